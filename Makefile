@@ -31,6 +31,7 @@ help:
 	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
+	@echo "                 of both, PART=0/3 runs every third test, from the first on"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
@@ -65,16 +66,16 @@ test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE) $(VERIFIERS_DONE)
-	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) | sed --unbuffered 's/^/learn | /'
+	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/learn | /'
 
 test-exhaustive: $(DONE)
 	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
 
 exhaustive-runs: $(DONE)
-	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/runs | /'
+	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels are for newer Pythons, but what is used of it runs on this one, too.
 $(NEWEST_DONE): $(DONE) $(NEWEST)

@@ -14,6 +14,21 @@ settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", metavar="I/N", help="every Nth of the chosen tests, from the Ith on, counted from 0"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # what -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        first, number = map(int, part.split("/"))
+        chosen = items[first::number]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
 gc.disable()  # while all tests and what they need are imported: it would be a quarter of the time
 
 

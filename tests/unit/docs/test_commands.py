@@ -84,8 +84,8 @@ def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert commands == [
         "make test",
         "make test-sandbox",
-        "make test-learn",
-        "make --jobs=2 exhaustive-runs exhaustive-ranks test-newest test-browser",
+        "make test-learn PART=$part",
+        "make --jobs=2 PART=$part exhaustive-runs exhaustive-ranks test-newest test-browser",
         "make test-cluster",
         "make resolve-gpu",
     ]
