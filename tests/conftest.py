@@ -15,9 +15,7 @@ settings.load_profile("megarl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--part", metavar="I/N", help="every Nth of the chosen tests, from the Ith on, counted from 0"
-    )
+    parser.addoption("--part", metavar="I/N", help="every Nth of the chosen tests, from the Ith on, counted from 0")
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
