@@ -122,7 +122,7 @@ test-sandbox: $(DONE)
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Pages as a browser shows them. It wants root where there is no Chromium yet. SCREENSHOTS=FOLDER keeps pictures of them.
 test-browser: $(DONE)

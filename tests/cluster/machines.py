@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NETWORK = "10.77.{}"
-BOOT_S = 10
+BOOT_S = 60
 
 BOOT = """
 set -e

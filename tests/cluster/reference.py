@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.paths import ROOT
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
-RUN_S = 240
+RUN_S = 400
 MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
 """Metrics that no two runs share, or that say how weights travel."""
 

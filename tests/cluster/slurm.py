@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.cluster.machines import Machine, Machines
 
-START_S, POLL_S = 30, 0.2
+START_S, POLL_S = 120, 0.2
 NODE_DOWN_S = 60
 """The time after which Slurm gives a silent node up; its default is 300."""
 
