@@ -18,7 +18,7 @@ from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
 from megarl.rewards import remote_judge
 
-SLOW_S = 3.0
+SLOW_S = 6.0
 WAIT_S = 0.3
 
 
@@ -90,7 +90,7 @@ def server() -> Iterator[Server]:
 def judged(server: Server, *responses: str, **options) -> list:
     """The results of the responses, in the real processes of a pool."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    given = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}", "timeout_s": 1.0, "retries": 0}
+    given = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}", "timeout_s": 3.0, "retries": 0}
     entry = RewardFunction(function="generative_judge", options=given | options)
     prompt = Prompt("p", "Q {answer}", [1], answer="12")
     samples = [
@@ -117,7 +117,7 @@ def test_ratings_are_rewards_and_failures_are_none(server):
         "plain": "answered without a message: 'no JSON'",
         "shape": "answered without a message: ",
         "drop": "could not be asked (RemoteProtocolError: ",
-        "slow [[10]]": "did not answer within 1 s",
+        "slow [[10]]": "did not answer within 3 s",
     }
     begin = time.monotonic()
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):

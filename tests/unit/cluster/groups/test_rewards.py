@@ -52,9 +52,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def worker(file) -> Iterator[RewardWorker]:
     functions = f"rewards.functions=[{{function: '{file}:score', weight: 2.0}}]"
-    config = load(
-        QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=1.5", "run.token_samples=0"]
-    )
+    config = load(QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=4", "run.token_samples=0"])
     worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=2)
     yield worker
     worker.close()
@@ -122,7 +120,7 @@ def test_functions_and_the_judge_get_the_columns_of_the_prompts_row(worker, tmp_
 def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_path):
     samples = [sample("0.0", "hang"), sample("0.1", "x")]
     scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
-    failure = f"rewards.functions: {file}:score did not return within rewards.timeout_s=1.5 on sample 0.0"
+    failure = f"rewards.functions: {file}:score did not return within rewards.timeout_s=4 on sample 0.0"
     assert [score.failure for score in scores] == [failure, None]
     assert scores[1].value == pytest.approx(0.2 + 0.25)
     row, _ = (tmp_path / "rollouts.jsonl").read_text().splitlines()

@@ -161,7 +161,7 @@ def test_a_child_that_does_not_end_is_killed() -> None:
 
 def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
     late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2)"))
-    with program(late, deadline_s=1, grace_s=5) as run:
+    with program(late, deadline_s=1, grace_s=20) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         run.end()

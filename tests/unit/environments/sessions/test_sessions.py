@@ -270,15 +270,15 @@ def test_refused_requests_say_why_and_leave_no_trace(given: dict[str, Any], code
 
 
 def test_a_request_that_is_sent_again_gets_the_answer_that_was_lost() -> None:
-    policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"], delay_s=0.3)
+    policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"], delay_s=1.0)
 
     async def agent(ask: Ask, *_: Any) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(QUESTION), 0.1)
+            await asyncio.wait_for(ask(QUESTION), 0.5)
         assert said(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
         with pytest.raises(TimeoutError):  # and nobody asks again for this one
-            await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.1)
-        await asyncio.sleep(0.5)
+            await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.5)
+        await asyncio.sleep(2)
 
     session, samples = in_session(policy, agent)
     assert [sampled(sample) for sample in samples] == ["Once<|im_end|>"]
