@@ -31,7 +31,7 @@ help:
 	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
-	@echo "                 of both, PART=0/3 runs every third test, from the first on"
+	@echo "                 of both, PART=0/4 runs every fourth test, from the first on"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
@@ -122,7 +122,7 @@ test-sandbox: $(DONE)
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Pages as a browser shows them. It wants root where there is no Chromium yet. SCREENSHOTS=FOLDER keeps pictures of them.
 test-browser: $(DONE)

@@ -46,12 +46,13 @@ SMALL = 4096
 """The bytes up to which a result of a call is sent to the caller itself, so that samples stay where they were made."""
 
 HEALTH_CHECKS = {
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 5,
-    "gcs_rpc_server_reconnect_timeout_s": 10,
+    "health_check_period_ms": 2000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 4,
+    "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""Short delays, so that a lost process is noticed within seconds."""
+"""A node is lost that has not answered for 4 · (2 + 5) s, half of Ray's own time: shorter than any collective's deadline,
+and longer than a busy node's processes, or its file system, may stand still."""
 
 
 class Session:

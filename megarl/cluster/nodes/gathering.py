@@ -12,7 +12,7 @@ from megarl.cluster.nodes.meeting import Meeting, Report
 from megarl.core.errors import UserError
 
 POLL_S = 0.2
-VERDICT_S = 12.0
+VERDICT_S = 30.0
 """The time in which Ray finds out that a node is lost, by its health checks: see session.HEALTH_CHECKS."""
 
 

@@ -27,7 +27,7 @@ POLL_S = 0.5
 MARGIN_S = 15.0
 """The seconds that the driver may need after its grace time to end the run."""
 
-CONNECT_S, LOST_S = 2.0, 10.0
+CONNECT_S, LOST_S = 2.0, 30.0
 """The seconds that a connection to the first node may take, and those without one after which that node is lost."""
 
 
