@@ -46,6 +46,7 @@ Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
 Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks of each expert; by default as --tp.")]
 FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage; by default stages are even.")]
 LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage.")]
+ShardGb = Annotated[float, typer.Option(min=0, help="Size of a weights file, in 10^9 bytes.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert to it; by default all keep theirs.")
 ]
@@ -79,7 +80,7 @@ def megatron_to_hf(
     checkpoint: Checkpoint,
     out: Out,
     hf: HuggingFace = None,
-    shard_gb: Annotated[float, typer.Option(min=0, help="Size of a weights file, in 10^9 bytes.")] = 5.0,
+    shard_gb: ShardGb = 5.0,
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
@@ -88,6 +89,26 @@ def megatron_to_hf(
 
     with _options(dtype, verify) as options:
         _report(out, megatron_to_huggingface(checkpoint, out, hf, round(shard_gb * 1e9), options))
+
+
+@app.command()
+def adapters_to_hf(
+    checkpoint: Checkpoint,
+    out: Out,
+    hf: Annotated[
+        Path | None, typer.Option(help="A folder with the model that they are for; by default the run's model.path.")
+    ] = None,
+    shard_gb: ShardGb = 5.0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of all weights; by default the run's.")
+    ] = None,
+    verify: Verify = True,
+) -> None:
+    """Write a Hugging Face folder of the model, with the adapters in a checkpoint of a run with actor.lora merged."""
+    from megarl.megatron.checkpoint.adapters import adapters_to_huggingface
+
+    with _options(dtype, verify) as options:
+        _report(out, adapters_to_huggingface(checkpoint, out, options, hf, round(shard_gb * 1e9)))
 
 
 @app.command()

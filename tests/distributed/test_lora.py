@@ -20,8 +20,11 @@ from transformers import AutoModelForCausalLM
 from megarl.config.peft import WEIGHTS
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
+from megarl.core.errors import UserError
 from megarl.data.model_folder import read_config
-from megarl.megatron.checkpoint.adapters import adapters_to_peft
+from megarl.data.weights_hash import weights_hash
+from megarl.megatron.checkpoint.adapters import adapters_to_huggingface, adapters_to_peft
+from megarl.megatron.checkpoint.conversion import Options, megatron_to_huggingface
 from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
@@ -53,6 +56,7 @@ from tests.parity import (
 )
 from tests.paths import ROOT
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.unit.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
 KL, RANK, ALPHA = 0.05, 3, 6
@@ -277,7 +281,8 @@ def saved(config: Config, folder: Path, runs: Path, before: Checkpoint | None = 
     (hidden / "actor").mkdir()
     ranks = run_ranks(config.actor.layout.world_size, save_adapters_of, config, folder, hidden, before)
     files = [record for records, _ in ranks for record in records]
-    checkpoint = checkpoints.commit(2, {"config": config.model_dump()}, files)
+    models = {"model.path": {"folder": str(folder), "hash": weights_hash(folder)}}
+    checkpoint = checkpoints.commit(2, {"config": config.model_dump(), "models": models}, files)
     expected = checkpoint_bytes(config, {"actor": read_config(folder)})
     assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.05)
     return [later for _, later in ranks], checkpoint
@@ -318,14 +323,46 @@ def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path
         folders.append(load_file(tmp_path / name / WEIGHTS))
     assert folders[0].keys() == folders[1].keys()
     assert all(torch.equal(factor, folders[1][name]) for name, factor in folders[0].items())
-    loading = config_of(folder, lora.replace("}", f", path: {tmp_path / 'a'}}}"))
-    loaded = whole_factors(run_ranks(1, train_adapters, loading, folder, []), "factors")
+    loading = config_of(folder, lora.replace("}", f", path: {tmp_path / 'a'}}}"), "model.dtype=bfloat16")
+    ranks = run_ranks(1, train_adapters, loading, folder, [])
+    check_merged_folders(checkpoint, converted, ranks, folder, tmp_path)
+    loaded = whole_factors(ranks, "factors")
     assert all(torch.equal(factor, folders[0][of_each_expert(name, 4)[-1]]) for name, factor in loaded.items())
     for source in (checkpoint, converted):
         resumed = run_ranks(first.actor.layout.world_size, go_on, first, folder, source)
         for one, other in zip(uninterrupted, resumed, strict=True):
             assert one.keys() == other.keys()
             assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def check_merged_folders(
+    checkpoint: Checkpoint, converted: Checkpoint, ranks: list[AdapterResult], folder: Path, out: Path
+) -> None:
+    """Checks what comes of merging a checkpoint's adapters, with and without a run.
+
+    ranks   of a run that has begun with the adapters of the checkpoint
+    out     has them as a PEFT folder, `a`
+    """
+    convert("adapters-to-hf", "--checkpoint", checkpoint.path, "--out", out / "float32", "--dtype", "float32")
+    adapters_to_huggingface(converted.path, out / "bfloat16", Options())
+    merged, rounded = (load_file(out / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert_equal(merged, merged_by_others(folder, out / "a"), "merged weight")
+    assert merged.keys() == rounded.keys()
+    assert all(torch.equal(weight.bfloat16(), rounded[name]) for name, weight in merged.items())
+    for name, weight in whole_tensors(read_config(folder), ranks, "weights").items():
+        torch.testing.assert_close(weight.bfloat16(), rounded[name], rtol=2**-7, atol=1e-6)
+
+
+def merged_by_others(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
+    """Merges adapters into a model that was loaded in bfloat16, in float32: by PEFT, which does not take experts one by
+    one; theirs are merged in plain torch."""
+    stored = load_file(adapters / WEIGHTS)
+    if not any(".experts." in name for name in stored):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+        return PeftModel.from_pretrained(model, adapters).merge_and_unload().state_dict()
+    reference = MergedReference(folder, stored, 32 / RANK, LR, EPS, TEMPERATURE)
+    reference.stored = {name: weight.bfloat16().float() for name, weight in reference.stored.items()}
+    return {name: weight.detach() for name, weight in reference.merged().items()}
 
 
 def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
@@ -396,6 +433,16 @@ def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(req
     assert loaded
     for name, factor in loaded.items():
         assert all(torch.equal(factor, stored[each]) for each in of_each_expert(name, 4))
+
+
+def test_adapters_are_merged_into_the_model_of_their_run_alone(dense, tmp_path):
+    _, checkpoint = saved(config_of(dense, f"actor.lora.rank={RANK}"), dense, tmp_path / "run")
+    other = write_tiny_llama(tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1)
+    with pytest.raises(UserError, match=rf"^{other}: its weights are not those .*; give --hf, a folder with these$"):
+        adapters_to_huggingface(checkpoint.path, tmp_path / "merged", Options(), other)
+    with pytest.raises(UserError, match="merge them into it with adapters-to-hf, or make"):
+        megatron_to_huggingface(checkpoint.path, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_adapters_of_some_layers_leave_the_others_as_they_begin(dense, tmp_path):

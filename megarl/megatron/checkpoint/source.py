@@ -104,8 +104,8 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     with TorchDistFolder(path) as folder:
         if any(key.startswith(PREFIX) for key in folder.tensors):
             raise UserError(
-                f"{path}: it holds adapters (actor.lora) and not their model; make a PEFT folder of them with "
-                "adapters-to-peft"
+                f"{path}: it holds adapters (actor.lora) and not their model; merge them into it with adapters-to-hf, "
+                "or make a PEFT folder of them with adapters-to-peft"
             )
         files, hf_config = _described(path, huggingface, sealed)
         hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
