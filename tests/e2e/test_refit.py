@@ -239,7 +239,7 @@ class TrainerSide:
     def holder(self):
         return self.worker.holder
 
-    def quantise(self):
+    def prepare_refit(self):
         self.worker.prepare_refit()
 
     def publish(self, for_refit):
@@ -418,6 +418,8 @@ CASES = [
 ]
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
+ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
+"""Those of which adapters are trained, and merged for every refit: the same model is trained whole over two workers."""
 
 
 class Trainers:
@@ -470,7 +472,8 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
     routes = ["actor.experts.replay_routes=true"] if (name, tp) in REPLAYED else []
-    config, hf_config = config_of(folder, layout, tp, [*truncated, *routes]), read_config(folder)
+    adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []
+    config, hf_config = config_of(folder, layout, tp, [*truncated, *routes, *adapters]), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     padded = padded_experts(engine.call("parameters")[0])
@@ -485,6 +488,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
 
     bytes_of_model = [sum(4 * prod(shape) for shape in target.shapes.values()) for target in targets]
     engine.call("connect", plan, shared_memory, targets)
+    trainers.call("prepare_refit")
     assert [worker.num_bytes for worker in engine.call("refit", 0)] == bytes_of_model
     before = engine.call("greedy", prompts())  # fills the prefix cache with the old weights' keys and values
     for version in (1, 2):
@@ -496,9 +500,10 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         kept = [ids for sample in samples for ids in sample.candidate_ids or ()]
         assert bool(kept) == bool(truncated) and all(1 <= len(ids) <= 7 for ids in kept)
         trainers.call("update", samples)
+        trainers.call("prepare_refit")
         engine.call("refit", version)
     check_routes(samples, bool(routes), changes)
-    exported = trainers.export(hf_config, shared_memory, tmp_path / "exported")
+    exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
     of_new_weights: list[Sample] = []
     if (name, tp) in IN_FLIGHT:
         uninterrupted = engine.call("sample", prompts())
@@ -716,11 +721,11 @@ def test_an_engine_of_fp8_blocks_is_one_that_vllm_has_quantised(model_type, tmp_
     assert targets[0].shard.mismatched_params(engine.call("parameters")[0]) == []
     assert engine.call("repacking") == []
     whole = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
-    trainers.call("quantise")
+    trainers.call("prepare_refit")
     shared_memory, plan = trainers.shared_memory(), make_plan(sources, targets, BUCKET_BYTES)
     engine.call("connect", plan, shared_memory, targets)
     for version in range(2):
-        trainers.call("quantise")
+        trainers.call("prepare_refit")
         [worker] = engine.call("refit", version, trainers.expected(hf_config, targets, make_plan(sources, whole)))
         assert worker.num_bytes == targets[0].shard.num_bytes
         if version == 0:
