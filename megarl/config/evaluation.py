@@ -17,13 +17,14 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
         "source": given.source,
         "prompt_column": given.prompt_column,
         "answer_column": given.answer_column,
+        "system_prompt": given.system_prompt,
         "chat_template": given.chat_template,
     }
     data = {name: value for name, value in own.items() if value is not None} | {"size": given.size, "shuffle": False}
     data |= {"stages": [], "sort_column": None, "weight_column": None, "solved_weight": None}
     data["source_weights"] = {}
-    if given.chat_template is False:
-        data["system_prompt"] = None  # nothing says how a system message is written
+    if given.chat_template is False or given.system_prompt == "":
+        data["system_prompt"] = None  # without a chat template nothing says how a system message is written
     if given.source is not None:
         data |= {"options": {}, "more_sources": []}  # those of the run's source
     rewards = {"judge": None, "overlong_buffer": None}

@@ -25,7 +25,7 @@ def after_system_prompt(system_prompt: str | None, prompt: str | list[Message], 
     messages = as_messages(prompt, "user")
     if any(message["role"] == "system" for message in messages):
         raise UserError(
-            f"{place}: the prompt has a system message of its own beside data.system_prompt; remove one of them"
+            f"{place}: the prompt has a system message of its own beside that of key system_prompt; remove one of them"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 

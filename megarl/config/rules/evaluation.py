@@ -39,6 +39,25 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
     return None
 
 
+def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
+    """As of data.system_prompt. What the set takes over from data is left out where it has no place."""
+    for item in config.evaluation.sets:
+        data = config_of_set(config, item).data
+        if not item.system_prompt:
+            continue
+        if data.source == OWN_TASKS:
+            return (
+                f"evaluation.sets: {item.name} has a system_prompt, which stands before prompts of rows, and with "
+                f"source={OWN_TASKS} there are none; remove it, and write system messages in the environment"
+            )
+        if not data.chat_template:
+            return (
+                f"evaluation.sets: {item.name} has a system_prompt, and with chat_template=false nothing says how a "
+                "system message is written; give it chat_template: true, or put the text into the prompts"
+            )
+    return None
+
+
 def options_of_sets_are_of_a_class(config: Config) -> str | None:
     for item in config.evaluation.sets:
         own = item.environment
@@ -159,6 +178,7 @@ def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_samples,
     own_tasks_of_sets_have_an_environment,
+    system_prompts_of_sets_are_of_prompts_in_a_chat_template,
     options_of_sets_are_of_a_class,
     whole_rollouts_of_sets_are_scored,
     sets_have_names_of_their_own,

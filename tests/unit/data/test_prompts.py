@@ -11,6 +11,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from megarl.config.evaluation import config_of_set
+from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
@@ -162,9 +164,22 @@ def test_a_system_prompt_stands_before_each_prompt(model_folder, tmp_path):
     assert prompts[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
+def test_an_evaluation_set_has_a_system_prompt_of_its_own_or_that_of_the_data_or_none(model_folder, tmp_path):
+    sets = [EvaluationSet(name=f"{i}", system_prompt=text) for i, text in enumerate([None, "Be long.", ""])]
+    sets.append(EvaluationSet(name="plain", chat_template=False))
+    config = config_of(jsonl(tmp_path, "Hi"), system_prompt="Be brief.")
+    texts = [load_prompts(config_of_set(config, given), model_folder)[0].text for given in sets]
+    assert texts == [
+        "<|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>",
+        "<|system|>Be long.<eos><|user|>Hi<eos><|assistant|>",
+        "<|user|>Hi<eos><|assistant|>",
+        "Hi",
+    ]
+
+
 def test_a_row_with_a_system_message_of_its_own_is_refused_beside_a_system_prompt(model_folder, tmp_path):
     path = jsonl(tmp_path, "Hi", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
-    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message of its own beside data"):
+    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message of its own beside that of"):
         load_prompts(config_of(path, system_prompt="Be brief."), model_folder)
 
 

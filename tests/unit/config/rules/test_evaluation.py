@@ -35,6 +35,14 @@ def sets(*items: str) -> str:
             "evaluation.sets: a has no functions, and rewards.functions has none",
         ),
         (
+            ["data.chat_template=false", sets("name: a, system_prompt: Be brief.")],
+            "evaluation.sets: a has a system_prompt, and with chat_template=false nothing says how a system message",
+        ),
+        (
+            [sets("name: a, system_prompt: Be brief., source: environment, environment: {class: text_game}")],
+            "evaluation.sets: a has a system_prompt, which stands before prompts of rows, and with source=environment",
+        ),
+        (
             [sets("name: a, environment: {class: null, options: {size: 3}}")],
             "evaluation.sets: a has environment.options={'size': 3}, and nothing reads them without environment.class",
         ),
