@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from megarl.config.classifier import Kind
 from megarl.core.types import NO_BASELINE, Baseline, TokenTotals
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class ObjectiveSpec:
                       bounded)
     rows              the values of data.rows that it learns from; prompts: from sampled responses
     reads_reference   whether its loss compares log-probs with those of the reference
+    classifier        the kind of classifier that the actor is; None: a language model
     clips_log_ratio   whether clip_low and clip_high bound log ρ, which may be far below 0, and not ρ itself
     rules             (values of all options that it reads) -> None, or a line with the key and value that do not work,
                       the reason and the remedy
@@ -172,6 +174,7 @@ class ObjectiveSpec:
     arguments: Options = field(default_factory=dict)
     rows: tuple[Rows, ...] = ("prompts",)
     reads_reference: bool = False
+    classifier: Kind | None = None
     clips_log_ratio: bool = False
     rules: tuple[Callable[[Options], str | None], ...] = ()
 
@@ -237,18 +240,21 @@ class PairObjective(ObjectiveSpec):
     """An objective that learns from pairs of responses, by how much more the model rewards the better than the worse
     one.
 
-    With reads_reference the model's reward is β·(log π − log π_ref) of a response; else it is a classifier's score.
+    The model's reward of a response is a classifier's score, or log π, or with reads_reference β·(log π − log π_ref).
 
-    loss        (margin [P], **arguments) -> float32 [P]
+    loss     (margin [P], *inputs, **arguments) -> float32 [P]
+    inputs   further arguments of `loss`: the rewards of the better responses, float32 [P]
     """
 
     loss: Callable[..., torch.Tensor]
+    inputs: tuple[Literal["better"], ...] = ()
     rows: tuple[Rows, ...] = ("preferences",)
 
     @property
     def options(self) -> Options:
-        """Every option that it reads: its arguments and, with a reference, those of the reward from log-ratios."""
-        implicit = {"beta": 0.1, "length_normalised": False} if self.reads_reference else {}
+        """Every option that it reads: its arguments and those of a reward from log-probs."""
+        scale = {"beta": 0.1} if self.reads_reference else {}
+        implicit = {} if self.classifier is not None else {**scale, "length_normalised": False}
         return {**implicit, **self.arguments}
 
 

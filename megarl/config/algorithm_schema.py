@@ -83,6 +83,8 @@ class Objective(Chosen):
     beta: PositiveFloat | None
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None
     length_normalised: bool | None
+    hinge_margin: PositiveFloat | None
+    regularisation: NonNegativeFloat | None
     aggregation: Aggregation
     skip_truncated: bool
     empty_samples: Literal["include", "exclude"]

@@ -43,6 +43,8 @@ ADDED: dict[int, dict[str, Any]] = {
         "algorithm.objective.divergence_limit_negative": None,
         "algorithm.correction.weight_floor": None,
         "algorithm.objective.penalty_target": None,
+        "algorithm.objective.hinge_margin": None,
+        "algorithm.objective.regularisation": None,
         "environment": {
             "class": None,
             "options": {},

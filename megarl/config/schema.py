@@ -292,7 +292,7 @@ class Config(Section):
     @property
     def trains_reward_model(self) -> bool:
         """Whether the actor is a classifier."""
-        return self.algorithm.objective.name == "reward_model"
+        return self.algorithm.objective.spec.classifier is not None
 
     @property
     def has_reference(self) -> bool:

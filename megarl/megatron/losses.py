@@ -181,18 +181,22 @@ def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Ten
 def preference_loss(
     objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor, has_moved: bool = False
 ) -> tuple[torch.Tensor, Sums]:
-    """Returns loss and metrics of pairs of samples, whose rewards are their log-ratios to the reference.
+    """Returns loss and metrics of pairs of samples, whose rewards are their log-probs, or their log-ratios to the
+    reference.
 
     sampled     whether engines have sampled them
     scored      log-prob and entropy
     has_moved   whether the policy has been updated since the start of the step
     """
-    assert batch.reference is not None, "the batch has no reference log-probs"
     samples, log_prob, entropy = _sample_segments(batch), scored[:, 0], scored[:, 1]
-    log_ratio = samples.of_each(log_prob - _at_trained(batch, batch.reference, log_prob))
+    reward = log_prob
+    if objective.spec.reads_reference:
+        assert batch.reference is not None, "the batch has no reference log-probs"
+        reward = objective.option("beta") * (log_prob - _at_trained(batch, batch.reference, log_prob))
+    rewards = samples.of_each(reward)
     if objective.option("length_normalised"):
-        log_ratio = log_ratio / samples.count.clamp(min=1)
-    loss, sums = _pair_loss(objective, batch, samples, objective.option("beta") * log_ratio, "policy")
+        rewards = rewards / samples.count.clamp(min=1)
+    loss, sums = _pair_loss(objective, batch, samples, rewards, "policy")
     sums["policy/entropy"] = mean(entropy, batch.mask)
     return loss, sums | (_start_metrics(batch, log_prob, has_moved) if sampled else {})
 
@@ -204,10 +208,11 @@ def _pair_loss(
     the pairs. rewards: the model's, float32 [S]. name: the first part of the loss metric's name."""
     margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
-    losses = objective.spec.loss(margin, **objective.options(objective.spec.arguments))
+    chosen, rejected = rewards.view(-1, 2).unbind(-1)
+    inputs = [{"better": chosen}[name] for name in objective.spec.inputs]
+    losses = objective.spec.loss(margin, *inputs, **objective.options(objective.spec.arguments))
     loss = (weight * losses).sum()
     every = torch.ones_like(margin, dtype=torch.bool)
-    chosen, rejected = rewards.view(-1, 2).unbind(-1)
     return loss, {
         f"{name}/loss": _whole_loss(loss),
         "preference/loss": mean(losses, every),

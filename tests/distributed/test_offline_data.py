@@ -134,6 +134,17 @@ def ipo(beta: float, normalised: bool = False):
     return loss
 
 
+def slic(delta: float, coefficient: float, normalised: bool = False):
+    def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
+        said = [log_probs(model, text) for text in samples]
+        found = torch.stack([each.mean() if normalised else each.sum() for each in said])
+        pairs = list(zip(found[0::2], found[1::2], strict=True))
+        hinge = [torch.clamp(delta - (better - worse), min=0) for better, worse in pairs]
+        return torch.stack(hinge).mean() - coefficient * torch.stack([better for better, _ in pairs]).mean()
+
+    return loss
+
+
 CASES = {
     "SFT": Case("name: sft, aggregation: token_mean", sft),
     "reward model": Case("name: reward_model", bradley_terry(), "reward_model"),
@@ -144,6 +155,10 @@ CASES = {
     ),
     "IPO": Case("name: ipo, beta: 0.2", ipo(0.2)),
     "IPO by length": Case("name: ipo, beta: 0.2, length_normalised: true", ipo(0.2, True)),
+    "SLiC": Case("name: slic, hinge_margin: 8.0, regularisation: 0.3", slic(8.0, 0.3)),
+    "SLiC by length": Case(
+        "name: slic, hinge_margin: 0.05, regularisation: 0.0, length_normalised: true", slic(0.05, 0.0, True)
+    ),
 }
 EVERYWHERE = ("SFT", "reward model", "DPO, smoothed and by length")
 

@@ -128,6 +128,7 @@ ROLES = {
     "reward model": ("actor", ["algorithm.objective.name=reward_model", GIVEN], "preference/accuracy"),
     "DPO": ("actor", ["algorithm.objective={name: dpo, length_normalised: true}", GIVEN], "preference/accuracy"),
     "IPO, online": ("actor", ["algorithm.objective.name=ipo"], "mismatch/logprob_abs_max"),
+    "SLiC, online": ("actor", ["algorithm.objective.name=slic"], "preference/margin"),
     "critic": ("critic", ["algorithm.value.clip=0.2"], "value/clip_share"),
     "critic on the actor": ("actor", ["critic.trunk=actor", "algorithm.value.clip=0.2"], "value/clip_share"),
     "implicit reward": ("implicit_reward", ["implicit_reward.coefficient=1.0"], "implicit_reward/accuracy"),

@@ -3,6 +3,7 @@ known."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tests.e2e.environment_tasks import Calculation, Letters, Search
@@ -137,6 +138,8 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
+    # Within its margin the hinge has the slope 1 − 2·p, beyond it 1 − p, which outweighs the other term's.
+    "SLiC": given("name: slic", Preferences(lambda share: math.copysign(1.0, share - 0.5), is_relative=False)),
     # At 10 × the learning rate of the cases in which the whole model is trained. The head is frozen, whose logits bound
     # the share at temperature 1.
     "GRPO, LoRA": estimator(

@@ -188,12 +188,13 @@ RESPONSES = ("x", "y")
 @dataclass(frozen=True)
 class Preferences(Task):
     """A task of preferences: the first of two responses to each of four prompts is preferred in a known share p of the
-    pairs. What the model has of them (a difference of scores or of log-ratios to the start) has a known optimum,
-    `best`(p). The share is 1 − distance to the optimum / the optimum's own length, over the prompts. For the control,
-    preferences belong to other pairs."""
+    pairs. What the model has of them (a difference of scores, of log-probs, or of log-ratios to the start) has a known
+    optimum, `best`(p). The share is 1 − distance to the optimum / the optimum's own length, over the prompts. For the
+    control, preferences belong to other pairs."""
 
     best: Callable[[float], float]
     classifies: bool = False
+    is_relative: bool = True
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         asked = [(prompt, i < round(10 * share)) for prompt, share in PREFERRED.items() for i in range(10)]
@@ -209,7 +210,7 @@ class Preferences(Task):
     def shares(self, start: Path, run: Path) -> list[float]:
         best = torch.tensor([self.best(share) for share in PREFERRED.values()])
         found = self.margins(run / "model")
-        if not self.classifies:
+        if self.is_relative and not self.classifies:
             found = found - self.margins(start)
         return [0.0, 1 - ((found - best).norm() / best.norm()).item()]
 

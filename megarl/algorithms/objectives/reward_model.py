@@ -23,4 +23,5 @@ SPEC = PairObjective(
     paper="a reward model of Bradley and Terry's; InstructGPT, arXiv 2203.02155, eq. 1",
     loss=reward_model,
     arguments={"label_smoothing": 0.0},
+    classifier="sequence",
 )

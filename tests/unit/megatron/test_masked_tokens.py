@@ -206,7 +206,7 @@ def other_outcome(world: World, name: str) -> Outcome:
     objective = load(BASE, keys).algorithm.objective
     if not spec.is_pairwise:
         return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
-    if spec.reads_reference:
+    if spec.classifier is None:
         return outcome(partial(preference_loss, objective, True, has_moved=True), batch, world, members, slice(2))
     return outcome(partial(reward_model_loss, objective), batch, world, members, slice(1))
 

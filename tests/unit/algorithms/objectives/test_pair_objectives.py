@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.objectives.ipo import ipo
+from megarl.algorithms.objectives.slic import slic
 from megarl.algorithms.pairs import bradley_terry, margins
 from megarl.algorithms.registry import OBJECTIVES
 
@@ -45,6 +46,17 @@ def test_ipo_pulls_the_margin_to_half_of_one_over_beta():
     assert margin.grad.tolist() == pytest.approx([0.0, -3.0, -11.0])
 
 
+def test_slic_stops_at_its_margin_and_goes_on_imitating():
+    """By hand: δ = 2 and λ = 0.25, of a pair that is beyond the margin, of one at 0 and of one the wrong way round."""
+    better = torch.tensor([-4.0, -2.0, -8.0], dtype=torch.float64, requires_grad=True)
+    worse = torch.tensor([-6.5, -2.0, -5.0], dtype=torch.float64, requires_grad=True)
+    losses = slic(better - worse, better, hinge_margin=2.0, regularisation=0.25)
+    assert losses.tolist() == [1.0, 2.5, 7.0]
+    losses.sum().backward()
+    assert better.grad.tolist() == [-0.25, -1.25, -1.25]
+    assert worse.grad.tolist() == [0.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("loss", [lambda m: bradley_terry(m, 0.2), lambda m: ipo(m, 0.3)])
 def test_gradients(loss):
     assert torch.autograd.gradcheck(loss, torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64, requires_grad=True))
@@ -58,7 +70,9 @@ def test_pairs_stand_two_by_two():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"rewards must have shape \[2·P\], got \(3,\)"):
         margins(torch.zeros(3))
-    for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1)):
+    with pytest.raises(ValueError, match=r"margin and better must share one shape \[N\]"):
+        slic(torch.zeros(2), torch.zeros(3), 1.0, 0.0)
+    for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1), lambda m: slic(m, m, 1.0, 0.0)):
         with pytest.raises(ValueError, match=r"margin must have shape \[P\], got \(2, 1\)"):
             loss(torch.zeros(2, 1))
 
