@@ -89,6 +89,7 @@ def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredS
     updates = [samples_of(update) for update in updates_of(config, groups)]
     batches = [dispatch(config, samples, actor.packing) for samples in updates]
     make_policy_passes(config, actor, batches).result()
-    metrics = actor.train(batches).result()
+    metrics = actor.train([batches]).result()
+    actor.end_step().result()
     follow_policy(config, actor, number, metrics, len(groups))
     return metrics

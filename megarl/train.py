@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.rank_batch import Scores
+from megarl.cluster.pending import join
+from megarl.cluster.rank_batch import Updates, with_scores
 from megarl.cluster.session import Session
+from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers, launch_workers
+from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.metrics import Metric, values
+from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
 from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
@@ -20,7 +24,7 @@ from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.agreement import warn_of_disagreement
 from megarl.step.baselines import attach_baselines, update_reward_average
-from megarl.step.dispatch import dispatch, updates_of
+from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.evaluation import evaluate
 from megarl.step.metrics import step_metrics, update_rate, with_explained_variance
 from megarl.step.pairs import best_and_worst
@@ -29,7 +33,7 @@ from megarl.step.profile import profiled
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
 from megarl.step.scoring import Metrics, ScoredSample
-from megarl.step.token_rewards import reward_tokens
+from megarl.step.token_rewards import TokenRewards, reward_tokens
 
 
 def main(config: Config, scratch: Path) -> int:
@@ -88,64 +92,98 @@ def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, floa
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:
-    """Updates every trained model once for every prompts_per_update groups, models that reward tokens for others first.
+    """Updates every trained model once for every prompts_per_update groups, models that reward tokens for others first;
+    actor and critic in each epoch.
 
     average: the mean reward of earlier steps, which takes up this step's."""
-    updates = updates_of(config, rollouts.chosen)
+    epochs = epochs_of(config, rollouts.chosen, number)
     if config.algorithm.objective.spec.is_pairwise:
-        return train_on_pairs(config, workers, updates, number)
-    rewards = reward_tokens(config, workers, updates, rollouts.process_rewards)
+        return train_on_pairs(config, workers, epochs, number)
+    rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
-    samples = [attach_baselines(config, update, *totals, average) for update in updates]
+    samples = [[attach_baselines(config, update, *totals, average) for update in updates] for updates in epochs]
     metrics = rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
-    metrics |= with_explained_variance(update_models(config, workers, samples, rewards.scores, number))
+    batches = prepare_updates(config, workers, samples, rewards, number)
+    metrics |= with_explained_variance(update_models(config, workers.trained, batches))
     if config.trains_actor_in(number):
         follow_policy(config, workers.actor, number, metrics, sum(map(len, rollouts.chosen)))
     return metrics
 
 
 def train_on_pairs(
-    config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[ScoredSample]]], number: int
+    config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
 ) -> Metrics:
-    """Trains on the best and the worst sample of each group; an update in which all are equal is left out."""
-    pairs = [best_and_worst(update) for update in updates]
-    metrics = update_models(config, workers, [samples for samples in pairs if samples], {}, number)
-    num_groups, num_pairs = sum(map(len, updates)), sum(map(len, pairs)) // 2
+    """Trains on the best and the worst sample of each group; an update in which all are equal is left out.
+
+    epochs: the groups of each update of each epoch
+    """
+    pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
+    batches = prepare_updates(config, workers, pairs, TokenRewards({}), number)
+    metrics = update_models(config, workers.trained, batches)
+    num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
     follow_policy(config, workers.actor, number, metrics, num_pairs)
     return metrics | {"preference/tied_share": Metric(1 - num_pairs / num_groups)}
 
 
-def update_models(
+def prepare_updates(
     config: Config,
     workers: Workers,
-    updates: Sequence[Sequence[ScoredSample]],
-    scores: Mapping[str, Scores],
+    epochs: Sequence[Sequence[Sequence[ScoredSample]]],
+    rewards: TokenRewards,
     number: int,
-) -> Metrics:
-    """Trains critic and actor: first the passes that they need, the critic's values and the policy's log-probs, then
-    their updates. The critic alone is trained in its first critic.warmup_steps steps.
+) -> dict[Role, list[Updates]]:
+    """Makes the passes that updates need, of the samples of the first epoch: the critic's values and the policy's
+    log-probs. Returns the batches of each epoch for the models that this step trains: the critic alone in its first
+    critic.warmup_steps.
 
-    scores   other models' rewards of tokens, by their name in TokenBatch
+    epochs: the samples of each update of each epoch
     """
-    actor, critic = workers.actor, workers.critic
-    batches = {"actor": [dispatch(config, samples, actor.packing, "actor", scores) for samples in updates]}
-    passes, training = {}, {}
-    if config.trains_actor_in(number) and policies(config) and not config.kl_in_reward:  # whose passes have been made
-        passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"])
+    actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
+
+    def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:
+        scores = rewards.scores
+        return [[dispatch(config, samples, group.packing, role, scores) for samples in updates] for updates in epochs]
+
+    batches: dict[Role, list[Updates]] = {} if critic is None else {"critic": dispatched(critic, "critic")}
+    batches |= {"actor": dispatched(actor, "actor")} if trains_actor else {}
+    passes = {}
+    if trains_actor and policies(config) and not config.kl_in_reward:  # whose passes have been made
+        passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"][0])
     if critic is not None:
-        batches["critic"] = [dispatch(config, samples, critic.packing, "critic", scores) for samples in updates]
-        passes["critic"] = lambda: critic.score_tokens(batches["critic"])
-        training["critic"] = lambda: critic.train(batches["critic"])
-    if config.trains_actor_in(number):
-        training["actor"] = lambda: actor.train(batches["actor"])
-    elif config.kl_in_reward:
-        training["actor"] = lambda: actor.end_step().then(lambda _: {})
+        passes["critic"] = lambda: critic.score_tokens(batches["critic"][0])
     made = workers.trained.run(passes, parts=("parameters",))
+    kept = {"actor": rewards.log_probs | made.get("actor", {})}
     if critic is not None:
-        critic_values, _ = made["critic"]
-        batches["actor"] = [[batch.with_scores("values", critic_values) for batch in b] for b in batches["actor"]]
-    trained = workers.trained.run(training)
-    return {name: metric for metrics in trained.values() for name, metric in metrics.items()}
+        kept["critic"] = {"values": made["critic"][0]}
+        if trains_actor:
+            batches["actor"] = [with_scores(updates, kept["critic"]) for updates in batches["actor"]]
+    for role, (first, *others) in batches.items():
+        if config.moves_samples(config.placed(role)):
+            batches[role] = [first, *(with_scores(updates, kept[role]) for updates in others)]
+    return batches
+
+
+def update_models(config: Config, trained: TrainedModels, batches: Mapping[Role, Sequence[Updates]]) -> Metrics:
+    """Trains these models on the batches of one epoch after the other, and ends the step. With batch.epochs_kl_limit,
+    all of them end an epoch before any begins the next, and none does once the actor's divergence from the old policy
+    was above the limit. Returns the metrics over all epochs.
+
+    batches: of each epoch
+    """
+    limit, epochs = config.batch.epochs_kl_limit, range(config.batch.epochs)
+    parts: list[Metrics] = []
+    for part in [epochs] if limit is None else [epochs[i : i + 1] for i in epochs]:
+        tasks = {
+            role: partial(trained.groups[role].train, own[part.start : part.stop], begins_step=part.start == 0)
+            for role, own in batches.items()
+        }
+        parts.append({name: metric for found in trained.run(tasks).values() for name, metric in found.items()})
+        divergence = parts[-1].get("policy/kl_old")  # there is none where no token was trained
+        if limit is not None and divergence is not None and divergence.value > limit:
+            break
+    join([group.end_step() for group in trained.groups.values()]).result()
+    done = {} if len(epochs) == 1 else {"update/epochs": Metric(part.stop)}
+    return merge(parts) | done
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,12 @@ def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
 def join_scores(parts: Sequence[Scores]) -> Scores:
     """Joins the scores that several processes have put into the object store."""
     return {sample: ref for part in parts for sample, ref in part.items()}
+
+
+def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
+    """Joins several kinds of scores that several processes have put into the object store, each under its name."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +131,17 @@ class RankBatch:
         return LocalBatch(self.training_samples(), self.microbatches)
 
 
+Updates = Sequence[Sequence[RankBatch]]
+"""The batches of each update, by data-parallel rank."""
+
+
+def with_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
+    """Returns the same batches, with other models' scores of their tokens, by their name in TokenBatch."""
+    return [[reduce(lambda b, item: b.with_scores(*item), scores.items(), batch) for batch in u] for u in updates]
+
+
 class FetchedBatches:
-    """Batches that a rank has fetched in this step: the same samples once, for all passes and updates."""
+    """Batches that a rank has fetched in this epoch of a step: the same samples once, for all passes and updates."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
@@ -140,7 +156,7 @@ class FetchedBatches:
         return batch
 
     def clear(self) -> None:
-        """Forgets all batches, at the end of a step, whose samples do not come back."""
+        """Forgets all batches, at the end of an epoch."""
         self._fetched.clear()
 
 

@@ -13,11 +13,12 @@ def explain(config: Config) -> str:
     per_prompt = trained if config.is_offline else batch.samples_per_prompt
     samples = batch.prompts_per_step * per_prompt
     updates = batch.prompts_per_step // batch.prompts_per_update
+    again = "" if batch.epochs == 1 else f", in each of {batch.epochs} epochs"
     per_update = batch.prompts_per_update * trained
     rows = {
         "run": f"{config.run.steps:,} steps",
         "step": f"{batch.prompts_per_step:,} {unit} x {per_prompt:,} samples = {samples:,} samples",
-        "updates": f"{batch.prompts_per_step:,} / {batch.prompts_per_update:,} {unit} = {updates:,} per step",
+        "updates": f"{batch.prompts_per_step:,} / {batch.prompts_per_update:,} {unit} = {updates:,} per step{again}",
         "update": (
             f"{batch.prompts_per_update:,} {unit} x {trained:,} samples = {per_update:,} samples, "
             f"{per_update:,} / dp {layout.dp} = {_share(per_update, layout.dp)} per data-parallel rank"

@@ -69,6 +69,7 @@ VERL = {
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
     "pipeline_model_parallel_size": "actor.layout.pp",
+    "ppo_epochs": "batch.epochs",
     "ppo_max_token_len_per_gpu": "actor.tokens_per_microbatch",
     "ppo_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
     "ppo_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",

@@ -38,6 +38,8 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.system_prompt": None,
         "rollout.stop": [],
         "rollout.max_staleness": 0,
+        "batch.epochs": 1,
+        "batch.epochs_kl_limit": None,
         "algorithm.kl.limit": None,
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,

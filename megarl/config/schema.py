@@ -80,6 +80,8 @@ class Batch(Section):
     prompts_per_step: PositiveInt
     samples_per_prompt: PositiveInt
     prompts_per_update: PositiveInt
+    epochs: PositiveInt
+    epochs_kl_limit: PositiveFloat | None
     sampling_rounds: PositiveInt
 
 
@@ -379,7 +381,19 @@ class Config(Section):
             spans[role] = range(spans[role].start * each, spans[role].stop * each)
         return spans
 
+    def epochs(self, trained: Trained) -> int:
+        """Returns how often a model goes through the samples of a step: an implicit reward model does once."""
+        return 1 if trained is self.implicit_reward else self.batch.epochs
+
+    def moves_samples(self, trained: Trained) -> bool:
+        """Returns whether a sample may be on several data-parallel ranks of a model in a step: other epochs have it in
+        other updates."""
+        has_several = self.batch.prompts_per_update < self.batch.prompts_per_step
+        return self.epochs(trained) > 1 and has_several and trained.layout.dp > 1
+
     def num_updates(self, trained: Trained) -> int:
-        """Returns the optimizer steps of the whole run; the first critic.warmup_steps steps train the critic only."""
+        """Returns the optimizer steps of the whole run, if no step ends before its last epoch; the first
+        critic.warmup_steps steps train the critic only."""
         alone = self.critic.warmup_steps if self.has_critic and trained is self.actor else 0
-        return max(self.run.steps - alone, 0) * self.batch.prompts_per_step // self.batch.prompts_per_update
+        per_epoch = self.batch.prompts_per_step // self.batch.prompts_per_update
+        return max(self.run.steps - alone, 0) * per_epoch * self.epochs(trained)

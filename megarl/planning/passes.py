@@ -70,8 +70,10 @@ def _old_log_probs(config: Config) -> Pass:
     from_rollout = config.algorithm.correction.old == "rollout"
     if not config.algorithm.objective.spec.is_policy_objective:
         return Pass("old log-probs", False, f"{_chosen(config)}: it has no ratio to an old policy")
-    if updates > 1 and not from_rollout:
-        return Pass("old log-probs", True, f"{updates} updates per step: the policy moves between them")
+    if updates * config.batch.epochs > 1 and not from_rollout:
+        per_step = f"{updates} updates per step" if updates > 1 else "one update per step"
+        again = "" if config.batch.epochs == 1 else f" in each of {config.batch.epochs} epochs"
+        return Pass("old log-probs", True, f"{per_step}{again}: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
     if config.algorithm.objective.spec.selects_tokens and not from_rollout:

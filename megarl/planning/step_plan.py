@@ -183,7 +183,8 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         empty = stage_memory(model.shape, layout, 0, model.of_stage(layout, 0), num_bytes, 0, 0, 1)
         in_host = optimizer_share_in_host(settings, empty)
         passes = workload.passes if role == "actor" else 1
-        training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, in_host)
+        epochs = config.epochs(settings)
+        training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
         # Gradients are given up. Between the passes of an actor, for which its weights come back, and its update, the
         # critic has its turn.
         times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1

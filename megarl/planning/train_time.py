@@ -47,6 +47,7 @@ def train_time(
     cluster: Cluster,
     num_bytes: int,
     num_passes: int,
+    epochs: int,
     host_share: float = 0.0,
 ) -> TrainTime:
     """Returns the time of a model's passes and updates.
@@ -57,6 +58,7 @@ def train_time(
 
     num_bytes    of a parameter and of an activation
     num_passes   forward passes before the updates
+    epochs       how often the model goes through the samples
     host_share   the share of the optimizer's state that is stepped in host memory
     """
     layout = settings.layout
@@ -87,12 +89,12 @@ def train_time(
     forward: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
         forward[name] += (count + waiting) * seconds
-    steps = workload.updates
-    rounds = steps * count * (whole + num_passes)
+    forwards, steps = num_passes * workload.updates, epochs * workload.updates
+    rounds = count * (whole * steps + forwards)
     volume = {name: size * rounds for name, size in slowest.volume.items()}
     volume["replicas"] = steps * _replica_bytes(settings, model.of_stage(layout, 0), num_bytes)
     return TrainTime(
-        passes={name: num_passes * steps * seconds for name, seconds in forward.items() if seconds and num_passes},
+        passes={name: forwards * seconds for name, seconds in forward.items() if seconds and forwards},
         update={name: steps * seconds for name, seconds in update.items() if seconds},
         microbatches=count,
         bubble=bubble,

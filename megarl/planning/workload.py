@@ -26,7 +26,8 @@ class Workload:
     longest_response   tokens of the longest, for which all others wait
     trained            samples that the models are trained on
     sharing            those of them that have a prompt in common, which a microbatch computes once for all it has
-    updates            optimizer steps
+    updates            optimizer steps of an epoch
+    epochs             how often actor and critic go through the samples
     passes             forward passes of the actor over them, before its updates
     is_offline         whether the responses are given, so that nothing is sampled
     """
@@ -39,6 +40,7 @@ class Workload:
     trained: int
     sharing: int
     updates: int
+    epochs: int
     passes: int
     is_offline: bool
 
@@ -62,6 +64,7 @@ class Workload:
             trained=trained,
             sharing=config.trained_per_prompt,
             updates=batch.prompts_per_step // batch.prompts_per_update,
+            epochs=batch.epochs,
             passes=len(of_actor),
             is_offline=config.is_offline,
         )
@@ -96,6 +99,7 @@ class Workload:
             f"{self.trained:,} samples, {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on average, "
             f"{self.trained_tokens / 1e6:,.2f} million in all, in {self.updates} "
             f"{'update' if self.updates == 1 else 'updates'}"
+            f"{'' if self.epochs == 1 else f', in each of {self.epochs} epochs'}"
         )
         return said if self.is_offline else f"{said}; the longest response has {self.longest_response:,.0f}"
 

@@ -3,6 +3,7 @@ the loss."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
@@ -14,15 +15,35 @@ from megarl.core.types import SampleInfo
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.step.scoring import ScoredSample
 
+Group = Sequence[ScoredSample]
+"""The samples of one prompt that have a score."""
 
-def updates_of(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> list[list[Sequence[ScoredSample]]]:
+
+def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
     """Returns the groups of each update, without groups whose samples all failed and updates without a group."""
     size = config.batch.prompts_per_update
     updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
     return [update for update in updates if update]
 
 
-def samples_of(update: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
+    """Returns the groups of each update of each epoch, as `updates_of` makes them: in the first epoch of the groups in
+    their order, in others of groups that are drawn anew. What is drawn follows from run.seed, the step and the epoch.
+
+    The groups of an update keep their order: where an epoch has one update, it is the same in each.
+    """
+    orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
+    return [updates_of(config, [groups[i] for i in order]) for order in orders]
+
+
+def _drawn(config: Config, num_groups: int, step: int, epoch: int) -> list[int]:
+    """Returns the indexes of the groups, those of one update after those of another."""
+    drawn = random.Random(f"{config.run.seed}.{step}.{epoch}").sample(range(num_groups), num_groups)
+    size = config.batch.prompts_per_update
+    return [i for begin in range(0, num_groups, size) for i in sorted(drawn[begin : begin + size])]
+
+
+def samples_of(update: Sequence[Group]) -> list[ScoredSample]:
     return [sample for group in update for sample in group]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.rank_batch import Scores, Updates, join_named_scores
 from megarl.config.schema import Config
 from megarl.planning.passes import PassName, passes
 
@@ -36,6 +35,6 @@ def policies(config: Config) -> list[Policy]:
     return [policy for policy in names if needed(config, f"{policy} log-probs")]
 
 
-def make_policy_passes(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending[list]:
-    """Submits a pass for each of the policies, whose log-probs stay with the ranks."""
-    return join([actor.keep_log_probs(policy, batches) for policy in policies(config)])
+def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:
+    """Submits a pass for each of the policies, whose log-probs stay with the ranks; see TrainerGroup.keep_log_probs."""
+    return join([actor.keep_log_probs(policy, updates) for policy in policies(config)]).then(join_named_scores)

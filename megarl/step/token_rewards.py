@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
-from megarl.cluster.rank_batch import RankBatch, Scores
+from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.step.baselines import Totals
@@ -23,12 +23,14 @@ class TokenRewards:
     scores                references to the rewards, by their name in TokenBatch
     token_reward_totals   sums over the implicit reward model's rewards, by sample
     kl_reward_totals      sums over the rewards for being close to the reference, by sample
+    log_probs             references to those of the actor's passes, as TrainerGroup.keep_log_probs returns them
     metrics               metrics of the implicit reward model's training
     """
 
     scores: dict[str, Scores]
     token_reward_totals: Totals = field(default_factory=dict)
     kl_reward_totals: Totals = field(default_factory=dict)
+    log_probs: dict[str, Scores] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -54,19 +56,20 @@ def reward_tokens(
     token_reward_totals, metrics = {}, {}
     if "implicit_reward" in results:
         (scores["implicit_reward"], token_reward_totals), metrics = results["implicit_reward"]
-    kl_reward_totals = {}
+    kl_reward_totals, log_probs = {}, {}
     if "actor" in results:
-        scores["kl_reward"], kl_reward_totals = results["actor"]
-    return TokenRewards(scores, token_reward_totals, kl_reward_totals, metrics)
+        (scores["kl_reward"], kl_reward_totals), log_probs = results["actor"]
+    return TokenRewards(scores, token_reward_totals, kl_reward_totals, log_probs, metrics)
 
 
-def _score_and_train(group: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending:
+def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
     """Submits scoring and training of a model that learns from the samples that it has scored. The result is ((scores,
     totals), metrics)."""
-    return join([group.score_tokens(batches), group.train(batches)])
+    scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
+    return join([scored, trained, ended]).then(lambda results: results[:2])
 
 
-def _score_kl(config: Config, actor: TrainerGroup, batches: Sequence[Sequence[RankBatch]]) -> Pending:
-    """Submits the passes and the KL that follows from them. The result is (scores, totals) of the KL."""
+def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
+    """Submits the passes and the KL that follows from them. The result is ((scores, totals) of the KL, log-probs)."""
     made, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
-    return made.then(lambda _: scored)
+    return made.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

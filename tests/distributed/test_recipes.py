@@ -15,7 +15,7 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.load import load
@@ -50,22 +50,25 @@ class Actor:
         self.packing, self._worker = worker.packing, worker
         self.calls: list[str] = []
 
-    def keep_log_probs(self, policy: str, updates: Sequence[Sequence[RankBatch]]) -> Pending[None]:
+    def keep_log_probs(self, policy: str, updates: Updates) -> Pending[dict[str, Scores]]:
         self.calls.append(f"{policy} log-probs")
         for batches in updates:
             self._worker.keep_log_probs(policy, local_batch(*batches))
-        return ready(None)
+        return ready({})
 
-    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
+    def score_tokens(self, updates: Updates):
         scores: dict[str, torch.Tensor] = {}
         for batches in updates:
             scores |= self._worker.score_tokens(local_batch(*batches))
         return ready((scores, totals(scores, updates)))
 
-    def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
-        metrics = [self._worker.update(local_batch(*batches)) for batches in updates]
-        self._worker.end_step()
+    def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
+        metrics = [self._worker.update(local_batch(*batches)) for updates in epochs for batches in updates]
+        self._worker.end_epoch()
         return ready(merge_updates(metrics))
+
+    def end_step(self) -> Pending[None]:
+        return ready(self._worker.end_step())
 
     def adapt_kl(self, divergence: float, num_samples: int) -> Pending[None]:
         return ready(self._worker.adapt_kl(divergence, num_samples))
@@ -82,17 +85,20 @@ class Scorer:
     def __init__(self, packing):
         self.packing = packing
 
-    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]):
+    def score_tokens(self, updates: Updates):
         generator = torch.Generator().manual_seed(1)
         samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
         scores = {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
         return ready((scores, totals(scores, updates)))
 
-    def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
+    def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
         return ready({})
 
+    def end_step(self) -> Pending[None]:
+        return ready(None)
 
-def totals(scores: dict[str, torch.Tensor], updates: Sequence[Sequence[RankBatch]]) -> dict[str, TokenTotals]:
+
+def totals(scores: dict[str, torch.Tensor], updates: Updates) -> dict[str, TokenTotals]:
     samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
     return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
 

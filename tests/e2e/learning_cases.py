@@ -97,6 +97,13 @@ CASES: dict[str, Case] = {
     "GPG": estimator("gpg", "algorithm.objective.aggregation=token_mean"),
     "pass@k": estimator("pass_at_k"),
     "PPO, GAE": estimator("gae", *CRITIC),
+    "PPO, three epochs": estimator(
+        "gae",
+        *CRITIC,
+        *TWO_UPDATES,
+        *("batch.epochs=3", "batch.epochs_kl_limit=0.3", "actor.layout.dp=2"),
+        has_control=True,
+    ),
     "VC-PPO": estimator("gae", *CRITIC, "critic.warmup_steps=3", "algorithm.advantage.critic_lambda=1.0", steps=23),
     "VAPO": estimator(
         "gae",

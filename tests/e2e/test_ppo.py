@@ -82,11 +82,14 @@ def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(ser
         "implicit_reward.layout.dp=2",
         "implicit_reward.optimizer.lr=0.01",
         "critic.offload=[parameters]",
+        "actor.layout.dp=2",
+        "batch={epochs: 3, epochs_kl_limit: 1.0e-9}",
         "implicit_reward.offload=[parameters, gradients, optimizer]",
         "batch.prompts_per_update=4",
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
+    assert all(step["update/epochs"] == 1 for step in steps), "the second update has moved the policy too far"
     assert all(step["reward/mean"] > 0 for step in steps)
     # At its start it is its reference: its rewards are 0, and its loss that of a coin.
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
@@ -116,7 +119,7 @@ def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
     overrides = [
         *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
         *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),
-        *ROUNDS,
+        *("batch.epochs=2", *ROUNDS),
     ]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()

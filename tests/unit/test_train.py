@@ -15,7 +15,7 @@ from megarl.config.load import load
 from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.types import Baseline, Prompt, SampleInfo, Score, TokenTotals
 from megarl.step.baselines import attach_baselines
-from megarl.step.dispatch import dispatch
+from megarl.step.dispatch import dispatch, epochs_of
 from megarl.step.requests import requests
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample, select
@@ -195,9 +195,10 @@ class Group:
         self.updates: list[list[SampleRef]] = []
         self.metrics = iter(metrics)
 
-    def keep_log_probs(self, policy: str, updates: list[list[RankBatch]]) -> Pending[None]:
+    def keep_log_probs(self, policy: str, updates: list[list[RankBatch]]) -> Pending[dict]:
         self.calls.append(policy)
-        return ready(None)
+        names = [item.sample_id for update in updates for batch in update for item in batch.samples]
+        return ready({policy: {name: f"{policy} of {name}" for name in names}})
 
     def score_tokens(self, updates: list[list[RankBatch]]) -> Pending[tuple[dict, dict]]:
         self.calls.append("score_tokens")
@@ -206,10 +207,14 @@ class Group:
             ({name: f"score of {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names})
         )
 
-    def train(self, updates: list[list[RankBatch]]) -> Pending[dict[str, Metric]]:
-        self.calls.append("train")
-        self.updates += [[item for batch in update for item in batch.samples] for update in updates]
+    def train(self, epochs: list[list[list[RankBatch]]], begins_step: bool = True) -> Pending[dict[str, Metric]]:
+        self.calls.append("train" if begins_step else "go on")
+        updates = [[item for batch in update for item in batch.samples] for updates in epochs for update in updates]
+        self.updates += updates
         return ready(merge_updates([next(self.metrics, {}) for _ in updates]))
+
+    def end_step(self) -> Pending[None]:
+        return ready(None)
 
     @property
     def trained_on(self) -> list[list[str]]:
@@ -250,6 +255,64 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(estimator):
     workers = workers_of(actor, critic if estimator == "gae" else None)
     metrics = values(train(settings, workers, rollouts_of(groups), 1, MovingAverage()))
     assert metrics == {"policy/loss": 3.0} | ({"value/loss": 4.0} if estimator == "gae" else {})
+
+
+EPOCHS = (
+    *("batch.prompts_per_step=4", "batch.prompts_per_update=2", "batch.epochs=3", "actor.layout.dp=2"),
+    *("algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64"),
+)
+
+
+def test_each_epoch_has_the_steps_prompts_in_other_updates():
+    """The first has them in their order, and what others have follows from seed, step and epoch."""
+    groups, _ = select(config(), [[sample(p, k) for k in range(2)] for p in range(8)], [score(1.0)] * 16)
+
+    def epochs(step: int, *overrides: str) -> list[list[list[str]]]:
+        batch = "batch={prompts_per_step: 8, prompts_per_update: 2, epochs: 4}"
+        found = epochs_of(config(batch, *overrides), groups, step)
+        assert all(len(group) == 2 for updates in found for update in updates for group in update)
+        return [[[group[0].sample.info.prompt_id for group in update] for update in updates] for updates in found]
+
+    found = epochs(1)
+    assert found[0] == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"], ["p6", "p7"]]
+    for updates in found:
+        assert [len(update) for update in updates] == [2] * 4
+        assert sorted(name for update in updates for name in update) == [f"p{i}" for i in range(8)]
+    other = [*found[1:], *epochs(2)[1:], *epochs(1, "run.seed=7")[1:]]
+    assert len({str(updates) for updates in other}) == 9 and found[0] not in other
+    assert epochs(1) == found
+    assert epochs(1, "batch.prompts_per_update=8")[1:] == [[[f"p{i}" for i in range(8)]]] * 3
+
+
+def test_actor_and_critic_go_through_the_same_epochs():
+    """Passes are made before the first, and other epochs have their results with the samples, which other ranks may
+    have."""
+    samples = [[sample(prompt, k) for k in range(2)] for prompt in range(4)]
+    groups, _ = select(config(), samples, [*map(score, [1.0, 0.0] * 4)])
+    log: list[str] = []
+    actor, critic = Group(*[loss("policy", i) for i in (1.0, 2.0, 3.0, 4.0, 5.0, 9.0)]), Group()
+    actor.calls = critic.calls = log
+    metrics = values(train(config(*EPOCHS), workers_of(actor, critic), rollouts_of(groups), 1, MovingAverage()))
+    assert log == ["old", "score_tokens", "train", "train"]
+    assert actor.trained_on == critic.trained_on and len(actor.trained_on) == 6
+    assert [item.scores.keys() for item in actor.updates[0]] == [{"values"}] * 4
+    for item in actor.updates[-1]:
+        assert item.scores == {"values": f"score of {item.sample_id}", "old": f"old of {item.sample_id}"}
+    assert metrics == {"policy/loss": 4.0, "update/epochs": 3}
+
+
+@pytest.mark.parametrize(("divergences", "done"), [((0.0, 0.2, 0.1, 0.3), 2), ((0.4, 0.2), 1), ((0.1,) * 6, 3)])
+def test_no_epoch_begins_after_one_that_diverged_too_far(divergences, done):
+    """Two updates in each, whose mean is compared with the limit; the critic stops with the actor."""
+    samples = [[sample(prompt, k) for k in range(2)] for prompt in range(4)]
+    groups, _ = select(config(), samples, [*map(score, [1.0, 0.0] * 4)])
+    actor, critic = Group(*({"policy/kl_old": Metric(value, weight=8.0)} for value in divergences)), Group()
+    settings = config(*EPOCHS, "batch.epochs_kl_limit=0.1999")
+    metrics = values(train(settings, workers_of(actor, critic), rollouts_of(groups), 1, MovingAverage()))
+    assert actor.calls == ["old", *["train", "go on", "go on"][:done]]
+    assert critic.calls == ["score_tokens", *["train", "go on", "go on"][:done]]
+    assert metrics["update/epochs"] == done
+    assert metrics["policy/kl_old"] == pytest.approx(sum(divergences) / len(divergences))
 
 
 def test_a_step_without_a_single_score_ends_the_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -13,7 +13,7 @@ from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, put_scores
+from megarl.cluster.rank_batch import Scores, Updates, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -31,7 +31,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from megarl.data.local_batch import LocalBatch
-    from megarl.megatron.workers.actor import Policy
+    from megarl.megatron.workers.actor import ActorWorker, Policy
     from megarl.megatron.workers.trainer import TrainerWorker
     from megarl.resharding.planning.plan import Plan
     from megarl.resharding.transports.p2p import Rendezvous
@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
     """One rank of a model that the run trains. Its worker is a TrainerWorker."""
+
+    def end_epoch(self) -> Answer:
+        """Lets go of the epoch's batches, as another one has its samples in other batches."""
+        self._batches.clear()
+        return self.call(lambda worker: worker.end_epoch())
 
     def end_step(self) -> Answer:
         """Lets go of the step's batches, whose samples do not come back, then ends the worker's step, which gives back
@@ -140,47 +145,51 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
         return parts.then(_add_checksums)
 
-    def keep_log_probs(self, policy: Policy, updates: Sequence[Sequence[RankBatch]]) -> Pending[Any]:
-        """Submits a forward-only pass, whose log-probs stay with the ranks for the updates of the same samples."""
+    def keep_log_probs(self, policy: Policy, updates: Updates) -> Pending[dict[str, Scores]]:
+        """Submits a forward-only pass, whose log-probs stay with the ranks for the updates of the same samples. Where
+        another epoch may have the samples on other ranks, the result has references to them, by their name in
+        TokenBatch."""
         passes = [
             self._submit_batches(
                 f"{policy} log-probs",
                 "passes",
                 f"{policy}_log_probs",
-                lambda worker, batch: worker.keep_log_probs(policy, batch),
+                lambda worker, batch: _keep_log_probs(worker, policy, batch),
                 batches,
             )
             for batches in updates
         ]
-        return join(passes)
+        return join(passes).then(lambda parts: join_named_scores([part for ranks in parts for part in ranks]))
 
-    def score_tokens(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
+    def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
         """Scores the samples' tokens. The result has references to the scores and, by sample, totals of the trained
         tokens' scores."""
         phase = f"{self._role}: scores"
         scored = [self._submit_batches(phase, "passes", "score_tokens", _score_tokens, batches) for batches in updates]
         return join(scored).then(lambda parts: _join_scores([part for ranks in parts for part in ranks]))
 
-    def train(self, updates: Sequence[Sequence[RankBatch]]) -> Pending[dict[str, Metric]]:
-        """Submits one optimizer step for each update, and the end of the step. The result has the metrics over all
-        ranks and updates."""
-        noted = self._note_advantages(updates) if self._notes_advantages else []
-        trained = [
-            self._submit_batches(
-                f"{self._role} update",
-                "update",
-                "update",
-                lambda worker, batch: worker.update(batch),
-                batches,
-            )
-            for batches in updates
-        ]
-        ended = self.end_step()
+    def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
+        """Submits one optimizer step for each update of these epochs. The result has the metrics over all ranks and
+        updates. begins_step: whether they are the first of the step, which `end_step` ends."""
+        noted = self._note_advantages(epochs[0]) if begins_step and self._notes_advantages else []
+        trained, ended = [], []
+        for updates in epochs:
+            trained += [
+                self._submit_batches(
+                    f"{self._role} update",
+                    "update",
+                    "update",
+                    lambda worker, batch: worker.update(batch),
+                    batches,
+                )
+                for batches in updates
+            ]
+            ended.append(self._end_epoch())
         done = join([*noted, *trained]).then(lambda parts: parts[len(noted) :])
         metrics = done.then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
-        return metrics.then(lambda merged: ended.then(lambda _: merged))
+        return metrics.then(lambda merged: join(ended).then(lambda _: merged))
 
-    def _note_advantages(self, updates: Sequence[Sequence[RankBatch]]) -> list[Pending[list[None]]]:
+    def _note_advantages(self, updates: Updates) -> list[Pending[list[None]]]:
         """Submits the estimates of all updates' advantages, whose moments whiten those of each update."""
         return [
             self._submit_batches(
@@ -207,9 +216,13 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
         )
         return taken.then(lambda parts: {name: rows for part in parts for name, rows in part.items()})
 
+    def _end_epoch(self) -> Pending[list[None]]:
+        """Completes the parameters for those who read them."""
+        calls = {name: actor.end_epoch.remote() for name, actor in self._actors.items()}
+        return self._read("end of epoch", "update", "end_epoch", calls)
+
     def end_step(self) -> Pending[list[None]]:
-        """Forgets the scores that passes have kept of the step's samples, and completes the parameters for those who
-        read them."""
+        """Forgets the scores that passes have kept of the step's samples."""
         calls = {name: actor.end_step.remote() for name, actor in self._actors.items()}
         return self._read("end of step", "update", "end_step", calls)
 
@@ -331,6 +344,10 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             lambda worker: worker.finish_checkpoint(checkpoint),
         )
         return records.then(lambda parts: [record for part in parts for record in part])
+
+
+def _keep_log_probs(worker: ActorWorker, policy: Policy, batch: LocalBatch) -> dict[str, Scores]:
+    return {name: put_scores(scores) for name, scores in worker.keep_log_probs(policy, batch).items()}
 
 
 def _score_tokens(worker: TrainerWorker, batch: LocalBatch) -> tuple[Scores, dict[str, TokenTotals]]:

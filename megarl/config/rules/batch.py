@@ -23,7 +23,29 @@ def prompts_that_tell_nothing_can_be_found(config: Config) -> str | None:
     )
 
 
+def rows_come_again_with_the_data(config: Config) -> str | None:
+    epochs = config.batch.epochs
+    if epochs == 1 or not config.is_offline:
+        return None
+    return (
+        f"batch.epochs={epochs}: with data.rows={config.data.rows} nothing is sampled for a step, and rows come again "
+        "when all have been; set batch.epochs=1, and run.steps for as many epochs of the data"
+    )
+
+
+def limit_of_the_epochs_has_an_old_policy(config: Config) -> str | None:
+    limit, objective = config.batch.epochs_kl_limit, config.algorithm.objective
+    if limit is None or config.is_offline or objective.spec.is_policy_objective:
+        return None
+    return (
+        f"batch.epochs_kl_limit={limit:g}: it limits the divergence from the old policy, and "
+        f"algorithm.objective.name={objective.name} has none; set batch.epochs_kl_limit=null"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     prompts_that_tell_nothing_can_be_found,
+    rows_come_again_with_the_data,
+    limit_of_the_epochs_has_an_old_policy,
 )

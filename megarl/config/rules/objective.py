@@ -128,12 +128,13 @@ def clipped_ratio_stays_positive(config: Config) -> str | None:
 
 def penalty_follows_a_policy_that_moves(config: Config) -> str | None:
     objective, batch = config.algorithm.objective, config.batch
-    if objective.penalty_target is None or batch.prompts_per_update < batch.prompts_per_step:
+    moves = batch.prompts_per_update < batch.prompts_per_step or batch.epochs > 1
+    if objective.penalty_target is None or moves:
         return None
     return (
         f"algorithm.objective.penalty_target={objective.penalty_target:g}: in a step's only update the policy is the "
         "old one, whose divergence is 0, so that the penalty would be halved again and again; set "
-        f"batch.prompts_per_update below batch.prompts_per_step={batch.prompts_per_step}"
+        f"batch.prompts_per_update below batch.prompts_per_step={batch.prompts_per_step}, or batch.epochs above 1"
     )
 
 

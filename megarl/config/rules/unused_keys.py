@@ -70,6 +70,7 @@ BELONGS = (
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
     ),
+    Belongs(("batch.epochs_kl_limit",), "batch.epochs above 1", lambda config: config.batch.epochs > 1),
     Belongs(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),
     Belongs(
         ("algorithm.kl.adaptive_horizon",),

@@ -74,7 +74,8 @@ class ActorWorker(TrainerWorker):
             algorithm = algorithm.model_copy(update={"objective": objective})
         if spec.is_policy_objective:
             loss = partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
-            makes_no_pass = parallel.returns_results() and not self._has_moved and self._settings.layout.cp == 1
+            is_first = not self._has_moved and not self._repeats
+            makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
             return self._token_details.watch(loss) if makes_no_pass else loss
         if spec.is_pairwise:
             return partial(preference_loss, algorithm.objective, not self._config.is_offline, has_moved=self._has_moved)
@@ -86,14 +87,22 @@ class ActorWorker(TrainerWorker):
         metrics, share = super().update(batch), self._changed_share.take()
         return metrics | {"update/changed_share": Metric(share)} if metrics and share is not None else metrics
 
-    def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> None:
+    def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
-        that come with the policy's."""
+        that come with the policy's.
+
+        Where another epoch may have the samples on other ranks, one rank of each data-parallel replica returns all of
+        them: name as in TokenBatch -> sample id -> float32 [R] on the host.
+        """
         with self._reference() if policy == "reference" else nullcontext():
             scored = self._forward(batch, replays=policy == "old")
-        self._keep(policy, {name: columns[:, 0] for name, columns in scored.items()})
-        if policy == "old" and self._config.actor_has_values:
-            self._keep("values", {name: columns[:, 2] for name, columns in scored.items()})
+        columns = {policy: 0} | ({"values": 2} if policy == "old" and self._config.actor_has_values else {})
+        kept = {name: {sample: own[:, i] for sample, own in scored.items()} for name, i in columns.items()}
+        for name, scores in kept.items():
+            self._keep(name, scores)
+        if not self._config.moves_samples(self._settings) or not parallel.returns_results():
+            return {}
+        return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
 
     def _reference(self) -> AbstractContextManager[None]:
         """Makes the model the reference while it is entered: beside adapters, that is the model itself."""
@@ -139,7 +148,8 @@ class ActorWorker(TrainerWorker):
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
-        if algorithm.objective.spec.is_policy_objective and parallel.returns_results():
+        is_noted = parallel.returns_results() and not self._repeats
+        if algorithm.objective.spec.is_policy_objective and is_noted:
             for token_batch, members in zip(batches, batch.members, strict=True):
                 names = [item.sample.id for item in members]
                 self._advantages |= mean_advantages(token_batch, names)
@@ -149,8 +159,8 @@ class ActorWorker(TrainerWorker):
         return with_selection(algorithm, batches, batch.members)
 
     def take_advantages(self) -> dict[str, float]:
-        """Returns sample id -> mean advantage over its trained tokens, of all updates since the last call. One rank of
-        each data-parallel replica returns them."""
+        """Returns sample id -> mean advantage over its trained tokens, of all updates since the last call, in steps'
+        first epochs. One rank of each data-parallel replica returns them."""
         taken, self._advantages = self._advantages, {}
         return taken
 

@@ -91,6 +91,10 @@ class TrainerWorker(ModelWorker, ABC):
         self._profiler = Profiler()
         self._has_moved = False
         """Whether an update has been done in this step."""
+        self._repeats = False
+        """Whether the updates are of samples that the step has trained on before, in an earlier epoch."""
+        self._is_complete = True
+        """Whether others may read the parameters: see `_complete_parameters`."""
 
     @property
     @abstractmethod
@@ -171,7 +175,7 @@ class TrainerWorker(ModelWorker, ABC):
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
-        biases = RouterBiases(self.chunks)
+        biases, self._is_complete = RouterBiases(self.chunks), False
         sums = step.accumulate_gradients(self.chunks, self.objective, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         grad_norm = step.apply_gradients(self.optimizer)
@@ -220,15 +224,26 @@ class TrainerWorker(ModelWorker, ABC):
     def _offloaded(self, parts: Collection[Part]) -> list[Part]:
         return sorted(set(parts).intersection(self._settings.offload))
 
+    def end_epoch(self) -> None:
+        """Ends an epoch, after which the step may go through its samples again."""
+        self._repeats = True
+        self._complete_parameters()
+
     def end_step(self) -> None:
-        """Ends the step: forgets the scores of its samples, which do not come back, and completes the parameters for
-        those who read them now, also from another process."""
-        self._has_moved = False
-        step.gather_parameters(self.chunks)
-        device.synchronize()
+        """Ends the step: forgets the scores of its samples, which do not come back."""
+        self._has_moved = self._repeats = False
+        self._complete_parameters()
         self._kept.clear()
         if not is_alone(self._config, self.role):
             device.release_cache()  # others of its device are next
+
+    def _complete_parameters(self) -> None:
+        """Completes the parameters after updates, unless it is done, for those who read them now, also from another
+        process. Later they may be away."""
+        if not self._is_complete:
+            step.gather_parameters(self.chunks)
+            device.synchronize()
+            self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
         if self._rank in ranks:

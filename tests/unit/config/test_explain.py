@@ -37,6 +37,12 @@ def test_uneven_shares_and_several_updates() -> None:
     assert "replicas 2 x tp 1 = world size 2" in text
 
 
+def test_epochs() -> None:
+    text = explain(load(BASE, [*RECIPE, "batch.prompts_per_update=4", "batch.epochs=3"]))
+    assert "updates     16 / 4 prompts = 4 per step, in each of 3 epochs" in text
+    assert "at the first of 168 updates" in text
+
+
 def test_pairs_of_offline_data_and_of_samples() -> None:
     lines = explain(
         load(BASE, [*RECIPE, "data={rows: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])

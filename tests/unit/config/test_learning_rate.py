@@ -108,3 +108,6 @@ def test_number_of_updates_of_a_run():
     config = load(BASE, ["model.path=x", "data.source=arithmetic", *steps, *warming])
     assert config.num_updates(config.actor) == 15
     assert config.num_updates(config.critic) == 21
+    more = ["batch.epochs=4", "implicit_reward.coefficient=1.0"]
+    config = load(BASE, ["model.path=x", "data.source=arithmetic", *steps, *warming, *more])
+    assert [config.num_updates(trained) for trained in config.all_trained] == [60, 84, 21]

@@ -88,6 +88,16 @@ def test_passes_are_those_that_the_algorithm_needs():
     assert sum(reference.passes.values()) == pytest.approx(without.update["matrix products"] / 3)
 
 
+def test_updates_are_made_in_each_epoch_and_passes_once():
+    keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")
+    once, thrice = (
+        plan_of(DENSE, "8xH100", *keys, f"batch.epochs={epochs}").times.training["actor"] for epochs in (1, 3)
+    )
+    assert thrice.passes == pytest.approx(once.passes)
+    assert thrice.update == pytest.approx({name: 3 * seconds for name, seconds in once.update.items()})
+    assert thrice.volume["replicas"] == pytest.approx(3 * once.volume["replicas"])
+
+
 def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_nodes():
     keys = ("rollout.tp=4", "rollout.replicas=8", *BATCH, "actor.recompute=full")
     plans = [plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys) for ep in (8, 32)]

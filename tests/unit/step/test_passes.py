@@ -19,6 +19,7 @@ def config(*overrides: str):
     [
         (["batch.prompts_per_update=8"], "old log-probs", False, "one update per step"),
         (["batch.prompts_per_update=4"], "old log-probs", True, "2 updates per step"),
+        (["batch.epochs=2"], "old log-probs", True, "one update per step in each of 2 epochs: the policy moves"),
         (
             ["batch.prompts_per_update=4", "algorithm.correction.old=rollout"],
             "old log-probs",

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "reward model: scores in vLLM": ("rewards", lambda groups, _: groups.reward_engines.scores([])),
     "reference log-probs": ("passes", lambda groups, _: groups.actor.keep_log_probs("reference", [["batch"]])),
     "actor: scores": ("passes", lambda groups, _: groups.actor.score_tokens([["batch"]])),
-    "actor update": ("update", lambda groups, _: groups.actor.train([["batch"]])),
+    "actor update": ("update", lambda groups, _: groups.actor.train([[["batch"]]])),
     "change of the KL's coefficient": ("update", lambda groups, _: groups.actor.adapt_kl(0.1, 1)),
     "renewal of the reference": ("update", lambda groups, _: groups.actor.renew_reference()),
     "publishing weights": ("refit", lambda groups, _: groups.actor.publish(for_refit=False)),

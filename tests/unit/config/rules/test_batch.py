@@ -19,6 +19,21 @@ from tests.unit.config.rules.recipes import errors, recipe
             "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
             "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
         ),
+        (
+            ["batch.epochs=3", "data={rows: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
+            "batch.epochs=3: with data.rows=messages nothing is sampled for a step, and rows come again when all have "
+            "been; set batch.epochs=1, and run.steps for as many epochs of the data",
+        ),
+        (
+            ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
+            "batch.epochs_kl_limit=0.1: it limits the divergence from the old policy, and algorithm.objective.name=dpo "
+            "has none; set batch.epochs_kl_limit=null",
+        ),
+        (
+            ["batch.epochs_kl_limit=0.1"],
+            "batch.epochs_kl_limit=0.1: nothing reads it without batch.epochs above 1; set that, or "
+            "batch.epochs_kl_limit=null",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
@@ -30,6 +45,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     "overrides",
     [
         ["batch.prompts_per_update=8"],
+        ["batch={epochs: 2, epochs_kl_limit: 0.1}"],
+        ["batch.epochs=2", "algorithm.objective.name=dpo"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

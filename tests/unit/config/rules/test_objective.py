@@ -173,3 +173,4 @@ def test_a_penalty_is_adapted_where_there_are_several_updates() -> None:
     [line] = rules.errors(*keys)
     assert line.startswith("algorithm.objective.penalty_target=0.01: in a step's only update the policy is the old one")
     assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
+    assert rules.recipe(*keys, "batch.epochs=2").algorithm.objective.adapted_penalty_target == 0.01
