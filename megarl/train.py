@@ -22,11 +22,11 @@ from megarl.data.model_folder import model_paths
 from megarl.run.loop import Loop, exit_status
 from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
-from megarl.step.agreement import warn_of_disagreement
+from megarl.step.agreement import Agreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.evaluation import evaluate
-from megarl.step.metrics import step_metrics, update_rate, with_explained_variance
+from megarl.step.metrics import step_metrics, update_rate, with_effective_share, with_explained_variance
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.profile import profiled
@@ -59,13 +59,19 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.trained.present_actor()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
+    agreement = Agreement(config, workers, loop.data)
+    agreement.begin()
     queue = RolloutQueue(config, workers, loop.data, loop.state)
-    loop.run(workers.trained, lambda: step(config, workers, loop, queue), lambda: evaluate_due(config, workers, loop))
+    loop.run(
+        workers.trained,
+        lambda: step(config, workers, loop, queue, agreement),
+        lambda: evaluate_due(config, workers, loop),
+    )
     loop.export(workers.export)
     workers.close()
 
 
-def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> dict[str, float]:
+def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue, agreement: Agreement) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number. Rollouts that the queue has begun for later steps go on meanwhile."""
     workers.take_idle_shares()  # of what was between the last step and this one
@@ -75,11 +81,12 @@ def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue) -> d
     curriculum = loop.note_solved(rollouts.solve_rates)
     with watch.phase("train"), profiled(config, workers.trained, number, loop.folder.profile(number)):
         metrics = train(config, workers, rollouts, number, loop.state.average)
-    warn_of_disagreement(config, metrics, loop.folder.logs)
     recorded = record_advantages(workers, file)
     with watch.phase("refit"):
         workers.trained.present_actor()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
+        agreement.check_step(metrics)
+        metrics |= agreement.after_refit(number)
     recorded.result()
     metrics |= workers.take_idle_shares()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
@@ -183,7 +190,7 @@ def update_models(config: Config, trained: TrainedModels, batches: Mapping[Role,
             break
     join([group.end_step() for group in trained.groups.values()]).result()
     done = {} if len(epochs) == 1 else {"update/epochs": Metric(part.stop)}
-    return merge(parts) | done
+    return with_effective_share(merge(parts)) | done
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

@@ -4,6 +4,7 @@ sample at a time."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,7 +61,8 @@ LAYOUTS = {
 @dataclasses.dataclass(frozen=True)
 class Case:
     """objective, correction, kl, estimator: keys of these sections, beside what they amount to by the reference.
-    given: what other models say of tokens. reported: the divergence that the metrics have, by its name."""
+    given: what other models say of tokens. reported: the divergence that the metrics have, by its name. threshold,
+    left_out: of section agreement, with action=mask if something is left out."""
 
     objective: str
     loss: plain.Loss
@@ -78,6 +80,8 @@ class Case:
     estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardised))
     given: tuple[str, ...] = ()
     reported: tuple[str, plain.Loss] | None = None
+    threshold: float = 1e-3
+    left_out: str | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +96,11 @@ class Case:
             f"algorithm.objective={{{self.objective}, aggregation: {self.aggregation}}}",
             f"algorithm.correction={{{self.correction}}}",
             f"algorithm.kl={{coefficient: {coefficient}{', ' if self.kl else ''}{self.kl}}}",
+            *(
+                [f"agreement={{threshold: {self.threshold}, action: mask, mask: {self.left_out}}}"]
+                if self.left_out
+                else ()
+            ),
         ]
 
 
@@ -200,6 +209,23 @@ CASES = {
         plain.truncated(plain.token_level),
         old="now",
     ),
+    "tokens on which trainer and engine agree": Case(
+        "name: clip",
+        plain.clip(torch.inf),
+        MEANS,
+        factor=plain.masked(plain.token_level, math.exp(-0.3), math.exp(0.3)),
+        threshold=0.3,
+        left_out="token",
+    ),
+    "samples on which trainer and engine agree, one update": Case(
+        "name: clip",
+        plain.clip(torch.inf),
+        TOKENS,
+        factor=lambda ratio: torch.full_like(ratio, float((ratio.log().abs() <= 0.8).all())),
+        old="now",
+        threshold=0.8,
+        left_out="sample",
+    ),
 }
 """Each policy objective, in one case at least; those of offline data are in tests/distributed/test_offline_data.py."""
 
@@ -274,11 +300,16 @@ class World:
         samples = [sample for group in self.groups for sample, _ in group]
         sampling = [self.others["old"][sample.id][torch.tensor(sample.response_mask)] for sample in samples]
         start = torch.cat([r.now for r in responses] if case.old == "now" else sampling)
-        mismatch = (start - torch.cat([r.rollout_logprobs for r in responses])).abs()
+        difference = start - torch.cat([r.rollout_logprobs for r in responses])
+        mismatch, weight = difference.abs(), difference.exp()
         found = {
             "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
             "mismatch/logprob_abs_mean": mismatch.mean(),
             "mismatch/logprob_abs_max": mismatch.max(),
+            "mismatch/beyond_share": (mismatch > case.threshold).double().mean(),
+            "mismatch/kl": (weight - 1 - difference).mean(),
+            "mismatch/weight_mean": weight.mean(),
+            "mismatch/weight_square_mean": weight.square().mean(),
         }
         log_ratio = torch.cat([r.now - r.old for r in responses])
         found["policy/kl_old"] = (log_ratio.exp() - 1 - log_ratio).mean()
@@ -287,6 +318,8 @@ class World:
             found["correction/weight_square_mean"] = factor.square().mean()
         if "mask" in case.correction:
             found["correction/masked_share"] = (factor == 0).double().mean()
+        if case.left_out is not None:
+            found["mismatch/masked_share"] = (factor == 0).double().mean()
         if case.reported is not None:
             name, divergence = case.reported
             of_each = [divergence(r) for r in responses]

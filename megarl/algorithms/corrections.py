@@ -64,5 +64,15 @@ def factors(
     return Factors(factor, used, limited, masked)
 
 
+def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
+    """Returns which tokens, bool [N], have an |log π_old − log μ| above the threshold ("token"), or are of a sample
+    with a trained one that has ("sample"). One that is no number is above it.
+
+    log_ratio   float32 [N]
+    """
+    beyond = ~(log_ratio.detach().abs() <= threshold)
+    return beyond if level == "token" else samples.total(beyond.float())[samples.row_sample] > 0
+
+
 def _ratio(level: str, log_ratio: torch.Tensor, samples: SampleSegments) -> torch.Tensor:
     return ratio_of(samples.at_level(level, log_ratio.detach()))

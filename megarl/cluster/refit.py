@@ -85,6 +85,13 @@ class Refit:
             "engines/alive": Metric(len(self._engines.names)),
         }
 
+    def differing(self) -> dict[str, list[str] | None]:
+        """Returns for each engine, by name, the regions of its weights that are not the trainer's as they are now, a
+        line for each; None where they cannot be compared. The actor's weights are on its devices."""
+        if self._engines.by_loader:
+            return dict.fromkeys(self._engines.names)
+        return self._engines.differing(self._checksums(regions(self._engines.holders))).result()
+
     def _sent(self, parts: Sequence[Sent]) -> dict[str, Metric]:
         """Returns metrics of the sent bytes. parts: the reports of the trainers' ranks, where they send something."""
         metrics = {"refit/sent_gb": Metric(sum(part.num_bytes for part in parts) / 1e9)} if parts else {}

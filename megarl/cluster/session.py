@@ -51,8 +51,8 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""A node is lost that has not answered for 4 · (2 + 5) s, half of Ray's own time: shorter than any collective's deadline,
-and longer than a busy node's processes, or its file system, may stand still."""
+"""A node is lost that has not answered for 4 · (2 + 5) s, half of Ray's own time: shorter than any collective's
+deadline, and longer than a busy node's processes, or its file system, may stand still."""
 
 
 class Session:

@@ -43,6 +43,8 @@ class Workers:
     export_plan: Plan
     rewards_need_room: bool
     """Whether a reward model has devices in common with the engines."""
+    model_folder: Path
+    """The folder of the actor's model."""
     environments: EnvironmentGroup | None = None
     """None where the response to the prompt is the whole rollout."""
     evaluation_environments: EnvironmentGroup | None = None
@@ -148,6 +150,7 @@ def launch_workers(
     actor = groups["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
+        model_folder=models.actor,
         trained=trained,
         reward_model=reward_model,
         engines=engines,

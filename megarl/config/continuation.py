@@ -40,6 +40,8 @@ FREE = (
     "rollout.transport",
     "rollout.refit_*",
     "rollout.verify_refit",
+    "agreement.limit",
+    "agreement.canaries",
     "reward_model.engine",
     "environment.processes",
     "environment.failures_in_a_row",

@@ -31,6 +31,12 @@ class Model(Section):
     path: Annotated[str, Field(min_length=1)]
     revision: Annotated[str, Field(min_length=1)] | None
     dtype: Dtype
+    head_dtype: Literal["float32", "model"]
+
+    @property
+    def logits_dtype(self) -> str:
+        """The dtype of a language model's logits, before the temperature."""
+        return self.dtype if self.head_dtype == "model" else "float32"
 
 
 class Layout(Section):

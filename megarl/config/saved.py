@@ -35,6 +35,8 @@ ADDED: dict[int, dict[str, Any]] = {
             **dict(rank=None, alpha=32.0, targets="all_linear", share_experts=False, path=None, export="merged"),
         },
         "actor.experts": {"replay_routes": False, "router": "free"},
+        "model.head_dtype": "float32",
+        "agreement": {"threshold": None, "limit": None, "action": "warn", "mask": "token", "canaries": "off"},
         "data.system_prompt": None,
         "rollout.stop": [],
         "rollout.max_staleness": 0,

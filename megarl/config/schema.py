@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megarl.config.agreement_schema import Agreement, Tolerance
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import (
@@ -240,6 +241,7 @@ class Config(Section):
     reward_model: RewardModel
     implicit_reward: ImplicitReward
     rollout: Rollout
+    agreement: Agreement
     environment: Environment
     algorithm: Algorithm
     batch: Batch
@@ -344,6 +346,26 @@ class Config(Section):
         """Whether engines are sent the actor's weights; else they read them where they lie, if their node has them."""
         chosen = self.rollout.transport
         return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
+
+    @property
+    def precision(self) -> str:
+        """What engines compute in, as far as it decides how near they can be to the trainer."""
+        return self.rollout.quantization or self.model.dtype
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far an engine's log-prob of one token may be from the trainer's."""
+        return self.agreement.tolerance(self.precision)
+
+    @property
+    def agreement_limit(self) -> float | None:
+        """The mean difference of the log-probs that a step may have; None where there is no limit."""
+        return self.agreement.limit_of(self.precision, self.rollout.max_staleness)
+
+    @property
+    def canary_limit(self) -> float:
+        """The mean difference that canary prompts may have, whose weights are always the trainer's."""
+        return self.agreement.canary_limit_of(self.precision, self.rollout.max_staleness)
 
     def placed(self, role: MegatronRole) -> Placed:
         """Returns the section of a model that runs in Megatron."""

@@ -399,6 +399,16 @@ NO_BASELINE = Baseline()
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the trainer scores what an engine sampled: at which temperature, whether over the tokens alone that the
+    engine kept, and whether through the experts that it sent tokens to."""
+
+    temperature: float
+    truncates: bool = True
+    replays: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSample:
     """A sample with the scalars and scores that are dispatched with it.
 

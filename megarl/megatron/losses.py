@@ -10,8 +10,10 @@ from megatron.core import parallel_state
 from megarl.algorithms import corrections, implicit_reward, kl
 from megarl.algorithms.pairs import margins
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
+from megarl.config.agreement_schema import Tolerance
 from megarl.config.algorithm_schema import KL, Algorithm, Correction, Objective, Value
 from megarl.config.model_schema import ImplicitReward
 from megarl.core.token_batch import TokenBatch
@@ -23,10 +25,16 @@ Loss = Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]]
 
 
 def policy_loss(
-    algorithm: Algorithm, kl_coefficient: float, batch: TokenBatch, scored: torch.Tensor, has_moved: bool = False
+    algorithm: Algorithm,
+    tolerance: Tolerance,
+    kl_coefficient: float,
+    batch: TokenBatch,
+    scored: torch.Tensor,
+    has_moved: bool = False,
 ) -> tuple[torch.Tensor, Sums]:
     """Returns the actor's loss and metrics.
 
+    tolerance        how far the engine's log-probs may be from those of the policy at the start of the step
     kl_coefficient   the coefficient of this step
     scored           log-prob and entropy of each row, and its value where the critic is a head on the actor
     has_moved        whether the policy has been updated since the start of the step
@@ -42,13 +50,20 @@ def policy_loss(
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in spec.inputs]
     policy = spec.loss(log_prob, old, batch.advantage, *inputs, **objective.options(spec.arguments))
-    sums = _policy_metrics(batch, policy, log_prob, entropy) | _start_metrics(batch, log_prob, has_moved)
+    sums = _policy_metrics(batch, policy, log_prob, entropy) | _start_metrics(batch, log_prob, has_moved, tolerance)
     # Its mean over tokens of the old policy is KL(π_old ‖ π).
     sums["policy/kl_old"] = mean(kl.k3(old - log_prob), batch.mask)
     if objective.adapted_penalty_target is not None:
         sums["policy/penalty"] = mean(torch.full_like(log_prob, objective.option("penalty")), batch.mask)
     correction = _correction(algorithm.correction, batch, old, samples)
-    loss = (batch.weight * correction.factor * policy.loss).sum()
+    factor = correction.factor
+    if tolerance.mask is not None:
+        start = _at_trained(batch, _start(batch, log_prob, has_moved), log_prob)
+        log_ratio = start - _at_trained(batch, batch.rollout_logprobs, start)
+        left_out = corrections.disagreeing(log_ratio, samples, tolerance.threshold, tolerance.mask)
+        factor = factor.masked_fill(left_out, 0.0)
+        sums["mismatch/masked_share"] = mean(left_out, batch.mask)
+    loss = (batch.weight * factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
     if objective.imitation_coefficient:
         imitation = -(batch.imitation_weight * log_prob).sum()
@@ -179,12 +194,16 @@ def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Ten
 
 
 def preference_loss(
-    objective: Objective, sampled: bool, batch: TokenBatch, scored: torch.Tensor, has_moved: bool = False
+    objective: Objective,
+    tolerance: Tolerance | None,
+    batch: TokenBatch,
+    scored: torch.Tensor,
+    has_moved: bool = False,
 ) -> tuple[torch.Tensor, Sums]:
     """Returns loss and metrics of pairs of samples, whose rewards are their log-probs, or their log-ratios to the
     reference.
 
-    sampled     whether engines have sampled them
+    tolerance   as in policy_loss; None where no engine has sampled them
     scored      log-prob and entropy
     has_moved   whether the policy has been updated since the start of the step
     """
@@ -198,7 +217,7 @@ def preference_loss(
         rewards = rewards / samples.count.clamp(min=1)
     loss, sums = _pair_loss(objective, batch, samples, rewards, "policy")
     sums["policy/entropy"] = mean(entropy, batch.mask)
-    return loss, sums | (_start_metrics(batch, log_prob, has_moved) if sampled else {})
+    return loss, sums | ({} if tolerance is None else _start_metrics(batch, log_prob, has_moved, tolerance))
 
 
 def _pair_loss(
@@ -274,19 +293,31 @@ def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) ->
     }
 
 
-def _start_metrics(batch: TokenBatch, log_prob: torch.Tensor, has_moved: bool) -> Sums:
+def _start(batch: TokenBatch, log_prob: torch.Tensor, has_moved: bool) -> torch.Tensor | None:
+    """Returns the log-probs of the policy at the start of the step, float32 [N]. Without a pass for them the first
+    update alone has them, and later ones None."""
+    return log_prob.detach() if batch.old is None and not has_moved else batch.old
+
+
+def _start_metrics(batch: TokenBatch, log_prob: torch.Tensor, has_moved: bool, tolerance: Tolerance) -> Sums:
     """Returns metrics of the policy at the start of the step: the mismatch of its log-probs and the engine's, and once
     the policy has moved, its drift from there.
 
-    Without a pass for them, the first update alone has the start's log-probs. Later ones have no mismatch then, and
-    their drift is measured from the engine's.
+    Updates without log-probs of the start have no mismatch, and their drift is measured from the engine's. The moments
+    of the weights trainer / engine are what `effective_share` follows from.
     """
-    start = log_prob if batch.old is None and not has_moved else batch.old
+    start = _start(batch, log_prob, has_moved)
     sums: Sums = {}
     if start is not None:
-        mismatch = (start - batch.rollout_logprobs).abs()
-        sums["mismatch/logprob_abs_mean"] = mean(mismatch, batch.mask)
-        sums["mismatch/logprob_abs_max"] = largest(mismatch, batch.mask)
+        log_ratio = start - batch.rollout_logprobs
+        weight = ratio_of(log_ratio).double()
+        sums["mismatch/logprob_abs_mean"] = mean(log_ratio.abs(), batch.mask)
+        sums["mismatch/logprob_abs_max"] = largest(log_ratio.abs(), batch.mask)
+        sums["mismatch/beyond_share"] = mean(log_ratio.abs() > tolerance.threshold, batch.mask)
+        # The engine sampled: its mean over tokens is KL(engine ‖ trainer).
+        sums["mismatch/kl"] = mean(kl.k3(-log_ratio), batch.mask)
+        sums["mismatch/weight_mean"] = mean(weight, batch.mask)
+        sums["mismatch/weight_square_mean"] = mean(weight.square(), batch.mask)
     if has_moved:
         drift = (log_prob - (batch.rollout_logprobs if start is None else start)).abs()
         sums["policy/drift_abs_mean"] = mean(drift, batch.mask)

@@ -61,6 +61,7 @@ def log_prob_and_entropy(
     group: dist.ProcessGroup | None = None,
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Returns log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
 
@@ -74,6 +75,8 @@ def log_prob_and_entropy(
     bias         [V / tp]: this rank's part of the output bias (None: there is none)
     candidate_ids   int64 [N, K]: the only tokens with a probability, in the whole vocabulary; −1 stands for none, and a
                  row of nothing else for all of them (None: every row is)
+    logits_dtype  float32, or a narrower one that the logits are rounded to before the temperature, as they come from a
+                 product in that dtype; the gradient is as without the rounding
     returns      float32 [N, 2]: log-prob, entropy
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
@@ -86,7 +89,7 @@ def log_prob_and_entropy(
     scale = None
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))
-    return _LinearHead.apply(hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group)
+    return _LinearHead.apply(hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class _Tokens:
 
 class _LinearHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group):
+    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype):
         first_row = dist.get_rank(group) * weight.shape[0] if _sharded(group) else 0
         num_rows = max(0, min(weight.shape[0], vocab_size - first_row))
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
@@ -148,7 +151,7 @@ class _LinearHead(torch.autograd.Function):
         sums[0] = NEVER
         num_tokens, _ = _tile()
         for part, part_sums in zip(tokens.split(), sums.split(num_tokens, 1), strict=False):
-            _fold(part, weight[:num_rows], bias, part_sums)
+            _fold(part, weight[:num_rows], bias, logits_dtype, part_sums)
         if _sharded(group):
             _reduce(sums, group)
         maximum, total, total_d, target_z = sums
@@ -156,7 +159,7 @@ class _LinearHead(torch.autograd.Function):
         entropy = total.log() - total_d / total
         token_fields = (getattr(tokens, field.name) for field in fields(tokens))
         ctx.save_for_backward(*token_fields, weight, bias, log_sum_exp, entropy)
-        ctx.num_rows = num_rows
+        ctx.num_rows, ctx.logits_dtype = num_rows, logits_dtype
         return torch.stack((target_z - log_sum_exp, entropy), dim=-1)
 
     @staticmethod
@@ -179,6 +182,7 @@ class _LinearHead(torch.autograd.Function):
                 part,
                 weight[: ctx.num_rows],
                 bias,
+                ctx.logits_dtype,
                 log_sum_exp[span],
                 coefficients[:, span],
                 None if hidden_grad is None else hidden_grad[span],
@@ -191,7 +195,7 @@ class _LinearHead(torch.autograd.Function):
             None if hidden_grad is None else hidden_grad.to(tokens.hidden.dtype),
             weight_grad,
             None if bias_grad is None else bias_grad.to(bias.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -221,10 +225,12 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _fold(tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor) -> None:
+def _fold(
+    tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype, sums: torch.Tensor
+) -> None:
     """Adds this rank's vocabulary to the tokens' sums, float32 [4, n], in place."""
     fold = _tile_functions().fold
-    for start, rows, logits in _tiles(tokens, weight, bias):
+    for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
 
 
@@ -248,11 +254,13 @@ def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: t
     return coefficients if scale is None else coefficients * scale
 
 
-def _add_gradients(tokens, weight, bias, log_sum_exp, coefficients, hidden_grad, weight_grad, bias_grad) -> None:
+def _add_gradients(
+    tokens, weight, bias, logits_dtype, log_sum_exp, coefficients, hidden_grad, weight_grad, bias_grad
+) -> None:
     """Adds the tokens' part, in place, to each gradient that is wanted: hidden_grad float32 [n, h], weight_grad float32
     [≥ v, h], bias_grad float32 [≥ v]."""
     to_gradient = _tile_functions().to_gradient
-    for start, rows, logits in _tiles(tokens, weight, bias):
+    for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         span = slice(start, start + len(rows))
         candidate_ids = tokens.keeps(start, len(rows))
         # The gradient is a factor of two products, and has the dtype of the other.
@@ -267,10 +275,10 @@ def _add_gradients(tokens, weight, bias, log_sum_exp, coefficients, hidden_grad,
 
 
 def _tiles(
-    tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None
+    tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields first row, rows of the weight and logits, float32 [n, v], without the temperature, of each tile. The
-    logits of all of them use the same memory. In bfloat16, logits near 20 would lie 0.06 to 0.13 apart."""
+    logits of all of them use the same memory. In bfloat16, logits near 20 lie 0.06 to 0.13 apart."""
     _, size = _tile()
     num_elements = len(tokens.targets) * min(size, len(weight))
     buffer = tokens.hidden.new_empty(num_elements, dtype=torch.float32)
@@ -280,4 +288,6 @@ def _tiles(
         put_product(logits, tokens.hidden, rows.t())
         if bias is not None:
             logits += bias[start : start + len(rows)]
+        if logits_dtype is not logits.dtype:
+            logits.copy_(logits.to(logits_dtype))
         yield start, rows, logits

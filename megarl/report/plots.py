@@ -123,6 +123,12 @@ CHARTS = (
         log=True,
     ),
     Chart(
+        "Effective sample size",
+        "Of the engine's tokens as samples of the trainer's policy, as a share of their number.",
+        (("mismatch/effective_share", "effective"),),
+        share=True,
+    ),
+    Chart(
         "Drift within a step",
         "|log-prob − log-prob at the start of the step| of the sampled tokens, from a step's second update on.",
         (("policy/drift_abs_mean", "mean"), ("policy/drift_abs_max", "largest")),

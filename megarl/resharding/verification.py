@@ -109,6 +109,16 @@ def own_checksums(
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
     """Checks some or all parameters of a destination, as far as they are in expected regions. Raises RuntimeError that
     names the first region in which they are not what is expected, and both sides of it."""
+    if wrong := differing_regions(holder, parameters, expected):
+        raise RuntimeError(f"the engine's weights are not the trainer's: {wrong[0]}; regions that differ: {len(wrong)}")
+
+
+@torch.no_grad()
+def differing_regions(
+    holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
+) -> list[str]:
+    """Returns a line for each expected region in which parameters of a destination are not what is expected, and for
+    padding that is not zero."""
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in expected:
         tensor_regions[region.tensor].append(region)
@@ -127,8 +137,7 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
             found = Checksum(value, (f"{holder.name} {piece.local}",))
             if found.value != expected[region].value:
                 wrong.append(f"{region} is {found}, but {expected[region]}")
-    if wrong:
-        raise RuntimeError(f"the engine's weights are not the trainer's: {wrong[0]}; regions that differ: {len(wrong)}")
+    return wrong
 
 
 def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:

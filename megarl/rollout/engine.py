@@ -86,6 +86,20 @@ class Refitted:
     staging_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says of itself, to be compared with the trainer.
+
+    head_dtype   the dtype that its logits are computed in
+    token_ids    of each text that it was asked for, by its own tokenizer
+    description  its kernels and settings
+    """
+
+    head_dtype: str
+    token_ids: tuple[tuple[int, ...], ...]
+    description: str
+
+
 class Engine(Protocol):
     version: int | None
     """The weight version that the engine holds; None before the first refit and after a failed one."""
@@ -135,3 +149,10 @@ class Engine(Protocol):
         expected: the checksums that are to be found afterwards (None: not verified). Raises RuntimeError where it is
         not.
         """
+
+    def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
+        """Returns a line for each region of the live weights that is not what is expected; None where weights are not
+        kept as they arrive, and cannot be compared."""
+
+    def facts(self, texts: Sequence[str]) -> EngineFacts:
+        """Returns what it computes with. texts: to be tokenised, special tokens as they stand."""

@@ -1,33 +1,104 @@
-"""The agreement of trainer and engine on the log-probs of what was sampled."""
+"""The agreement of trainer and engines on the log-probs of what was sampled: watched in every step, and on canary
+prompts before the first step or after each refit."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
+from megarl.core.timing import ElapsedTime
+from megarl.data.prompts import PromptSet
+from megarl.step.canaries import NUM_PROMPTS, Canaries
+from megarl.step.causes import Evidence, describe, ranked
+from megarl.step.scoring import Metrics
 
-LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "fp8_block": 0.6}
-"""The mean difference of a token's log-prob, in nats, above which more than rounding is at work: by the dtype of the
-model, or by the format of engines that hold it quantised. Measured with SmolLM2-135M: 1e-5 in float32, 0.03 in
-bfloat16, as far as two orders of the same sums are apart, and 0.16 to 0.17 with linear layers in fp8 (see
-tools/benchmarks/rounding.py)."""
+
+class Agreement:
+    """Watches the agreement of a run."""
+
+    def __init__(self, config: Config, workers: Workers, data: PromptSet):
+        prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
+        self._config = config
+        self._canaries = Canaries(config, workers, prompts, config.canary_limit)
+        self._is_explained = False
+        """Whether causes have been looked for, which a run that goes on does once."""
+
+    def begin(self) -> None:
+        """Checks the canary prompts before the first step, if agreement.canaries says so. Raises RunFailure, with the
+        ranked causes, where an engine is further from the trainer than the limit."""
+        if self._config.agreement.canaries != "off":
+            elapsed = ElapsedTime()
+            found = " and ".join(f"{metric.value:.1e}" for metric in self._gate("before the first step").values())
+            elapsed.print(f"agreement: canary prompts differ by {found} a token, greedy and sampled, found")
+
+    def after_refit(self, step: int) -> Metrics:
+        """Checks them after a step's refit. Returns metrics, and raises RunFailure likewise."""
+        return self._gate(f"after the refit of step {step}") if self._config.agreement.canaries == "refits" else {}
+
+    def check_step(self, metrics: Mapping[str, Metric]) -> None:
+        """Warns where a step's tokens differ by more than the limit, the first time with the ranked causes, or raises
+        RunFailure with them if agreement.action=stop. metrics: those of the training; the engines have taken its
+        weights since."""
+        found = excess(self._config, metrics)
+        if found is None:
+            return
+        stops = self._config.agreement.action == "stop"
+        if stops or not self._is_explained:
+            self._is_explained = True
+            found = f"{found}. {self._explain()}"
+        if stops:
+            raise RunFailure(f"agreement.action=stop: {found}")
+        print(f"megarl: warning: {found}", file=sys.stderr, flush=True)
+
+    def _gate(self, when: str) -> Metrics:
+        answers = self._canaries.ask()
+        measured = self._canaries.measure(answers)
+        if not all(evidence.agrees for evidence in measured.values()):
+            explained = self._canaries.explain(answers, measured)
+            raise RunFailure(
+                f"agreement: {when}, {tell(explained)}\nagreement.canaries=off starts the run without this"
+            )
+        return {
+            "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),
+            "mismatch/canary_sampled_abs_mean": Metric(max(evidence.sampled for evidence in measured.values())),
+        }
+
+    def _explain(self) -> str:
+        answers = self._canaries.ask()
+        measured = self._canaries.measure(answers)
+        if all(evidence.agrees for evidence in measured.values()):
+            worst = max(max(evidence.greedy, evidence.sampled) for evidence in measured.values())
+            return (
+                f"With the weights that engines have taken since, canary prompts differ by at most {worst:.1e}: it has "
+                "passed with the step's weights, or does not show in so few tokens"
+            )
+        return f"With the weights that engines have taken since, {tell(self._canaries.explain(answers, measured))}"
 
 
-def warn_of_disagreement(config: Config, metrics: Mapping[str, Metric], logs: Path) -> None:
-    """Prints a warning where trainer and engine differ by more than rounding. Where samples may be of earlier weights
-    they do, and it prints none. logs: the folder in which each engine has written what it runs on."""
-    if config.rollout.max_staleness:
-        return
-    precision = config.rollout.quantization or config.model.dtype
-    mismatch = metrics.get("mismatch/logprob_abs_mean")
-    if mismatch is not None and mismatch.value > LIMITS[precision]:
-        print(
-            f"megarl: warning: the engines' log-probs differ from the trainer's by {mismatch.value:.1e} a token, and "
-            f"rounding of {precision} explains {LIMITS[precision]:g}; compare the lines `engine:` in "
-            f"{logs}/engine-*.log with those of a run that agrees, and set rollout.verify_refit=always",
-            file=sys.stderr,
-            flush=True,
-        )
+def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
+    """Says by how much a step's tokens differ, if that is more than the limit."""
+    mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
+    if mismatch is None or limit is None or mismatch.value <= limit:
+        return None
+    return f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} a token, above {_limit(config)}"
+
+
+def tell(explained: Mapping[str, Evidence]) -> str:
+    """Says how far engines are from the trainer on canary prompts, and of the furthest the ranked causes."""
+    name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
+    apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
+    return (
+        f"{', '.join(apart)} of {len(explained)} engines differ from the trainer on canary prompts. {name} does by "
+        f"{worst.greedy:.1e} a token where it samples greedily and by {worst.sampled:.1e} where it samples as the run "
+        f"does, above {worst.limit:g}. Causes of this, the likeliest first:\n{describe(ranked(worst))}"
+    )
+
+
+def _limit(config: Config) -> str:
+    if config.agreement.limit is not None:
+        return f"agreement.limit={config.agreement.limit:g}"
+    return f"what rounding of {config.precision} explains ({config.agreement_limit:g})"

@@ -54,6 +54,19 @@ def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return rest if share is None else rest | {"value/explained_variance": Metric(share)}
 
 
+def with_effective_share(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns metrics of the training, with the effective sample size of the engine's tokens as samples of the
+    trainer's policy, as a share of their number, (Σw)² / (n·Σw²) with w = trainer / engine, in place of the moments
+    that it follows from (Kong 1992; https://arxiv.org/abs/1602.03572 compares such sizes)."""
+    names = ("mismatch/weight_mean", "mismatch/weight_square_mean")
+    if any(name not in metrics for name in names):
+        return dict(metrics)
+    first, second = (metrics[name].value for name in names)
+    rest = {name: metric for name, metric in metrics.items() if name not in names}
+    share = min(1.0, first**2 / second) if second else 0.0  # weights may all be too small for a number
+    return rest | {"mismatch/effective_share": Metric(share, metrics[names[0]].weight)}
+
+
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
     """Returns metrics of the samples' weight versions, which are 0 where the version `trained`, from which the step's
     updates start, sampled all tokens; and where samples may be older, the share of each age of their oldest tokens."""

@@ -113,7 +113,7 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     groups = {"actor": actor, "critic": critic, "implicit_reward": implicit_reward}
     groups = {role: group for role, group in groups.items() if group is not None}
     trained = TrainedModels(groups, dict.fromkeys(groups, ()))
-    workers = Workers(trained, None, None, None, None, None, False)
+    workers = Workers(trained, None, None, None, None, None, False, Path())
     first = config.critic.warmup_steps + 1
     metrics = [
         train_step(config, workers, [scored(group) for group in random_groups(number)], number)

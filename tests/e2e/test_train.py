@@ -306,7 +306,9 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
         rollout = ["offload", "generate", "generate", "sleep"]
         step = [*rollout, "onload", "update", "update", "offload", "refit"]
         evaluation = ["offload", "generate", "generate", "sleep"]  # of two sets, before the first step and at the end
-        assert turns_of(run) == ["refit", *evaluation, *step, *step, *evaluation, "save_checkpoint", "offload"]
+        canaries = ["offload", "generate", "sleep"]
+        begin = ["refit", *canaries, *evaluation]
+        assert turns_of(run) == [*begin, *step, *step, *evaluation, "save_checkpoint", "offload"]
     if "algorithm.kl.coefficient=0.01" in overrides:
         # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)

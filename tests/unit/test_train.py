@@ -1,6 +1,7 @@
 """The driver's part of a step: joining samples with scores, and sharing them out."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -227,7 +228,7 @@ def loss(name: str, value: float) -> dict[str, Metric]:
 
 def workers_of(actor: Group, critic: Group | None = None) -> Workers:
     groups = {"actor": actor} | ({} if critic is None else {"critic": critic})
-    return Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None, False)
+    return Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None, False, Path())
 
 
 def rollouts_of(groups) -> Rollouts:

@@ -30,7 +30,7 @@ from megarl.resharding.families import huggingface_holder, quantised_destination
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.engine import EngineFacts, SamplingRequest
 from megarl.rollout.turns import EngineTurns, Turns
 
 if TYPE_CHECKING:
@@ -75,7 +75,12 @@ class EngineActor(VllmActor):
 
         config = self._config
         return rollout_arguments(
-            config.rollout, self._model_folder, config.model.dtype, config.run.seed, config.actor.experts.replay_routes
+            config.rollout,
+            self._model_folder,
+            config.model.dtype,
+            config.run.seed,
+            config.actor.experts.replay_routes,
+            config.model.head_dtype,
         )
 
     def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
@@ -329,6 +334,37 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Returns references to the return values of EngineActor.generate."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
+
+    def generate_on_each(
+        self, requests_of: Callable[[str], Sequence[SamplingRequest]]
+    ) -> Pending[dict[str, list[RemoteSample]]]:
+        """Samples requests on every engine. The result has the samples of those that are not lost meanwhile, by name.
+        requests_of: gives those of an engine, by its name."""
+        asked = {name: self._ask(name, [requests_of(name)], None) for name in self.names}
+        calls = {name: refs[0] for name, refs in asked.items()}
+
+        def collect(answers: Answers) -> dict[str, list[RemoteSample]]:
+            self.drop(answers.lost, "rollout")
+            return {name: list(map(RemoteSample, infos, asked[name][1:])) for name, infos in answers.values.items()}
+
+        return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
+
+    def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineFacts]]:
+        """Asks every engine what it computes with, see Engine.facts; by name."""
+        return self._ask_each("facts", lambda engine, texts: engine.facts(texts), texts)
+
+    def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
+        """Compares every engine's weights with checksums, see Engine.differing; by name."""
+        return self._ask_each("compare", lambda engine, expected: engine.differing(expected), ray.put(expected))
+
+    def _ask_each(self, task: str, function: Callable[..., Any], *arguments: Any) -> Pending[dict[str, Any]]:
+        calls = self._calls(task, function, *arguments)
+
+        def drop_lost(answers: Answers) -> dict[str, Any]:
+            self.drop(answers.lost, "refit")
+            return dict(answers.values)
+
+        return self._submit_expendable(f"engines: {task}", "refit", task, calls).then(drop_lost)
 
     def take_idle_share(self) -> Pending[float]:
         calls = self._calls("sampled", lambda engine: engine.take_seconds())

@@ -13,7 +13,7 @@ from megarl.cluster.groups.group import Answer
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, Updates, join_named_scores, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -21,7 +21,7 @@ from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
-from megarl.core.types import TokenTotals
+from megarl.core.types import Scoring, TokenTotals
 from megarl.data.model_folder import read_config
 from megarl.resharding.families.adapters import adapter_holder, peft_holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -160,6 +160,17 @@ class TrainerGroup(RankGroup["TrainerWorker"]):
             for batches in updates
         ]
         return join(passes).then(lambda parts: join_named_scores([part for ranks in parts for part in ranks]))
+
+    def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
+        """Computes the trainer's less the engine's log-prob of each response token, by sample."""
+        parts = self._submit_batches(
+            "log-probs of canary prompts",
+            "passes",
+            "canaries",
+            lambda worker, batch: worker.differences(batch, scoring),
+            batches,
+        )
+        return parts.then(lambda found: {name: values for part in found for name, values in part.items()})
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
         """Scores the samples' tokens. The result has references to the scores and, by sample, totals of the trained

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config.rules import (
     advantage,
+    agreement,
     batch,
     cluster,
     correction,
@@ -38,8 +39,8 @@ from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
 SECTIONS = (
-    *(batch, data, advantage, objective, correction, kl, rollout, vllm_overrides, lora, critic, reward_model, rewards),
-    *(environment, sandbox, evaluation, cluster, run, experts),
+    *(batch, data, advantage, objective, correction, agreement, kl, rollout, vllm_overrides, lora, critic),
+    *(reward_model, rewards, environment, sandbox, evaluation, cluster, run, experts),
 )
 
 

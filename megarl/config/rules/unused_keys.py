@@ -47,6 +47,8 @@ BELONGS = (
         but=("trunk", "warmup_steps"),  # the latter has a rule of its own
     ),
     Belongs(("actor.lora",), "actor.lora.rank", lambda config: config.actor.adapters is not None),
+    Belongs(("agreement",), "data.rows=prompts", lambda config: not config.is_offline),
+    Belongs(("agreement.mask",), "agreement.action=mask", lambda config: config.agreement.action == "mask"),
     Belongs(("environment",), "environment.class", lambda config: config.plays_in_environments),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
     Belongs(

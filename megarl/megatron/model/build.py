@@ -61,6 +61,7 @@ def build_model(
     context_length: int,
     frozen: Collection[str] = (),
     attach: Callable[[Sequence[GPTModel]], object] = lambda chunks: None,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> list[DistributedDataParallel]:
     """Builds this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
     stage.
@@ -68,11 +69,12 @@ def build_model(
     frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
     waits for a gradient of each parameter that it has.
     attach: gives the chunks what they are to have beside the model's own parameters, before DDP wraps them
+    logits_dtype: of a language model's head, as in log_prob_and_entropy
     """
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
-        replace_output_layer(chunk, hf_config, temperature)
+        replace_output_layer(chunk, hf_config, temperature, logits_dtype)
         install_routers(chunk, ModelShape.of(hf_config))
         chunk.to(device.device())
     for name, parameter in parameters_of(chunks).items():

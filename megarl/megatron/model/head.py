@@ -3,7 +3,8 @@ in place of logits, or the scores of a classifier."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class LogProbHead(ColumnParallelLinear):
 
     temperature: float
     vocab_size: int
+    logits_dtype: torch.dtype
     request: HeadRequest | None = None
     value_head: ValueHead | None
     """The head that adds a third column, the value."""
@@ -67,6 +69,7 @@ class LogProbHead(ColumnParallelLinear):
             self.tp_group,
             self.bias,
             request.candidate_ids,
+            self.logits_dtype,
         )
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
@@ -147,8 +150,28 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
     return take(hidden[:, 0], rows).float()
 
 
-def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperature: float) -> None:
-    """Gives a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one."""
+@contextmanager
+def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
+    """Makes the head of a language model, wrapped or not, divide its logits by another temperature while it is
+    entered."""
+    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+    before = [head.temperature for head in heads]
+    for head in heads:
+        head.temperature = temperature
+    try:
+        yield
+    finally:
+        for head, own in zip(heads, before, strict=True):
+            head.temperature = own
+
+
+def replace_output_layer(
+    model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
+) -> None:
+    """Gives a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one.
+
+    temperature, logits_dtype: of a language model's head, as in log_prob_and_entropy
+    """
     if not model.post_process:
         return
     score_head = score_head_of(hf_config)
@@ -156,7 +179,7 @@ def replace_output_layer(model: GPTModel, hf_config: Mapping[str, Any], temperat
         model.output_layer = ScoreLayer(score_head, model.config, model.output_layer.tp_group)
         return
     model.output_layer.__class__ = LogProbHead
-    model.output_layer.temperature = temperature
+    model.output_layer.temperature, model.output_layer.logits_dtype = temperature, logits_dtype
     model.output_layer.vocab_size = ModelShape.of(hf_config).vocab
     has_values = bool(value_head_shapes(hf_config))
     model.output_layer.value_head = ValueHead(model.config, model.output_layer.tp_group) if has_values else None

@@ -18,6 +18,7 @@ from megarl.config.value_head import with_value_head
 from megarl.core import device
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import TokenBatch
+from megarl.core.types import Scoring
 from megarl.data.local_batch import LocalBatch
 from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
@@ -32,6 +33,7 @@ from megarl.megatron.lora.attach import adapters_off
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.model.build import adapter_parameters
+from megarl.megatron.model.head import scored_at
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -73,12 +75,15 @@ class ActorWorker(TrainerWorker):
             objective = algorithm.objective.model_copy(update={"penalty": self._penalty})
             algorithm = algorithm.model_copy(update={"objective": objective})
         if spec.is_policy_objective:
-            loss = partial(policy_loss, algorithm, self.kl_coefficient, has_moved=self._has_moved)
+            loss = partial(
+                policy_loss, algorithm, self._config.tolerance, self.kl_coefficient, has_moved=self._has_moved
+            )
             is_first = not self._has_moved and not self._repeats
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
             return self._token_details.watch(loss) if makes_no_pass else loss
         if spec.is_pairwise:
-            return partial(preference_loss, algorithm.objective, not self._config.is_offline, has_moved=self._has_moved)
+            tolerance = None if self._config.is_offline else self._config.tolerance
+            return partial(preference_loss, algorithm.objective, tolerance, has_moved=self._has_moved)
         return partial(imitation_loss, algorithm.objective)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
@@ -103,6 +108,16 @@ class ActorWorker(TrainerWorker):
         if not self._config.moves_samples(self._settings) or not parallel.returns_results():
             return {}
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
+
+    def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
+        """Returns sample id -> trainer's less engine's log-prob of each response token, by a forward-only pass of which
+        nothing is kept. One rank of each data-parallel replica returns them."""
+        with scored_at(self.chunks, scoring.temperature):
+            scored = self._forward(batch, scoring.replays, scoring.truncates)
+        if not parallel.returns_results():
+            return {}
+        engine = {item.sample.id: torch.tensor(item.sample.response_logprobs) for item in batch.samples}
+        return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _reference(self) -> AbstractContextManager[None]:
         """Makes the model the reference while it is entered: beside adapters, that is the model itself."""

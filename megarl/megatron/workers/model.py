@@ -70,6 +70,7 @@ class ModelWorker:
             self.temperature,
             config.context_of(settings)[1],
             frozen=self._frozen(),
+            logits_dtype=getattr(torch, config.model.logits_dtype),
             **({} if self.adapters is None else {"attach": self.adapters.attach}),
         )
         self._load_weights()
@@ -123,16 +124,21 @@ class ModelWorker:
         with SafetensorsFolder(self._folder) as transport:
             yield transport, transport.described(huggingface_holder(read_config(self._folder)))
 
-    def _forward(self, batch: LocalBatch, replays: bool | None = None) -> dict[str, torch.Tensor]:
+    def _forward(
+        self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
+    ) -> dict[str, torch.Tensor]:
         """Returns sample id -> the head's output for its response tokens, float32 [R, columns], by a forward-only pass;
-        empty before the last stage. replays: None for `self.replays`."""
-        scored = step.score(self.chunks, self._collate(batch, replays))
+        empty before the last stage. replays, truncates: None for the class's own."""
+        scored = step.score(self.chunks, self._collate(batch, replays, truncates))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):
             parts = columns.split([len(item.sample.response_ids) for item in members])
             results |= {item.sample.id: part for item, part in zip(members, parts, strict=True)}
         return results
 
-    def _collate(self, batch: LocalBatch, replays: bool | None = None) -> list[TokenBatch]:
+    def _collate(
+        self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
+    ) -> list[TokenBatch]:
         replays = self.replays if replays is None else replays
-        return batch.token_batches(self.packing, self.reads, self.truncates, replays, device.device())
+        truncates = self.truncates if truncates is None else truncates
+        return batch.token_batches(self.packing, self.reads, truncates, replays, device.device())

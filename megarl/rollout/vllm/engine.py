@@ -29,9 +29,9 @@ from megarl.planning.reserves import batched_tokens
 from megarl.resharding.families.quantised import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.resharding.transports.transport import Channel
+from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
-from megarl.rollout.engine import Refitted, Sampling, SamplingRequest, TurnRequest
+from megarl.rollout.engine import EngineFacts, Refitted, Sampling, SamplingRequest, TurnRequest
 from megarl.rollout.routes import of_layers_with_experts, whole_routes
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
@@ -46,11 +46,17 @@ PAUSE_S = 0.05
 
 
 def rollout_arguments(
-    config: Rollout, model_folder: Path, dtype: str, seed: int, returns_routes: bool = False
+    config: Rollout,
+    model_folder: Path,
+    dtype: str,
+    seed: int,
+    returns_routes: bool = False,
+    head_dtype: Literal["float32", "model"] = "float32",
 ) -> dict[str, Any]:
     """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does.
 
     returns_routes   whether its completions come with the experts that their tokens went to
+    head_dtype       model.head_dtype
     """
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
@@ -66,8 +72,8 @@ def rollout_arguments(
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=batched_tokens(config),
-        # In bfloat16, logits near 20 lie 0.06 to 0.13 apart; the trainer's are in float32, too.
-        hf_overrides={"head_dtype": "float32"} | quantization,
+        # As the trainer's. vLLM's own default is the model's dtype.
+        hf_overrides={"head_dtype": head_dtype} | quantization,
         # On GPU, this kernel for experts leaves their weights as they are, to be written into.
         moe_backend="triton" if device.on_cuda() else "auto",
         # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
@@ -126,7 +132,8 @@ class VllmEngine:
         """The experts whose numbers completions come with."""
         if self._captures_routes:
             self._ask_workers(RefitExtension.capture_routes)
-        for rank, description in enumerate(self._ask_workers(RefitExtension.describe)):
+        self._descriptions = self._ask_workers(RefitExtension.describe)
+        for rank, description in enumerate(self._descriptions):
             print(f"engine: rank {rank} is {description}", flush=True)
 
     async def generate(
@@ -237,6 +244,16 @@ class VllmEngine:
         self._begin_again()
         self.hold(version)
         return refitted
+
+    def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
+        self._wake("weights")
+        found = self._ask_workers(RefitExtension.differing, expected)
+        return None if None in found else [line for lines in found for line in lines]
+
+    def facts(self, texts: Sequence[str]) -> EngineFacts:
+        head_dtype = dtype_name(self._llm.llm_engine.vllm_config.model_config.head_dtype)
+        ids = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return EngineFacts(head_dtype, tuple(ids), self._descriptions[0])
 
     def hold(self, version: int) -> None:
         """Sets the version of the weights, and so of the tokens from now on."""

@@ -34,7 +34,7 @@ from megarl.resharding.execute import Assembly, execute
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
-from megarl.resharding.verification import Checksum, Region, check_weights
+from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
 from megarl.rollout.engine import Refitted
 from megarl.rollout.vllm import cpu_support
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
@@ -124,7 +124,7 @@ class RefitExtension:
         return _answer(self._load if self._by_loader else self._refit, expected)
 
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        self._by_loader = by_loader
+        self._by_loader, self._is_rewritten = by_loader, False
         self._holder = holders[self.rank]
         part = plan.part([self._holder.name])
         self._writes = part.into(self._holder.name)
@@ -136,6 +136,7 @@ class RefitExtension:
             check_weights(self._holder, self._parameters(), expected)
         if _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype):
             self._transport.forget()
+            self._is_rewritten = True
         return Refitted(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
@@ -153,6 +154,12 @@ class RefitExtension:
         if config.quantization is None and (left := sorted(names.difference(loaded))):
             raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
         return Refitted(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
+
+    def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:
+        """See Engine.differing."""
+        if self._by_loader or self._is_rewritten:
+            return None
+        return _answer(differing_regions, self._holder, self._parameters(), expected)
 
     def _checked(
         self, assembly: Assembly, expected: Mapping[Region, Checksum] | None

@@ -141,7 +141,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
         trained = TrainedModels({"actor": trainers}, {"actor": ()})
         beside = reward_model_is_beside_engines(config)
-        return Workers(trained, None, engines, None, refit, None, beside), engines, log
+        return Workers(trained, None, engines, None, refit, None, beside, Path()), engines, log
 
     return prepare
 

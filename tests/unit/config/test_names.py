@@ -81,7 +81,8 @@ from tests.readme import text_of
         (
             "quux",
             "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
-            "environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers",
+            "agreement, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
+            "trackers",
         ),
     ],
 )

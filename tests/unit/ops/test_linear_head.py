@@ -152,6 +152,26 @@ def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
     assert relative_error(narrow_w.main_grad, expected[1]) <= 2e-2
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_in_bfloat16_are_those_of_a_product_in_bfloat16(temperature, has_bias):
+    """Factors of few bits, whose sums are exact in float32, so that both sides round once and alike."""
+    generator = torch.Generator().manual_seed(0)
+    h, w, y, gradients = inputs(30, 24, 50, 47)
+    h, w = (torch.randint(-8, 9, x.shape, generator=generator).bfloat16().requires_grad_() for x in (h, w))
+    bias = torch.randint(-4, 5, (50,), generator=generator).bfloat16().requires_grad_() if has_bias else None
+    given = (h, w, y, temperature, 47)
+    theirs = torch.stack(plain_log_prob_and_entropy(*given, bias), -1)
+    ours = log_prob_and_entropy(*given, bias=bias, logits_dtype=torch.bfloat16)
+    exact = log_prob_and_entropy(*given, bias=bias)
+    assert relative_error(ours.detach(), theirs.detach()) <= 1e-5
+    assert relative_error(exact.detach(), theirs.detach()) > 1e-3
+    leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
+    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
+    for name, a, b in zip(leaves, own, expected, strict=True):
+        assert relative_error(a.float(), b.float()) <= 2e-2, name
+
+
 def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
     """A sum of equal numbers stops growing at 256 of them in bfloat16."""
     count = 1024

@@ -1,14 +1,14 @@
-"""A warning where trainer and engine differ by more than rounding."""
+"""The limit on what trainer and engine may differ by, and what is said above it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from megarl.config.agreement_schema import ROUNDING
 from megarl.config.load import load
 from megarl.core.metrics import Metric
-from megarl.step.agreement import LIMITS, warn_of_disagreement
+from megarl.step.agreement import excess, tell
+from megarl.step.causes import Evidence
 from tests.paths import BASE
 
 KEYS = {
@@ -16,18 +16,45 @@ KEYS = {
     "bfloat16": ["model.dtype=bfloat16"],
     "fp8_block": ["model.dtype=bfloat16", "rollout.quantization=fp8_block"],
 }
+AHEAD = ["rollout.max_staleness=2", "cluster.placement=disaggregated"]
 
 
-@pytest.mark.parametrize("precision", LIMITS)
+def config_of(*overrides: str):
+    return load(BASE, ["model.path=m", "data.source=d", *overrides])
+
+
+def told(config, difference: float) -> str | None:
+    return excess(config, {"mismatch/logprob_abs_mean": Metric(difference)})
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_difference_above_rounding_is_told_with_the_logs(precision, share, capsys):
-    difference, config = share * LIMITS[precision], load(BASE, ["model.path=m", "data.source=d", *KEYS[precision]])
-    warn_of_disagreement(config, {"mismatch/logprob_abs_mean": Metric(difference)}, Path("run/logs/attempt_1"))
-    told = capsys.readouterr().err
-    assert (f"{difference:.1e} a token" in told and "run/logs/attempt_1/engine-*.log" in told) == (share > 1)
-    assert bool(told) == (share > 1)
+def test_a_difference_above_rounding_is_told(precision: str, share: float) -> None:
+    difference = share * ROUNDING[precision]
+    found = told(config_of(*KEYS[precision]), difference)
+    assert (found is not None) == (share > 1)
+    assert found is None or (f"{difference:.1e} a token" in found and f"rounding of {precision}" in found)
 
 
-def test_a_step_that_does_not_train_the_policy_has_none(capsys):
-    warn_of_disagreement(load(BASE, ["model.path=m", "data.source=d"]), {}, Path("logs"))
-    assert not capsys.readouterr().err
+def test_a_limit_of_the_recipe_stands_in_place_of_rounding() -> None:
+    config = config_of("agreement.limit=0.4")
+    assert told(config, 0.3) is None and "above agreement.limit=0.4" in told(config, 0.5)
+    assert config.canary_limit == 0.4
+
+
+def test_samples_of_earlier_weights_have_no_limit_but_the_recipe_s() -> None:
+    """Canary prompts are of the trainer's weights there, too."""
+    assert told(config_of(*AHEAD), 10.0) is None
+    config = config_of(*AHEAD, "agreement.limit=1")
+    assert told(config, 2.0) is not None and config.canary_limit == ROUNDING["bfloat16"]
+
+
+def test_a_step_that_does_not_train_the_policy_has_none() -> None:
+    assert excess(config_of(), {}) is None
+
+
+def test_the_furthest_engine_is_explained() -> None:
+    found = {name: Evidence(0.1, apart, apart, differing=()) for name, apart in {"a": 0.01, "b": 0.5, "c": 0.2}.items()}
+    assert "b, c of 3 engines differ" in tell(found)
+    assert "b does by 5.0e-01 a token where it samples greedily" in tell(found)
+    assert "  1. kernels: " in tell(found)

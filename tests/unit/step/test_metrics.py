@@ -1,13 +1,15 @@
 """The metrics of a step with samples whose tokens are of several weight versions."""
 
+from statistics import fmean
+
 import pytest
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
-from megarl.core.metrics import Metric
+from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleInfo, VersionRun
-from megarl.step.metrics import step_metrics, update_rate
+from megarl.step.metrics import step_metrics, update_rate, with_effective_share
 from tests.paths import QUICKSTART
 
 
@@ -41,3 +43,19 @@ def test_a_step_without_an_update_or_a_gradient_has_no_learning_rate():
     assert update_rate({"policy/skipped_updates": Metric(2.0)}) == 0
     assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(0.0)}) == 0
     assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(2.0)}) == 1e-3
+
+
+def test_the_effective_share_is_kong_s_over_all_tokens() -> None:
+    """Two microbatches of five and three tokens, against the weights of all of them."""
+    weights = [0.2, 1.0, 3.0, 0.7, 1.1, 0.9, 0.05, 2.0]
+    parts = [
+        {
+            "mismatch/weight_mean": Metric(fmean(part), len(part)),
+            "mismatch/weight_square_mean": Metric(fmean(w * w for w in part), len(part)),
+        }
+        for part in (weights[:5], weights[5:])
+    ]
+    found = with_effective_share(merge(parts))
+    expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert values(found) == {"mismatch/effective_share": pytest.approx(expected)}
+    assert with_effective_share({"policy/loss": Metric(1.0)}) == {"policy/loss": Metric(1.0)}

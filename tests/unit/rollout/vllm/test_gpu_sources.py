@@ -103,6 +103,18 @@ def test_a_head_in_float32_multiplies_bfloat16_on_cuda() -> None:
     assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in ast.unparse(apply)
 
 
+@pytest.mark.parametrize(("head_dtype", "dtype"), [("float32", "float32"), ("model", "bfloat16")])
+def test_engines_have_the_head_s_precision_that_the_recipe_gives(tmp_path: Path, head_dtype, dtype) -> None:
+    folder = write_tiny_llama(tmp_path)
+    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
+    config = load(BASE, [*keys, "model.dtype=bfloat16", f"model.head_dtype={head_dtype}"])
+    arguments = rollout_arguments(
+        config.rollout, folder, config.model.dtype, seed=0, head_dtype=config.model.head_dtype
+    )
+    made = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    assert str(made.model_config.head_dtype) == f"torch.{dtype}" == f"torch.{config.model.logits_dtype}"
+
+
 def test_seeds_of_requests_are_numbers_in_a_tensor() -> None:
     """The newer runner draws for all requests in one kernel. The older one has a generator for each seed, and loops
     over them in every step; vLLM takes it where the newer one lacks something."""

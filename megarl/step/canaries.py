@@ -1,0 +1,144 @@
+"""Canary prompts: a few fixed ones that every engine answers, and whose tokens the trainer scores, with the same
+weights. What differs then does so for another reason than a step's training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import fmean
+
+from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.workers import Workers
+from megarl.config.huggingface import completed, experts
+from megarl.config.schema import Config
+from megarl.core.types import Prompt, Scoring
+from megarl.data.model_folder import read_config
+from megarl.data.packing import Lengths, schedule
+from megarl.data.tokenizer import load_tokenizer
+from megarl.resharding.verification import regions
+from megarl.rollout.engine import EngineFacts, SamplingRequest
+from megarl.step.causes import Evidence
+
+NUM_PROMPTS, NUM_TOKENS = 4, 16
+"""The prompts, and the most tokens of an answer: some hundred tokens tell a mean difference from its limit, and take
+about a second."""
+
+PURPOSE = "canaries"
+GREEDY, SAMPLED = "greedy", "sampled"
+KINDS = (GREEDY, SAMPLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of one engine, by kind: greedy ones, and ones sampled as the run does."""
+
+    samples: Mapping[str, Sequence[RemoteSample]]
+
+    @classmethod
+    def of(cls, samples: Sequence[RemoteSample]) -> Answers:
+        """Splits the answers to `Canaries._requests`, kind after kind."""
+        each = len(samples) // len(KINDS)
+        return cls({kind: samples[i * each : (i + 1) * each] for i, kind in enumerate(KINDS)})
+
+
+@dataclass(frozen=True, slots=True)
+class Canaries:
+    """The canary prompts of a run.
+
+    limit   the mean difference of an engine's tokens that rounding explains
+    """
+
+    config: Config
+    workers: Workers
+    prompts: Sequence[Prompt]
+    limit: float
+
+    def ask(self) -> dict[str, Answers]:
+        """Makes every engine answer, greedily and as the run samples, and leaves the devices to the trained models.
+        Returns the answers by engine."""
+        workers = self.workers
+        workers.leave_to_engines()
+        found = workers.engines.generate_on_each(self._requests).result()
+        workers.leave_until_rollouts()
+        return {name: Answers.of(samples) for name, samples in found.items()}
+
+    def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
+        """Returns how far each engine is from the trainer, and nothing else yet."""
+        greedy, sampled = (self._differences(answers, kind, self._scoring(kind)) for kind in KINDS)
+        return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
+
+    def explain(self, answers: Mapping[str, Answers], measured: Mapping[str, Evidence]) -> dict[str, Evidence]:
+        """Returns what is found of every cause, by engine."""
+        config, workers = self.config, self.workers
+        rescored = {how: self._differences(answers, SAMPLED, s) for how, s in self._other_scorings().items()}
+        texts = [prompt.text for prompt in self.prompts]
+        facts = workers.engines.facts(texts).result()
+        workers.trained.present_actor()
+        differing = workers.refit.differing()
+        workers.leave_until_rollouts()
+        tokenizer = load_tokenizer(workers.model_folder)
+        own_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        has_experts = experts(completed(read_config(workers.model_folder))) is not None
+        replays = config.actor.experts.replay_routes
+        scoring = replace(self._scoring(GREEDY), replays=False)
+        other_routes = self._differences(answers, GREEDY, scoring) if replays else {}
+
+        def explained(name: str, evidence: Evidence, found: EngineFacts) -> Evidence:
+            pairs = zip(texts, own_ids, found.token_ids, strict=True)
+            return replace(
+                evidence,
+                rescored={how: differences[name] for how, differences in rescored.items()},
+                differing=differing[name],
+                num_regions=len(regions(workers.engines.holders)),
+                head_dtypes=(config.model.logits_dtype, found.head_dtype),
+                other_tokens=[text for text, own, ids in pairs if own != ids],
+                num_texts=len(texts),
+                other_routes=other_routes.get(name),
+                has_experts=has_experts,
+                kernels=(workers.actor.kernels, found.description),
+            )
+
+        there = facts.keys() & differing.keys()  # another may have been lost meanwhile
+        return {name: explained(name, measured[name], facts[name]) for name in measured if name in there}
+
+    def _requests(self, engine: str) -> list[SamplingRequest]:
+        longest = min(NUM_TOKENS, self.config.rollout.max_new_tokens)
+        return [
+            SamplingRequest(
+                f"{PURPOSE}.{engine}.{kind}.{number}",
+                prompt,
+                seed=number,
+                greedy=kind == GREEDY,
+                purpose=PURPOSE,
+                max_new_tokens=longest,
+            )
+            for kind in KINDS
+            for number, prompt in enumerate(self.prompts)
+        ]
+
+    def _scoring(self, kind: str) -> Scoring:
+        return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
+
+    def _other_scorings(self) -> dict[str, Scoring]:
+        """Returns what an engine may do in place of what the run asks for, in words that go on from "the trainer's"."""
+        own = self._scoring(SAMPLED)
+        temperatures = dict.fromkeys((1.0, own.temperature**2, 1 / own.temperature))
+        others = {f"at temperature {t:g}": replace(own, temperature=t) for t in temperatures if t != own.temperature}
+        if self.config.rollout.top_k is not None:
+            others["over the whole vocabulary"] = replace(own, truncates=False)
+        return others
+
+    def _differences(self, answers: Mapping[str, Answers], kind: str, scoring: Scoring) -> dict[str, float]:
+        """Returns the mean difference of a token's log-prob, in nats, of each engine's answers of a kind."""
+        actor, trained = self.workers.actor, self.workers.trained
+        samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
+        refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
+        microbatches = schedule([Lengths.of(sample.info) for sample in samples], actor.packing)
+        batches = [RankBatch.of(refs, members) for members in microbatches]
+        found = trained.run({"actor": lambda: actor.differences(batches, scoring)}, parts=("parameters",))["actor"]
+        return {
+            name: fmean(abs(value) for sample in of_engine.samples[kind] for value in found[sample.info.id])
+            for name, of_engine in answers.items()
+        }

@@ -1,0 +1,163 @@
+"""The causes for which trainer and engines may differ, ranked by what was checked of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Verdict(IntEnum):
+    """What the evidence says of a cause, the likeliest last."""
+
+    EXCLUDED = 0
+    UNKNOWN = 1
+    LEFT_OVER = 2
+    FOUND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause, and the evidence for or against it, in words."""
+
+    name: str
+    verdict: Verdict
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was checked of one engine, by canary prompts that it has answered twice: by the most likely tokens, which
+    neither temperature nor truncation changes, and as the run samples.
+
+    limit          mean difference of a token's log-prob, in nats, that rounding explains
+    greedy         mean difference of the first kind
+    sampled        mean difference of the second kind
+    rescored       that of the second kind where the trainer scores otherwise, by what it then does
+    differing      a line for each region of the weights that is not the trainer's; None: they could not be compared
+    num_regions    those that were compared
+    head_dtypes    dtype of the head's logits in the trainer and in the engine
+    other_tokens   texts that the engine's tokenizer gives other tokens than the trainer's, of num_texts
+    other_routes   mean differences where the trainer sends tokens to its own experts; None: routes are not replayed
+    has_experts    whether the model has experts
+    kernels        what trainer and engine say they compute with
+    """
+
+    limit: float
+    greedy: float
+    sampled: float
+    rescored: Mapping[str, float] = field(default_factory=dict)
+    differing: Sequence[str] | None = None
+    num_regions: int = 0
+    head_dtypes: tuple[str, str] = ("float32", "float32")
+    other_tokens: Sequence[str] = ()
+    num_texts: int = 0
+    other_routes: float | None = None
+    has_experts: bool = False
+    kernels: tuple[str, str] = ("", "")
+
+    @property
+    def agrees(self) -> bool:
+        return max(self.greedy, self.sampled) <= self.limit
+
+
+def ranked(evidence: Evidence) -> list[Cause]:
+    """Returns all causes, the likeliest first. Kernels differ in every run: they are the cause where the forward passes
+    do and nothing else is found."""
+    causes = [_weights(evidence), _sampling(evidence), _tokens(evidence), _head(evidence)]
+    if evidence.has_experts:
+        causes.append(_experts(evidence))
+    causes.append(_kernels(evidence, any(cause.verdict is Verdict.FOUND for cause in causes)))
+    return sorted(causes, key=lambda cause: -cause.verdict)
+
+
+def describe(causes: Sequence[Cause]) -> str:
+    """Returns a line for each cause that is not excluded, and one for the others."""
+    left = [cause for cause in causes if cause.verdict is not Verdict.EXCLUDED]
+    lines = [f"  {number}. {cause.name}: {cause.evidence}" for number, cause in enumerate(left, start=1)]
+    excluded = [f"{cause.name} ({cause.evidence})" for cause in causes if cause.verdict is Verdict.EXCLUDED]
+    return "\n".join([*lines, *([f"  excluded: {'; '.join(excluded)}"] if excluded else [])])
+
+
+def _weights(evidence: Evidence) -> Cause:
+    name = "weights"
+    if evidence.differing is None:
+        reason = "not compared: this engine does not keep weights as they arrive"
+        return Cause(name, Verdict.UNKNOWN, reason)
+    if not evidence.differing:
+        return Cause(name, Verdict.EXCLUDED, f"checksums of {evidence.num_regions} regions are the trainer's")
+    count = len(evidence.differing)
+    return Cause(
+        name,
+        Verdict.FOUND,
+        f"checksums of {count} of {evidence.num_regions} regions are not the trainer's, such as "
+        f"{evidence.differing[0]}; set rollout.verify_refit=always, and compare with another rollout.transport",
+    )
+
+
+def _sampling(evidence: Evidence) -> Cause:
+    name = "temperature or truncation"
+    if evidence.sampled <= evidence.limit:
+        return Cause(name, Verdict.EXCLUDED, f"tokens sampled as the run does differ by {evidence.sampled:.1e}")
+    nearest = min(evidence.rescored, key=lambda how: evidence.rescored[how], default=None)
+    if nearest is not None and evidence.rescored[nearest] <= evidence.limit:
+        return Cause(
+            name,
+            Verdict.FOUND,
+            f"the engine's log-probs are the trainer's {nearest} ({evidence.rescored[nearest]:.1e} instead of "
+            f"{evidence.sampled:.1e}); look at rollout.temperature, top_k, top_p and vllm_overrides",
+        )
+    if evidence.greedy <= evidence.limit:
+        return Cause(
+            name,
+            Verdict.FOUND,
+            f"greedy tokens, which neither changes, differ by {evidence.greedy:.1e}, those sampled as the run does by "
+            f"{evidence.sampled:.1e}; look at rollout.temperature, top_k, top_p and vllm_overrides",
+        )
+    return Cause(name, Verdict.EXCLUDED, f"greedy tokens, which neither changes, differ by {evidence.greedy:.1e}, too")
+
+
+def _tokens(evidence: Evidence) -> Cause:
+    name = "chat template or tokenisation"
+    if not evidence.other_tokens:
+        reason = f"engines take token ids, and both tokenizers give {evidence.num_texts} prompts the same"
+        return Cause(name, Verdict.EXCLUDED, reason)
+    return Cause(
+        name,
+        Verdict.FOUND,
+        f"the engine's tokenizer gives {len(evidence.other_tokens)} of {evidence.num_texts} prompts other tokens, such "
+        f"as {evidence.other_tokens[0]!r}; compare the model's folders and the versions of transformers",
+    )
+
+
+def _head(evidence: Evidence) -> Cause:
+    trainer, engine = evidence.head_dtypes
+    name = "dtype of the head's logits"
+    if trainer == engine:
+        return Cause(name, Verdict.EXCLUDED, f"{trainer} in both")
+    return Cause(
+        name, Verdict.FOUND, f"{trainer} in the trainer, {engine} in the engine; look at rollout.vllm_overrides"
+    )
+
+
+def _experts(evidence: Evidence) -> Cause:
+    name = "routers of experts"
+    if evidence.other_routes is None:
+        return Cause(name, Verdict.UNKNOWN, "not checked: set actor.experts.replay_routes=true to exclude it")
+    return Cause(
+        name,
+        Verdict.EXCLUDED,
+        f"tokens go to the engine's experts in both; through the trainer's they would differ by "
+        f"{evidence.other_routes:.1e}",
+    )
+
+
+def _kernels(evidence: Evidence, is_explained: bool) -> Cause:
+    name = "kernels"
+    if evidence.greedy <= evidence.limit:
+        return Cause(name, Verdict.EXCLUDED, f"greedy tokens differ by {evidence.greedy:.1e}")
+    trainer, engine = evidence.kernels
+    what = f"the trainer has {trainer}, the engine {engine}; `megarl diagnose` names the first layer that differs"
+    if is_explained:
+        return Cause(name, Verdict.UNKNOWN, f"not checked by themselves; {what}")
+    return Cause(name, Verdict.LEFT_OVER, f"what is left, as greedy tokens differ by {evidence.greedy:.1e}; {what}")

@@ -1,0 +1,43 @@
+"""The gate on canary prompts names what is broken between trainer and engine, with both as they are in a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.test_train import write_recipe
+from tests.paths import ROOT
+from tests.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 540
+FIRST = {
+    "weights": "  1. weights: checksums of 1 of ",
+    "temperature": "  1. temperature or truncation: the engine's log-probs are the trainer's at temperature 0.7 (",
+    "kernels": "  1. kernels: what is left, as greedy tokens differ by ",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, str | None]:
+    folder = tmp_path_factory.mktemp("disagreements")
+    recipe = write_recipe(folder, write_tiny_llama(folder / "model", num_kv_heads=2))
+    command = [sys.executable, "-m", "tests.e2e.disagreements", str(recipe), "rollout.temperature=0.7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_gate_lets_pass_what_agrees(said) -> None:
+    assert said["nothing"] is None
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_what_is_broken_is_ranked_first(said, name: str) -> None:
+    assert FIRST[name] in said[name]
+    assert "\n  excluded: " in said[name] and "chat template or tokenisation (engines take token ids" in said[name]
+    assert ("weights (checksums of " in said[name]) == (name != "weights")

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["agreement.action=mask", "algorithm.correction.old=rollout"],
+            "agreement.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare "
+            "the engine's with; set old=trainer, or action=warn or stop",
+        ),
+        (
+            ["agreement.action=mask", "algorithm.objective={name: dpo, aggregation: sequence_mean_of_token_means}"],
+            "agreement.action=mask: algorithm.objective.name=dpo compares whole samples in pairs",
+        ),
+        (
+            ["agreement.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated"],
+            "agreement.action=stop: with rollout.max_staleness=1 samples of earlier weights differ by more than ",
+        ),
+        (["agreement.mask=sample"], "agreement.mask=sample: nothing reads it without agreement.action=mask"),
+    ],
+)
+def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+def test_edge_of_a_rule_is_kept() -> None:
+    keys = ["agreement.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated", "agreement.limit=2"]
+    assert recipe(*keys).agreement_limit == 2

@@ -1,0 +1,57 @@
+"""Causes are ranked by what was checked of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.step.causes import Evidence, Verdict, describe, ranked
+
+APART = 0.5
+"""Above the limit."""
+
+HELD = Evidence(limit=0.1, greedy=0.01, sampled=0.01, differing=(), num_regions=9, num_texts=4)
+"""An engine whose weights were compared, and which agrees."""
+
+CASES = {
+    "weights": dict(greedy=APART, sampled=APART, differing=("w[0:3] is 1, but 2",)),
+    "temperature or truncation": dict(sampled=APART),
+    "chat template or tokenisation": dict(greedy=APART, sampled=APART, other_tokens=("a prompt",)),
+    "dtype of the head's logits": dict(greedy=APART, sampled=APART, head_dtypes=("float32", "bfloat16")),
+    "kernels": dict(greedy=APART, sampled=APART, kernels=("torch", "vLLM")),
+}
+
+
+def test_nothing_is_found_where_they_agree() -> None:
+    assert HELD.agrees
+    assert {cause.verdict for cause in ranked(HELD)} == {Verdict.EXCLUDED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_broken_comes_first(name: str) -> None:
+    evidence = replace(HELD, **CASES[name])
+    first, *_ = ranked(evidence)
+    assert not evidence.agrees and first.name == name and first.verdict >= Verdict.LEFT_OVER
+    assert describe(ranked(evidence)).startswith(f"  1. {name}: ")
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_what_was_not_checked_comes_behind_what_was_found(has_experts: bool) -> None:
+    evidence = replace(HELD, greedy=APART, sampled=APART, differing=("w",), has_experts=has_experts)
+    names = [cause.name for cause in ranked(evidence) if cause.verdict is not Verdict.EXCLUDED]
+    assert names == ["weights", *(["routers of experts"] if has_experts else []), "kernels"]
+    unknown = replace(evidence, differing=None)
+    assert next(iter(ranked(unknown))).name == "kernels", "what is left, as nothing is found"
+
+
+def test_a_temperature_that_explains_it_is_named() -> None:
+    evidence = replace(HELD, sampled=APART, rescored={"at temperature 1": 0.02, "at temperature 0.49": 0.9})
+    assert "are the trainer's at temperature 1 (2.0e-02 instead of 5.0e-01)" in ranked(evidence)[0].evidence
+
+
+def test_greedy_tokens_tell_weights_from_the_way_of_sampling() -> None:
+    """The cause is not what does not touch greedy tokens, if these differ as well."""
+    by_name = {cause.name: cause for cause in ranked(replace(HELD, greedy=APART, sampled=APART))}
+    assert by_name["temperature or truncation"].verdict is Verdict.EXCLUDED
+    assert by_name["kernels"].verdict is Verdict.LEFT_OVER
