@@ -36,6 +36,8 @@ FREE = (
     "*.kv_cache_gib",
     "*.vllm_overrides*",
     "rollout.max_staleness",
+    "rollout.too_old",
+    "batch.oversampling",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

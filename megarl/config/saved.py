@@ -42,6 +42,8 @@ ADDED: dict[int, dict[str, Any]] = {
         "rollout.max_staleness": 0,
         "batch.epochs": 1,
         "batch.epochs_kl_limit": None,
+        "rollout.too_old": "wait",
+        "batch.oversampling": None,
         "algorithm.kl.limit": None,
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,

@@ -6,6 +6,7 @@ a list's items, which a recipe gives as a whole and cannot lay over those of the
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -41,6 +42,7 @@ class Rollout(Section):
     replicas: PositiveInt
     tp: PositiveInt
     max_staleness: NonNegativeInt
+    too_old: Literal["wait", "drop"]
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
@@ -83,6 +85,7 @@ class Batch(Section):
     prompts_per_update: PositiveInt
     epochs: PositiveInt
     epochs_kl_limit: PositiveFloat | None
+    oversampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None
     sampling_rounds: PositiveInt
 
 
@@ -280,6 +283,17 @@ class Config(Section):
     def plays_in_environments(self) -> bool:
         """Whether rollouts of training, or of an evaluation set, have several turns, in an environment."""
         return self.has_environment or any(item.environment and item.environment.name for item in self.evaluation.sets)
+
+    @property
+    def prompts_ahead(self) -> int:
+        """The prompts that are begun beside those that a step takes."""
+        factor = self.batch.oversampling or 1 + self.rollout.max_staleness
+        return math.ceil((factor - 1) * self.batch.prompts_per_step)
+
+    @property
+    def drops_rollouts(self) -> bool:
+        """Whether rollouts of training are dropped where they are too old, not waited for."""
+        return self.rollout.too_old == "drop" and not self.is_offline
 
     @property
     def most_checkpoints(self) -> int:

@@ -49,8 +49,9 @@ def num_samples(config: Config) -> int:
 
 
 def _num_ahead(config: Config) -> int:
-    """Returns the samples that are begun for later steps. They go on during an evaluation."""
-    return config.rollout.max_staleness * config.batch.prompts_per_step * config.batch.samples_per_prompt
+    """Returns the samples that are begun beside those of the step. Those for later steps go on during an
+    evaluation."""
+    return config.prompts_ahead * (config.batch.samples_per_prompt + config.samples_greedily)
 
 
 def most_evaluated(config: Config) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -112,8 +112,11 @@ class Engine(Protocol):
 
         Other calls are done while it waits for its samples. After a refit the samples keep the keys and values of the
         older weights and go on with the new ones; after a failed refit they go on when another has succeeded. Their
-        versions tell which weights made which tokens.
+        versions tell which weights made which tokens. Who cancels it ends the work on them.
         """
+
+    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+        """Returns how many tokens there are so far of those of these samples that `finished` has not been told of."""
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         """Begins a turn, whose tokens come under the same rules. Who cancels it ends the work on it."""

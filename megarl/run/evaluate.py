@@ -110,11 +110,13 @@ def with_engines_alone(config: Config) -> Config:
     rollout = {
         "sleep": False,
         "max_staleness": 0,
+        "too_old": "wait",
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }
     changes: dict[str, dict[str, Any]] = {
         "evaluation": {"sets": sets},
+        "batch": {"oversampling": None},
         "rewards": {"functions": [], "judge": None},
         "environment": {"class": None, "options": {}},
         "rollout": rollout,

@@ -34,7 +34,7 @@ class RunState:
     under_way: list[int] = field(default_factory=list)
     """The rows of the data whose rollouts have been begun and not yet trained on, in their order."""
     again: list[int] = field(default_factory=list)
-    """Such rows of the attempt before, which come before others."""
+    """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
 
     def draw(self, n: int) -> list[int]:
         """Returns the next n rows, whose rollouts are under way from now on."""
@@ -42,6 +42,12 @@ class RunState:
         rows += self.cursor.take(n - len(rows))
         self.under_way += rows
         return rows
+
+    def put_back(self, rows: Sequence[int]) -> None:
+        """Makes rows whose rollouts were dropped come again, before others."""
+        for row in rows:
+            self.under_way.remove(row)
+        self.again = [*rows, *self.again]
 
     def dump(self) -> dict[str, Any]:
         """Returns the state as JSON values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.engines import Aborted, RemoteSample, Sampled
 from megarl.cluster.pending import Pending, first
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -23,13 +23,53 @@ class Group:
 
     row     the prompt's in the data
     order   its place among all groups of the run
+    asked   the rollouts' requests
     place   its place among those that are submitted together
     """
 
     row: int
     order: int
-    pending: Pending[list[list[RemoteSample]]]
+    asked: Sequence[SamplingRequest]
+    pending: Pending[list[Sampled]]
     place: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the rollouts."""
+        return [request.sample_id for request in self.asked]
+
+    def result(self) -> Sampled:
+        """Waits for the rollouts."""
+        return self.pending.result()[self.place]
+
+
+@dataclass(slots=True)
+class Dropped:
+    """The rollouts that were too old to be trained on, since this was last asked, and those of them that were ended
+    while they were sampled; tokens: how many were sampled for them."""
+
+    samples: int = 0
+    tokens: int = 0
+    aborted_samples: int = 0
+    aborted_tokens: int = 0
+
+    def add(self, sampled: Sampled, num_asked: int) -> None:
+        if isinstance(sampled, Aborted):
+            self.samples += num_asked
+            self.tokens += sampled.num_tokens
+            self.aborted_samples += num_asked
+            self.aborted_tokens += sampled.num_tokens
+        else:
+            self.samples += len(sampled)
+            self.tokens += sum(sample.info.num_trained_tokens for sample in sampled)
+
+    def metrics(self) -> dict[str, Metric]:
+        return {
+            "rollout/dropped_samples": Metric(self.samples),
+            "rollout/dropped_tokens": Metric(self.tokens),
+            "rollout/aborted_samples": Metric(self.aborted_samples),
+            "rollout/aborted_tokens": Metric(self.aborted_tokens),
+        }
 
 
 @dataclass(slots=True)
@@ -46,23 +86,29 @@ class RolloutQueue:
     _num_begun: int = field(init=False, default=0)
     _num_in_step: int = field(init=False, default=0)
     _step: int = field(init=False, default=0)
+    _dropped: Dropped = field(init=False, default_factory=Dropped)
 
     def __post_init__(self) -> None:
-        self._schedule = RolloutSchedule(self.config.batch.prompts_per_step, self.config.rollout.max_staleness)
+        config = self.config
+        self._schedule = RolloutSchedule(
+            config.batch.prompts_per_step, config.rollout.max_staleness, config.prompts_ahead, config.drops_rollouts
+        )
 
     def begin(self, number: int, wanted: int) -> None:
-        """Begins what may be begun during this step, which takes the `wanted` next groups."""
+        """Begins what may be begun during this step, which takes the `wanted` next groups. Prompts that were begun
+        before, and not trained on, come first and are waited for."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
+        num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
         rows = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number))
         asked = requests(self.config, number, [self.data[row] for row in rows], first=self._num_in_step)
         self._num_in_step += len(rows)
         for together in self._submissions(range(len(rows))):
             pending = self._sample([asked[i] for i in together])
             for place, i in enumerate(together):
-                group = Group(rows[i], self._num_begun, pending, place)
+                group = Group(rows[i], self._num_begun, asked[i], pending, place)
                 self._num_begun += 1
-                self._schedule.begin(group, version=number - 1)
+                self._schedule.begin(group, version=number - 1, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
         """Waits for groups that this step trains on, and returns their samples, in the order in which they were
@@ -80,21 +126,36 @@ class RolloutQueue:
         taken.sort(key=lambda group: group.order)
         for group in taken:
             self.state.under_way.remove(group.row)
-        return [group.pending.result()[group.place] for group in taken]
+        return [group.result() for group in taken]
+
+    def drop(self, number: int) -> None:
+        """Ends the rollouts that are too old for the step after this one, and waits until the engines have left them.
+        Their prompts come again before others."""
+        expired = self._schedule.expire(number)
+        if not expired:
+            return
+        self.workers.engines.abort([group.names for group in expired if not group.pending.advance()])
+        for group in expired:
+            self._dropped.add(group.result(), len(group.asked))
+        self.workers.rewards.forget([name for group in expired for name in group.names])
+        self.state.put_back([group.row for group in expired])
 
     def metrics(self) -> dict[str, Metric]:
-        if not self.config.rollout.max_staleness:
-            return {}
-        return {
-            "rollout/groups_ahead": Metric(len(self._schedule)),
-            "rollout/groups_ahead_finished": Metric(len(self._schedule) - len(self._schedule.unfinished)),
-        }
+        """Returns the metrics of a step, after it has taken its groups."""
+        metrics: dict[str, Metric] = {}
+        if self.config.rollout.max_staleness:
+            metrics["rollout/groups_ahead"] = Metric(len(self._schedule))
+            metrics["rollout/groups_ahead_finished"] = Metric(len(self._schedule) - len(self._schedule.unfinished))
+        if self.config.drops_rollouts:
+            metrics |= self._dropped.metrics()
+            self._dropped = Dropped()
+        return metrics
 
     def _submissions(self, numbers: Sequence[int]) -> list[Sequence[int]]:
         """Returns which groups are submitted together: all where a step waits for all of them, else each by itself."""
-        return [[i] for i in numbers] if self.config.rollout.max_staleness else [numbers]
+        return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
-    def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[list[RemoteSample]]]:
+    def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
         """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards
         begin with a sample as soon as it is there."""
         workers = self.workers
@@ -104,14 +165,27 @@ class RolloutQueue:
 
 def describe(config: Config) -> list[str]:
     """Returns lines on the age of the samples that a step trains on, where it has no age to speak of none."""
-    ahead, correction = config.rollout.max_staleness, config.algorithm.correction
-    if not ahead:
+    if config.is_offline:
         return []
-    lines = [
-        f"rollouts: up to {ahead} x {config.batch.prompts_per_step} prompts are begun ahead of the step that trains on "
-        f"them, with weights up to {ahead} versions older (rollout.max_staleness={ahead})"
-    ]
-    if config.algorithm.objective.spec.is_policy_objective and correction.weight is None and correction.mask is None:
+    staleness, correction, ahead = config.rollout.max_staleness, config.algorithm.correction, config.prompts_ahead
+    lines = []
+    if staleness and ahead:
+        lines.append(
+            f"rollouts: up to {ahead} prompts are begun ahead of the step that trains on them, with weights up to "
+            f"{staleness} versions older (rollout.max_staleness={staleness})"
+        )
+    if config.drops_rollouts:
+        lines.append(
+            f"rollouts: each step begins {ahead} prompts beside the {config.batch.prompts_per_step} that it takes, "
+            f"those that end first. What is older than {staleness} versions then is dropped (rollout.too_old=drop); "
+            "its prompt begins again, and is waited for"
+        )
+        lines.append(
+            "megarl: note: long responses are dropped more often than short ones. Each prompt is trained on as often "
+            "as without, but with fewer of its longest responses; rollout/dropped_tokens says how much that is"
+        )
+    uncorrected = correction.weight is None and correction.mask is None
+    if staleness and config.algorithm.objective.spec.is_policy_objective and uncorrected:
         lines.append(
             "megarl: warning: nothing corrects for the weights that sampled, and training on samples of older ones has "
             "been seen to fail without (arXiv 2505.24298); set algorithm.correction.old=trainer and weight=token"

@@ -50,8 +50,9 @@ def collect_rollouts(
     outcome, until enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was taken.
 
-    What is begun for later steps goes on while this one trains. Without rollout.max_staleness that is nothing, and no
-    trained model computes between rounds, so that the devices change hands once for all of them."""
+    What is begun for later steps goes on while this one trains, and what is too old for them is dropped. Without
+    rollout.max_staleness nothing goes on, and no trained model computes between rounds, so that the devices change
+    hands once for all of them."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
@@ -64,6 +65,8 @@ def collect_rollouts(
         with watch.phase("rollout"):
             queue.begin(number, further)
             groups = queue.take(number, further, meanwhile)
+            if workers.rewards_need_room:  # the engines sleep while rewards are computed
+                queue.drop(number)
             workers.leave_to_rewards(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
@@ -74,6 +77,7 @@ def collect_rollouts(
         scored, metrics = select(config, sampled, scores)
         rounds, num_informative = rounds + 1, sum(map(is_informative, scored))
     with watch.phase("rollout"):
+        queue.drop(number)
         workers.leave_to_trainers()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
     metrics |= queue.metrics()

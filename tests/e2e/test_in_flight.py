@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from megarl.cluster import session
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup, RemoteSample
 from megarl.cluster.placement import place
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
@@ -55,15 +57,41 @@ def drive(folder: Path, result: Path) -> None:
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (i + 5, 7)), seed=i) for i in range(8)]
         samples = engines.generate([requests]).result(meanwhile=refit)[0]
         infos = [sample.info for sample in samples]
-        result.write_text(json.dumps([(info.version_oldest, info.version_newest) for info in infos]))
+        (result / "versions.json").write_text(
+            json.dumps([(info.version_oldest, info.version_newest) for info in infos])
+        )
+        (result / "aborted.json").write_text(json.dumps(abort_one_of_two(engines, requests)))
+
+
+def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> dict:
+    """Aborts a group when another one, which ends early, has ended. Returns what became of both."""
+    short = [replace(request, sample_id=f"short {i}", max_new_tokens=20) for i, request in enumerate(requests)]
+
+    def tokens(samples: list[RemoteSample]) -> list[list[int]]:
+        return [sample.response_ids.tolist() for sample in ray.get([item.ref for item in samples])]
+
+    long, others = engines.generate([requests]), engines.generate([short])
+    beside = tokens(others.result()[0])
+    engines.abort([[request.sample_id for request in requests]])
+    num_tokens = long.result()[0].num_tokens
+    left = engines._submit("left", "rollout", "left", lambda engine: len(engine._under_way)).result()
+    return {
+        "tokens": num_tokens,
+        "left": left,
+        "beside": beside,
+        "alone": tokens(engines.generate([short]).result()[0]),
+    }
 
 
 def test_samples_go_on_through_a_refit(tmp_path):
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(max_position_embeddings=LONG + 8))
-    process = multiprocessing.get_context("spawn").Process(target=drive, args=(folder, tmp_path / "versions.json"))
+    process = multiprocessing.get_context("spawn").Process(target=drive, args=(folder, tmp_path))
     process.start()
     process.join(DEADLINE_S)
     assert process.exitcode == 0
     versions = json.loads((tmp_path / "versions.json").read_text())
     assert [oldest for oldest, _ in versions] == 8 * [0]
     assert max(newest for _, newest in versions) == 1, "no sample was under way when the weights came"
+    aborted = json.loads((tmp_path / "aborted.json").read_text())
+    assert 8 * 10 < aborted["tokens"] < 8 * LONG, "they were in the middle when the others ended"
+    assert aborted["left"] == [0] and aborted["beside"] == aborted["alone"]

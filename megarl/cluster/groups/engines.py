@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -65,6 +66,26 @@ class RemoteSample:
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Rollouts of a group that were ended while they were sampled. num_tokens: what had been sampled of them."""
+
+    num_tokens: int
+
+
+Sampled = list[RemoteSample] | Aborted
+"""The samples of a group."""
+
+
+@dataclass(slots=True)
+class _Generating:
+    """A call of EngineActor.generate. num_tokens: of the samples that it has told of."""
+
+    requests: Sequence[SamplingRequest]
+    samples: asyncio.Future[list[Sample]]
+    num_tokens: int = 0
+
+
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EngineActor(VllmActor):
     """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
@@ -88,6 +109,8 @@ class EngineActor(VllmActor):
 
         engine = VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
         self._turns = defaultdict(lambda: EngineTurns(engine))
+        self._generating: dict[str, _Generating] = {}
+        """The calls of `generate` under way, by the names of their first requests."""
         return engine
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
@@ -96,19 +119,35 @@ class EngineActor(VllmActor):
 
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
-    ) -> list[Answer | Sample]:
+    ) -> list[Answer | Sample | None]:
         """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
-        that this process puts into the store, outlives the process. The listener gets them as they come."""
+        that this process puts into the store, outlives the process. The listener gets them as they come. Of a call that
+        is aborted, Aborted stands for the infos."""
         begin = time.time()
 
         def tell(samples: list[Sample]) -> None:
+            call.num_tokens += sum(len(sample.response_ids) for sample in samples)
             if listener is not None:
                 listener.begin.remote(samples)
 
-        with self._whole():
-            samples = await self._worker.generate(requests, tell)
+        call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, tell)))
+        self._generating[requests[0].sample_id] = call
+        try:
+            with self._whole():
+                samples = await call.samples
+        except asyncio.CancelledError:
+            return [Answer(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
+        finally:
+            del self._generating[requests[0].sample_id]
         segments.note(own_scratch())  # vLLM makes some only when it generates
         return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+
+    async def abort(self, names: Collection[str]) -> None:
+        """Ends the calls of `generate` whose first requests have these names, as far as they are under way here."""
+        for name in self._generating.keys() & set(names):
+            call = self._generating[name]
+            call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
+            call.samples.cancel()
 
     async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
         """Takes turns of a process that makes rollouts, and returns those that have ended, see EngineTurns."""
@@ -162,6 +201,8 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self.losses: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
         """The requests that each engine has not answered."""
+        self._aborted: set[str] = set()
+        """The names of the first requests of groups that nobody wants any more, until they are over."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """The engines that are started again, each with the calls after which it is ready."""
 
@@ -293,18 +334,23 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
-    ) -> Pending[list[list[RemoteSample]]]:
+    ) -> Pending[list[Sampled]]:
         """Samples the requests of each prompt. The result has their samples, in the same shape and order. Requests to
         an engine that is lost meanwhile go to the others. listener: an actor whose method `begin` gets each sample as
         soon as there is one, or None."""
         return self._generate(groups, listener, {})
 
+    def abort(self, groups: Collection[Sequence[str]]) -> None:
+        """Ends the sampling of groups that were submitted each by itself, by the names of their requests. Their
+        results are there soon: Aborted, or samples of what has ended before."""
+        names = {group[0] for group in groups}
+        self._aborted |= names
+        for actor in self._actors.values():
+            actor.abort.remote(names)
+
     def _generate(
-        self,
-        groups: Sequence[Sequence[SamplingRequest]],
-        listener: ActorHandle | None,
-        done: Mapping[int, list[RemoteSample]],
-    ) -> Pending[list[list[RemoteSample]]]:
+        self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None, done: Mapping[int, Sampled]
+    ) -> Pending[list[Sampled]]:
         """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
         left = [i for i in range(len(groups)) if i not in done]
         names = self.least_loaded
@@ -313,18 +359,22 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         calls = {name: refs[0] for name, refs in asked.items()}
         load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
 
-        def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
+        def collect(answers: Answers) -> list[Sampled] | Pending[list[Sampled]]:
             load.end()
             samples = dict(done)
             for name, infos in answers.values.items():
+                if isinstance(infos, Aborted):
+                    samples |= dict.fromkeys(dealt[name], infos)
+                    continue
                 found = map(RemoteSample, infos, asked[name][1:])
                 samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
             self.drop(load.still_there(answers.lost), "rollout")
-            return (
-                [samples[i] for i in range(len(groups))]
-                if not answers.lost
-                else self._generate(groups, listener, samples)
-            )
+            unwanted = {i for i, group in enumerate(groups) if group[0].sample_id in self._aborted}
+            samples |= {i: Aborted(0) for i in unwanted if i not in samples}  # of a lost engine
+            self._aborted -= {groups[i][0].sample_id for i in unwanted}
+            if len(samples) < len(groups):
+                return self._generate(groups, listener, samples)
+            return [samples[i] for i in range(len(groups))]
 
         return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
 

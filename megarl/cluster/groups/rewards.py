@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,9 @@ class RewardActor(ProcessActor):
             if is_judged(sample):
                 self._worker.begin(sample)
 
+    async def forget(self, rollout_ids: Collection[str]) -> None:
+        self._worker.forget(rollout_ids)
+
     async def score(self, *arguments: Any) -> Answer:
         begin = time.time()
         value = await self._worker.score(*arguments)
@@ -96,6 +99,12 @@ class RewardWorker:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
             self._begun[sample.id] = sample, task
         return task
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        """Ends the judging of the samples of rollouts that nobody will ask for."""
+        for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
+            _, task = self._begun.pop(name)
+            task.cancel()
 
     def close(self) -> None:
         """Ends the processes of the user's functions. Else they end with this one."""
@@ -239,6 +248,10 @@ class RewardGroup(Group[RewardWorker]):
         """The process that begins to score samples when it is told of them."""
         [actor] = self._actors.values()
         return actor
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        """Tells the process that nobody will ask for the samples of these rollouts."""
+        self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:
         calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}

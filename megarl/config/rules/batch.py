@@ -43,9 +43,43 @@ def limit_of_the_epochs_has_an_old_policy(config: Config) -> str | None:
     )
 
 
+def oversampling_has_rollouts(config: Config) -> str | None:
+    if config.batch.oversampling is None or not config.is_offline:
+        return None
+    return (
+        f"batch.oversampling={config.batch.oversampling:g}: with data.rows={config.data.rows} nothing is sampled; set "
+        "batch.oversampling=null"
+    )
+
+
+def what_is_begun_can_be_taken(config: Config) -> str | None:
+    factor, staleness = config.batch.oversampling, config.rollout.max_staleness
+    if factor is None or config.is_offline or config.drops_rollouts or factor <= 1 + staleness:
+        return None
+    most = 1 + staleness
+    return (
+        f"batch.oversampling={factor:g}: the {f'{most} steps' if staleness else 'one step'} that may train on a sample "
+        f"with rollout.max_staleness={staleness} {'have' if staleness else 'has'} no room for more than {most} times "
+        f"the prompts of one; set rollout.too_old=drop, which ends the rest, or batch.oversampling={most} at most"
+    )
+
+
+def staleness_has_prompts_ahead(config: Config) -> str | None:
+    staleness = config.rollout.max_staleness
+    if not staleness or config.prompts_ahead or config.is_offline:
+        return None
+    return (
+        f"batch.oversampling={config.batch.oversampling:g}: with as many prompts as a step takes none is begun ahead, "
+        f"and rollout.max_staleness={staleness} changes nothing; set batch.oversampling=null, for {1 + staleness}"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     prompts_that_tell_nothing_can_be_found,
     rows_come_again_with_the_data,
     limit_of_the_epochs_has_an_old_policy,
+    oversampling_has_rollouts,
+    what_is_begun_can_be_taken,
+    staleness_has_prompts_ahead,
 )

@@ -108,6 +108,27 @@ def rollouts_ahead_are_sampled(config: Config) -> str | None:
     return f"{_staleness(config)}: with data.rows={config.data.rows} nothing is sampled; set rollout.max_staleness=0"
 
 
+def something_can_be_too_old(config: Config) -> str | None:
+    if config.rollout.too_old == "wait" or (config.prompts_ahead and not config.is_offline):
+        return None
+    if config.is_offline:
+        return f"rollout.too_old=drop: with data.rows={config.data.rows} nothing is sampled; set rollout.too_old=wait"
+    return (
+        "rollout.too_old=drop: no prompt is begun ahead; set rollout.too_old=wait, or rollout.max_staleness=1 or "
+        "batch.oversampling=1.25"
+    )
+
+
+def dropped_rollouts_can_be_ended(config: Config) -> str | None:
+    if not config.drops_rollouts or not config.has_environment:
+        return None
+    return (
+        "rollout.too_old=drop: it ends rollouts in the middle, and those of "
+        f"environment.class={config.environment.name} are not ended before their environment does; set "
+        "rollout.too_old=wait"
+    )
+
+
 def _begins_ahead(config: Config) -> bool:
     return config.rollout.max_staleness > 0 and not config.is_offline
 
@@ -128,4 +149,6 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     engines_stay_awake_for_rollouts_ahead,
     rollouts_ahead_are_compared_with_their_like,
     rollouts_ahead_are_sampled,
+    something_can_be_too_old,
+    dropped_rollouts_can_be_ended,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -154,6 +154,16 @@ class VllmEngine:
 
         self._require_weights()
         return await asyncio.gather(*map(sample, requests))
+
+    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+        states = self._llm.llm_engine.output_processor.request_states
+        asked = [item for item in self._under_way.values() if getattr(item.request, "sample_id", None) in sample_ids]
+        return sum(
+            len(item.completion.result().token_ids)
+            if item.completion.done()
+            else states[item.vllm_id].detokenizer.num_output_tokens()
+            for item in asked
+        )
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         if not self._under_way:

@@ -50,6 +50,34 @@ def test_no_token_is_too_old_and_each_group_is_taken_once(per_step, max_stalenes
         assert left == 0 and all(len(step) == per_step for step in taken), "begun for steps that do not come"
 
 
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 12), st.integers(2, 12), st.integers())
+def test_what_is_dropped_is_waited_for_when_it_comes_again(per_step, max_staleness, num_ahead, steps, seed):
+    """No matter which groups end: a step has all that it takes, nothing waits for what nobody samples, and who was
+    dropped once is not dropped again, unless more is dropped than a step takes."""
+    rng = random.Random(seed)
+    schedule: RolloutSchedule[list[int]] = RolloutSchedule(per_step, max_staleness, num_ahead, drops=True)
+    new, again, is_bounded = iter(range(10**6)), [], num_ahead <= per_step * (max_staleness + 1)
+    taken, dropped = [], []
+    for version in range(steps):
+        room = schedule.num_to_wait_for(per_step)
+        for place in range(schedule.num_to_begin(per_step, steps - 1 - version)):
+            is_again = bool(again)
+            schedule.begin([again.pop(0) if is_again else next(new), version], version, is_again and place < room)
+        for wanted in range(per_step, 0, -1):
+            while (group := schedule.take(version, wanted)) is None:
+                schedule.finish(rng.choice(schedule.unfinished))
+            assert version - group[1] <= max_staleness
+            taken.append(group[0])
+        for group in rng.sample(schedule.unfinished, rng.randint(0, len(schedule.unfinished))):
+            schedule.finish(group)
+        expired = [group[0] for group in schedule.expire(version + 1)]
+        assert not is_bounded or not set(expired) & set(dropped)
+        dropped, again = dropped + expired, expired + again
+    assert len(taken) == len(set(taken)) == steps * per_step
+    left = {group[0] for group in schedule.groups} | set(again)
+    assert set(taken) | left == set(range(next(new))) and not set(taken) & left
+
+
 @given(st.integers(1, 6), st.integers(1, 12), st.integers())
 def test_without_staleness_a_step_takes_what_it_has_begun(per_step, steps, seed):
     taken, *_ = play(per_step, 0, steps, random.Random(seed))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.engines import Aborted, RemoteSample
 from megarl.config.load import load
 from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
@@ -31,6 +31,7 @@ class Rollouts:
     def __init__(self, rng: random.Random):
         self.rng, self.version, self.under_way = rng, 0, []
         self.begun: list[int] = []
+        self.forgotten: list[str] = []
 
     def generate(self, groups, listener):
         pendings = Submitted(self, groups, self.version)
@@ -47,6 +48,13 @@ class Rollouts:
         self.under_way.remove(pending)
         return pending
 
+    def abort(self, groups):
+        """Ends groups by the names of their samples."""
+        for pending in [*self.under_way]:
+            if [request.sample_id for request in pending.groups[0]] in groups:
+                self.end(pending)
+                pending.is_aborted = True
+
     def go_on(self):
         """Lets some end, as they do while a step trains."""
         for pending in self.rng.sample(self.under_way, self.rng.randint(0, len(self.under_way))):
@@ -58,6 +66,7 @@ class Submitted:
 
     def __init__(self, rollouts: Rollouts, groups, version: int):
         self.rollouts, self.groups, self.begun, self.ended = rollouts, groups, version, None
+        self.is_aborted = False
 
     @property
     def current(self):
@@ -67,23 +76,31 @@ class Submitted:
         return self.ended is not None
 
     def result(self):
+        assert self.ended is not None
+        if self.is_aborted:
+            return [Aborted(5)]
         return [[RemoteSample(self._info(r), ref=r.seed) for r in group] for group in self.groups]
 
     def _info(self, request) -> SampleInfo:
         return SampleInfo(request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended)
 
 
+def queue_of(config, rollouts: Rollouts, state: RunState) -> RolloutQueue:
+    rewards = SimpleNamespace(listener=None, forget=rollouts.forgotten.extend)
+    return RolloutQueue(config, SimpleNamespace(engines=rollouts, environments=None, rewards=rewards), DATA, state)
+
+
 def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleInfo]], list[str]]:
     """Steps to the step `until`. Returns what each step trained on, and the states that it left, as a checkpoint has
     them."""
-    workers = SimpleNamespace(engines=rollouts, environments=None, rewards=SimpleNamespace(listener=None))
-    queue, trained, states = RolloutQueue(config, workers, DATA, state), [], []
+    queue, trained, states = queue_of(config, rollouts, state), [], []
     while state.step < until:
         state.step += 1
         rollouts.version = state.step - 1
         queue.begin(state.step, PER_STEP)
         groups = queue.take(state.step, PER_STEP, lambda: None)
         trained.append([sample.info for group in groups for sample in group])
+        queue.drop(state.step)
         rollouts.go_on()
         states.append(json.dumps(state.dump()))
     return trained, states
@@ -131,6 +148,61 @@ def test_a_killed_run_loses_no_row_and_trains_on_none_twice(seed):
     assert rollouts.begun[: len(waiting)] == waiting, "they come before rows that nobody has begun"
     begun = rows(trained) + waiting
     assert sorted(begun) == list(range(len(begun)))
+
+
+DROPS = "rollout.too_old=drop"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_a_step_did_not_take_in_time_is_ended_counted_and_comes_again(max_staleness):
+    """Three of five groups end, and the others are too old for the step after max_staleness more."""
+    config = config_of(max_staleness, DROPS, "batch.oversampling=1.6")
+    rollouts, state = Rollouts(random.Random(0)), fresh()
+    queue = queue_of(config, rollouts, state)
+    for state.step in range(1, 2 + max_staleness):
+        queue.begin(state.step, PER_STEP)
+        assert rollouts.begun == list(range(5 + 3 * (state.step - 1)))
+        for pending in [*rollouts.under_way[2:]]:
+            rollouts.end(pending)
+        queue.take(state.step, PER_STEP, lambda: pytest.fail("it waits"))
+        queue.drop(state.step)
+        rollouts.version = state.step
+    metrics = {name: metric.value for name, metric in queue.metrics().items()}
+    names = [f"1.{i}.{k}" for i in range(2) for k in range(SAMPLES)]
+    assert rollouts.forgotten == names and not rollouts.under_way
+    counts = {"dropped_samples": 4, "dropped_tokens": 10, "aborted_samples": 4, "aborted_tokens": 10}
+    assert {name: metrics[f"rollout/{name}"] for name in counts} == counts
+    assert queue.metrics()["rollout/dropped_tokens"].value == 0, "they are counted once"
+    state.step += 1
+    queue.begin(state.step, PER_STEP)
+    assert rollouts.begun[-5:][:2] == [0, 1]
+    waited = []
+
+    def end_one() -> None:
+        waited.append(rollouts.under_way[0].groups[0][0].prompt.id)
+        rollouts.end(rollouts.under_way[0])
+
+    for pending in [*rollouts.under_way[2:]]:
+        rollouts.end(pending)
+    if not max_staleness:
+        rollouts.first = lambda *_: end_one()
+        taken = queue.take(state.step, PER_STEP, lambda: None)
+        assert waited == ["0", "1"] == [group[0].info.prompt_id for group in taken[:2]]
+
+
+def test_a_group_that_ends_too_late_is_dropped_with_its_samples():
+    config = config_of(0, DROPS, "batch.oversampling=2")
+    rollouts = Rollouts(random.Random(0))
+    queue = queue_of(config, rollouts, fresh())
+    queue.begin(1, PER_STEP)
+    for pending in [*rollouts.under_way]:
+        rollouts.end(pending)
+    taken = queue.take(1, PER_STEP, lambda: None)
+    assert [group[0].info.prompt_id for group in taken] == ["0", "1", "2"]
+    queue.drop(1)
+    metrics = {name: metric.value for name, metric in queue.metrics().items()}
+    assert (metrics["rollout/dropped_samples"], metrics["rollout/dropped_tokens"]) == (3 * SAMPLES, 3 * SAMPLES)
+    assert metrics["rollout/aborted_samples"] == metrics["rollout/aborted_tokens"] == 0
 
 
 def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():

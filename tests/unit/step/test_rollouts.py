@@ -66,6 +66,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         leave_to_engines=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
         leave_to_rewards=leave_to_rewards,
         leave_to_trainers=lambda: engines.turns.append("to trainers"),
+        rewards_need_room=False,
         environments=None,
     )
     config = load(BASE, [*overrides, *batch])

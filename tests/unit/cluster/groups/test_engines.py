@@ -11,8 +11,8 @@ from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, vllm
-from megarl.cluster.groups.engines import RESTARTS, EngineActor, EngineGroup, RemoteSample
-from megarl.cluster.pending import Answers, ready
+from megarl.cluster.groups.engines import RESTARTS, Aborted, EngineActor, EngineGroup, RemoteSample, Sampled
+from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
@@ -29,6 +29,7 @@ class FakeActor:
     """An engine that answers every request with its name; a call is run when it is waited for."""
 
     seen: dict[str, list[str]]
+    aborted: list[str]
     dying: set[str]
     """Those that die when they are next asked."""
     model: dict[str, Any]
@@ -46,6 +47,7 @@ class FakeActor:
 
     def __init__(self, name: str):
         self.generate, self.run, self.start = self, SimpleNamespace(options=self._named), self
+        self.abort = SimpleNamespace(remote=FakeActor.aborted.extend)
         self._name = name
 
     def _named(self, name: str) -> SimpleNamespace:
@@ -64,9 +66,27 @@ class FakeActor:
         if requests is None:
             return lambda: None
         FakeActor.seen.setdefault(self._name, []).extend(requests)
-        infos = DIED if self._name in FakeActor.dying else [f"{request} by {self._name}" for request in requests]
+        dies = self._name in FakeActor.dying
         assert self._num_returns == 1 + len(requests) > 1
-        return [lambda: infos, *(f"ref to {request}" for request in requests)]
+
+        def infos() -> object:
+            if dies:
+                return DIED
+            return Aborted(7) if requests[0] in FakeActor.aborted else [f"{item} by {self._name}" for item in requests]
+
+        return [infos, *(f"ref to {request}" for request in requests)]
+
+
+class Request(str):
+    """A request that is its own name."""
+
+    @property
+    def sample_id(self) -> str:
+        return str(self)
+
+
+def ask(engines: EngineGroup, groups: Sequence[Sequence[str]]) -> Pending[list[Sampled]]:
+    return engines.generate([[Request(name) for name in group] for group in groups])
 
 
 class FakeEngine:
@@ -128,7 +148,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
     FakeActor.is_up, FakeActor.start_fails = False, False
     FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
-    FakeActor.repacking = ()
+    FakeActor.repacking, FakeActor.aborted = (), []
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     made = SimpleNamespace(remote=lambda config, folder, process, *_: FakeActor(process.name))
     monkeypatch.setattr(EngineGroup, "actor_class", made)
@@ -155,30 +175,30 @@ def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) ->
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
     groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
-    answers = start(replicas).generate(groups).result()
+    answers = ask(start(replicas), groups).result()
     check_answers(answers, groups)
 
 
 def test_a_group_stays_on_one_replica(start) -> None:
-    start(2).generate([["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]).result()
+    ask(start(2), [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]).result()
     assert FakeActor.seen == {"engine-0": ["a1", "a2", "c1", "c2"], "engine-1": ["b1", "b2"]}
 
 
 def test_fewer_groups_than_replicas(start) -> None:
-    answers = start(3).generate([["a"], ["b"]]).result()
+    answers = ask(start(3), [["a"], ["b"]]).result()
     assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
 def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
     engines = start(2)
-    first = engines.generate([["a1", "a2", "a3"]])
-    others = [engines.generate([[name]]) for name in ("b", "c", "d")]
+    first = ask(engines, [["a1", "a2", "a3"]])
+    others = [ask(engines, [[name]]) for name in ("b", "c", "d")]
     assert FakeActor.seen == {"engine-0": ["a1", "a2", "a3"], "engine-1": ["b", "c", "d"]}
     others[0].result()
-    engines.generate([["e"]])
+    ask(engines, [["e"]])
     assert FakeActor.seen["engine-1"][-1] == "e"
     first.result()
-    engines.generate([["f"]])
+    ask(engines, [["f"]])
     assert FakeActor.seen["engine-0"][-1] == "f"
 
 
@@ -186,7 +206,7 @@ def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
     """Those that hear of it late do not take it for the loss of the engine that has been started in its place."""
     engines = start(2)
     FakeActor.dying = {"engine-0"}
-    under_way = [engines.generate([[name, name]]) for name in ("a", "b", "c", "d")]
+    under_way = [ask(engines, [[name, name]]) for name in ("a", "b", "c", "d")]
     assert len(FakeActor.seen["engine-0"]) == 4
     check_answers([under_way[0].result()[0]], [["a", "a"]])
     FakeActor.dying, FakeActor.is_up = set(), True
@@ -202,7 +222,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     engines = start(3)
     FakeActor.dying = {"engine-1"}
     groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
-    answers = engines.generate(groups).result()
+    answers = ask(engines, groups).result()
     check_answers(answers, groups)
     assert engines.names == ["engine-0", "engine-2"]
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
@@ -210,6 +230,26 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     assert sorted(delivered) == sorted(request for group in groups for request in group)
     line = "rollout: engine-1 died, and is started again; the run goes on with 2 of 3 engines; see logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
+
+
+@pytest.mark.parametrize("dying", [set(), {"engine-0"}, {"engine-1"}])
+def test_a_group_that_nobody_wants_any_more_is_ended_and_asked_of_no_other(monkeypatch, start, dying: set[str]) -> None:
+    engines, calls = start(2), []
+    FakeActor.dying = dying
+
+    def submit(given, *_, **__):
+        """Runs the calls when their result is asked for."""
+        calls.append(given)
+        return ready(None).then(lambda _: FakeSession().submit(given, "rollout", "rollout", engines.names))
+
+    monkeypatch.setattr(engines._session, "submit", submit)
+    first, second = ask(engines, [["a", "a2"]]), ask(engines, [["b"]])
+    engines.abort([["a", "a2"]])
+    [tokens] = [sampled.num_tokens for sampled in first.result()]
+    assert tokens == (0 if dying == {"engine-0"} else 7)
+    check_answers(second.result(), [["b"]])
+    assert len(calls) == (3 if dying == {"engine-1"} else 2)
+    check_answers(ask(engines, [["c"]]).result(), [["c"]])
 
 
 def test_the_last_engine_is_watched(start) -> None:

@@ -110,6 +110,17 @@ def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
     assert [score.value for score in scores] == [pytest.approx(1.2 + 0.75), pytest.approx(0.2 + 0.25)]
 
 
+def test_what_nobody_asks_for_is_forgotten(worker):
+    async def step():
+        tasks = [worker.begin(sample(name, "one")) for name in ("0.0", "0.1", "1.0")]
+        worker.forget({"0.0", "0.1", "7.0"})
+        assert set(worker._begun) == {"1.0"}
+        await tasks[2]
+        assert [task.cancelled() for task in tasks] == [True, True, False]
+
+    asyncio.run(step())
+
+
 def test_functions_and_the_judge_get_the_columns_of_the_prompts_row(worker, tmp_path):
     prompt = Prompt("prompt 0", "?", [5], columns={"bonus": 10, "favourite": "one"})
     samples = [replace(sample(f"0.{k}", text), prompt=prompt) for k, text in enumerate(("one", "other"))]

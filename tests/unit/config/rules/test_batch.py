@@ -34,6 +34,19 @@ from tests.unit.config.rules.recipes import errors, recipe
             "batch.epochs_kl_limit=0.1: nothing reads it without batch.epochs above 1; set that, or "
             "batch.epochs_kl_limit=null",
         ),
+        (
+            ["batch.oversampling=1.5"],
+            "batch.oversampling=1.5: the one step that may train on a sample with rollout.max_staleness=0 has no room "
+            "for more than 1 times the prompts of one; set rollout.too_old=drop, which ends the rest, or",
+        ),
+        (
+            ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
+            "have no room for more than 3 times the prompts of one",
+        ),
+        (
+            ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
+            "rollout.max_staleness=2 changes nothing; set batch.oversampling=null, for 3",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
@@ -47,6 +60,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["batch.prompts_per_update=8"],
         ["batch={epochs: 2, epochs_kl_limit: 0.1}"],
         ["batch.epochs=2", "algorithm.objective.name=dpo"],
+        ["batch.oversampling=1.5", "rollout.too_old=drop"],
+        ["batch.oversampling=3", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

@@ -40,6 +40,14 @@ from tests.unit.config.rules.recipes import errors, recipe
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
             "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares samples with a greedy response",
         ),
+        (
+            ["rollout.too_old=drop"],
+            "rollout.too_old=drop: no prompt is begun ahead; set rollout.too_old=wait, or rollout.max_staleness=1 or",
+        ),
+        (
+            ["rollout.too_old=drop", "batch.oversampling=2", "environment.class=calculator"],
+            "rollout.too_old=drop: it ends rollouts in the middle, and those of environment.class=calculator are not",
+        ),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
     ],
 )
@@ -55,6 +63,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],
+        ["rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.too_old=drop"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
