@@ -388,6 +388,33 @@ def report(
 
 
 @app.command()
+def diagnose(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run that samples, such as runs/latest.")],
+    step: Annotated[int | None, typer.Option(metavar="STEP", help="Whose rollout (the newest).")] = None,
+    sample: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of a sample in the step's file (the first that has token ids).")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of the weights (those that the run ended or began with).")
+    ] = None,
+) -> None:
+    """Compute a saved rollout in trainer, engine and plain transformers, and name the first layer that differs.
+
+    Each is one process on this machine, one after the other. The exit code is 1 where a layer differs.
+    """
+    from megarl.run.diagnosis.diagnose import find_rollout, read_config
+
+    read_config(folder)
+    find_rollout(folder, step, sample)
+    from megarl.cluster.supervision.supervisor import supervised
+
+    with supervised() as scratch:
+        from megarl.run.diagnosis.diagnose import main
+
+        raise typer.Exit(main(folder, step, sample, model, scratch))
+
+
+@app.command()
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, under way or ended.")],
     port: Annotated[int, typer.Option(metavar="PORT", help="0 for a free one.")] = 0,

@@ -3,7 +3,7 @@
 A line begins with the sample's id, and ends with its advantage, which is null until the sample is trained on. It is
 written in then, without reading what is between: a response may have a million log-probs. Of a few samples of a step,
 whole groups, lines have what people ask of single tokens: the text of each, its advantage, and how the trainer's
-log-prob differs from the engine's.
+log-prob differs from the engine's; and the ids of all tokens, of which `megarl diagnose` computes the sample again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from megarl.core.types import Sample, Score
 LOGPROB_DECIMALS = 4
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
+PROMPT_IDS, RESPONSE_IDS = "prompt_ids", "response_ids"
+"""The names of the ids in the row of a sample with details of its tokens."""
+
 NO_DETAILS: Mapping[str, Mapping[str, Sequence[float]]] = {}
 NO_ADVANTAGE = b"null}\n"
 """The end of a line without an advantage."""
@@ -111,9 +114,13 @@ def _row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -
         "num_response_tokens": len(sample.response_ids),
         "rollout_logprobs": np.round(np.asarray(sample.response_logprobs, np.float64), LOGPROB_DECIMALS).tolist(),
         **_episode_fields(sample),
-        **({} if texts is None else {"tokens": texts}),
+        **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
         "advantage": None,
     }
+
+
+def _token_ids(sample: Sample) -> dict[str, list[int]]:
+    return {PROMPT_IDS: sample.prompt.token_ids.tolist(), RESPONSE_IDS: sample.response_ids.tolist()}
 
 
 def _episode_fields(sample: Sample) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
-from megarl.step.canaries import NUM_PROMPTS, Canaries
+from megarl.step.canaries import Canaries
 from megarl.step.causes import Evidence, describe, ranked
 from megarl.step.scoring import Metrics
 
@@ -21,23 +21,28 @@ class Agreement:
     """Watches the agreement of a run."""
 
     def __init__(self, config: Config, workers: Workers, data: PromptSet):
-        prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         self._config = config
-        self._canaries = Canaries(config, workers, prompts, config.canary_limit)
+        self._canaries = Canaries.of(config, workers, data)
         self._is_explained = False
         """Whether causes have been looked for, which a run that goes on does once."""
 
     def begin(self) -> None:
         """Checks the canary prompts before the first step, if agreement.canaries says so. Raises RunFailure, with the
         ranked causes, where an engine is further from the trainer than the limit."""
-        if self._config.agreement.canaries != "off":
+        if self._has_gate:
             elapsed = ElapsedTime()
             found = " and ".join(f"{metric.value:.1e}" for metric in self._gate("before the first step").values())
             elapsed.print(f"agreement: canary prompts differ by {found} a token, greedy and sampled, found")
 
     def after_refit(self, step: int) -> Metrics:
         """Checks them after a step's refit. Returns metrics, and raises RunFailure likewise."""
-        return self._gate(f"after the refit of step {step}") if self._config.agreement.canaries == "refits" else {}
+        is_due = self._has_gate and self._config.agreement.canaries == "refits"
+        return self._gate(f"after the refit of step {step}") if is_due else {}
+
+    @property
+    def _has_gate(self) -> bool:
+        """Whether canaries are asked for; a tokenizer may make no tokens of them."""
+        return self._config.agreement.canaries != "off" and bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warns where a step's tokens differ by more than the limit, the first time with the ranked causes, or raises
@@ -47,7 +52,7 @@ class Agreement:
         if found is None:
             return
         stops = self._config.agreement.action == "stop"
-        if stops or not self._is_explained:
+        if self._canaries.prompts and (stops or not self._is_explained):
             self._is_explained = True
             found = f"{found}. {self._explain()}"
         if stops:

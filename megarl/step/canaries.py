@@ -9,6 +9,7 @@ from itertools import chain
 from statistics import fmean
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch, SampleRef
 from megarl.cluster.workers import Workers
 from megarl.config.huggingface import completed, experts
@@ -16,6 +17,7 @@ from megarl.config.schema import Config
 from megarl.core.types import Prompt, Scoring
 from megarl.data.model_folder import read_config
 from megarl.data.packing import Lengths, schedule
+from megarl.data.prompts import PromptSet
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.verification import regions
 from megarl.rollout.engine import EngineFacts, SamplingRequest
@@ -28,6 +30,14 @@ about a second."""
 PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"
 KINDS = (GREEDY, SAMPLED)
+
+TEXTS = (
+    "The capital of France is",
+    "12 + 30 =",
+    "def add(a, b):",
+    "A triangle has three sides, and a square",
+)
+"""The prompts of runs whose data have none, as their environment has tasks of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,17 @@ class Canaries:
     prompts: Sequence[Prompt]
     limit: float
 
+    @classmethod
+    def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
+        """Returns the first prompts of the data, or as many of TEXTS as have tokens and room."""
+        prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
+        if not all(len(prompt.token_ids) for prompt in prompts):
+            tokenizer = load_tokenizer(workers.model_folder)
+            room = config.rollout.context_length - config.rollout.max_new_tokens
+            ids = {text: tokenizer.encode(text, add_special_tokens=False)[:room] for text in TEXTS}
+            prompts = [Prompt(f"{PURPOSE}:{text}", text, tokens) for text, tokens in ids.items() if tokens]
+        return cls(config, workers, prompts, config.canary_limit)
+
     def ask(self) -> dict[str, Answers]:
         """Makes every engine answer, greedily and as the run samples, and leaves the devices to the trained models.
         Returns the answers by engine."""
@@ -66,13 +87,15 @@ class Canaries:
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
         """Returns how far each engine is from the trainer, and nothing else yet."""
-        greedy, sampled = (self._differences(answers, kind, self._scoring(kind)) for kind in KINDS)
+        greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
     def explain(self, answers: Mapping[str, Answers], measured: Mapping[str, Evidence]) -> dict[str, Evidence]:
         """Returns what is found of every cause, by engine."""
         config, workers = self.config, self.workers
-        rescored = {how: self._differences(answers, SAMPLED, s) for how, s in self._other_scorings().items()}
+        others = self._other_scorings()
+        found = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
+        rescored = dict(zip(others, found, strict=True))
         texts = [prompt.text for prompt in self.prompts]
         facts = workers.engines.facts(texts).result()
         workers.trained.present_actor()
@@ -82,8 +105,8 @@ class Canaries:
         own_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         has_experts = experts(completed(read_config(workers.model_folder))) is not None
         replays = config.actor.experts.replay_routes
-        scoring = replace(self._scoring(GREEDY), replays=False)
-        other_routes = self._differences(answers, GREEDY, scoring) if replays else {}
+        own_routes = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
+        [other_routes] = self._differences(answers, own_routes) or [{}]
 
         def explained(name: str, evidence: Evidence, found: EngineFacts) -> Evidence:
             pairs = zip(texts, own_ids, found.token_ids, strict=True)
@@ -130,15 +153,27 @@ class Canaries:
             others["over the whole vocabulary"] = replace(own, truncates=False)
         return others
 
-    def _differences(self, answers: Mapping[str, Answers], kind: str, scoring: Scoring) -> dict[str, float]:
-        """Returns the mean difference of a token's log-prob, in nats, of each engine's answers of a kind."""
+    def _differences(
+        self, answers: Mapping[str, Answers], asked: Sequence[tuple[str, Scoring]]
+    ) -> list[dict[str, float]]:
+        """Returns for each kind and scoring that is asked for the mean difference of a token's log-prob, in nats, of
+        each engine's answers."""
         actor, trained = self.workers.actor, self.workers.trained
+
+        def score() -> Pending[list[dict[str, list[float]]]]:
+            return join([actor.differences(self._batches(answers, kind), scoring) for kind, scoring in asked])
+
+        found = trained.run({"actor": score}, parts=("parameters",))["actor"] if asked else []
+        return [
+            {
+                name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.info.id])
+                for name, of_engine in answers.items()
+            }
+            for (kind, _), values in zip(asked, found, strict=True)
+        ]
+
+    def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:
         samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
         refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
-        microbatches = schedule([Lengths.of(sample.info) for sample in samples], actor.packing)
-        batches = [RankBatch.of(refs, members) for members in microbatches]
-        found = trained.run({"actor": lambda: actor.differences(batches, scoring)}, parts=("parameters",))["actor"]
-        return {
-            name: fmean(abs(value) for sample in of_engine.samples[kind] for value in found[sample.info.id])
-            for name, of_engine in answers.items()
-        }
+        microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.workers.actor.packing)
+        return [RankBatch.of(refs, members) for members in microbatches]

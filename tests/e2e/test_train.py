@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ from statistics import fmean
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cluster.trace import DRIVER, read_trace
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
+from megarl.run.diagnosis.comparison import first_different, verdict
+from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
+from megarl.run.diagnosis.side import SIDES
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
 from tests.paths import BASE
@@ -126,6 +130,29 @@ def test_a_run_can_be_watched(learned):
         assert max(map(abs, row["logprob_differences"])) < 1e-3
         special = [text for text in row["tokens"] if len(text) > 2 and text[0] == "<" and "filler" not in text]
         assert row["response"] == "".join(text for text in row["tokens"] if text not in special)
+
+
+def test_a_saved_rollout_tells_the_layer_in_which_engine_and_trainer_part(learned, tmp_path):
+    """The engine has another weight in one layer, and the run's own model has none."""
+    broken, damaged = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
+    shutil.copytree(learned / "model", broken)
+    [file] = broken.glob("*.safetensors")
+    weights = load_file(file)
+    weights[damaged][0] += 1.0
+    save_file(weights, file, {"format": "pt"})
+    config, rollout = read_config(learned), find_rollout(learned, 2, None)
+    [row] = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").open() if rollout.sample_id in line]
+    assert len(rollout.response_ids) == row["num_response_tokens"]
+    folders = dict.fromkeys(SIDES, learned / "model") | {"engine": broken}
+    stages = diagnose(config, rollout.token_ids, folders, tmp_path)
+    [found] = [stage for stage in stages if stage is first_different(stages)]
+    assert (found.name, found.odd) == ("layer 1", "engine")
+    assert "layer 1 is the first that differs" in verdict(stages) and verdict(stages).endswith("look at the engine's")
+    names = [stage.name for stage in stages]
+    assert names == ["embedding", *(f"layer {i}" for i in range(len(names) - 3)), "final norm", "log-probs"]
+    before = stages[: names.index("layer 1")]
+    assert all(max(stage.differences.values()) < 1e-5 for stage in before), "the sides compute the same"
+    assert max(stage.differences["trainer", "plain"] for stage in stages) < 1e-4
 
 
 def test_reward_rises(learned):

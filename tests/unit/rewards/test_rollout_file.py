@@ -55,6 +55,7 @@ def test_values_of_single_tokens_follow_their_samples_advantage(tmp_path: Path) 
     first = before[0] | {"advantage": 0.5, "token_advantages": [0.5, None], "logprob_differences": [1e-9, -0.25]}
     assert rows(file) == [first, before[1], before[2] | {"advantage": 1.0}]
     assert [row.get("tokens") for row in before] == [*listed.values(), None]
+    assert [(row.get("prompt_ids"), row.get("response_ids")) for row in before] == [*[([5], [7, 7])] * 2, (None, None)]
 
 
 def test_a_step_has_details_of_whole_groups() -> None:

@@ -1,0 +1,56 @@
+"""What each layer of the trainer's model gives for one sequence, by one rank that holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed import FileStore
+
+from megarl.config.schema import Config
+from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
+from megarl.data.model_folder import read_config
+from megarl.megatron.workers.model import ModelWorker
+
+
+class ForwardOnlyActor(ModelWorker):
+    """The actor's model, of which nothing is trained."""
+
+    role = "actor"
+    temperature = 1.0
+
+
+def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
+    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
+    hidden], and as the last stage the log-probs of the tokens after the first, float32 [T − 1].
+
+    config   with a layout of one rank. scratch: a folder of this process alone
+    """
+    store = FileStore(str(scratch / "store"), 1)
+    worker = ForwardOnlyActor(config, read_config(folder), folder, 0, store, torch.get_num_threads())
+    [chunk] = worker.chunks
+    model, count = chunk.module, len(token_ids) - 1
+    found: dict[str, np.ndarray] = {}
+
+    def keep(stage: str) -> Callable[..., None]:
+        def hook(module, given, output) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            found[stage] = hidden[:count, 0].float().cpu().numpy()
+
+        return hook
+
+    model.embedding.register_forward_hook(keep("embedding"))
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_hook(keep(f"layer {number}"))
+    model.decoder.final_layernorm.register_forward_hook(keep("final norm"))
+    run = (VersionRun(0, count),)
+    response = token_ids[1:]
+    given = Prompt("diagnose", "", token_ids[:1])
+    sample = Sample("diagnose", given, response, [0.0] * count, [True] * count, run, "length", "")
+    batch = LocalBatch([TrainingSample(sample, 0.0, NO_BASELINE, 0.0)], [(0,)])
+    scored = worker._forward(batch)["diagnose"]
+    worker.close()
+    return found | {"log-probs": scored[:, 0].float().cpu().numpy()}

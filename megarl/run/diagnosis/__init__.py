@@ -1,0 +1,1 @@
+"""`megarl diagnose`: one saved rollout through trainer, engine and plain transformers, layer by layer."""
