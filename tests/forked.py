@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import megarl.megatron.workers.actor
+import megarl.megatron.workers.classifier
 import megarl.megatron.workers.critic
 import megarl.megatron.workers.implicit_reward
-import megarl.megatron.workers.preference
 import megarl.megatron.workers.reward_model  # noqa: F401  imported here, so that no rank imports it again
 
 DEADLINE_S = 240

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.labels import binary_cross_entropy
 from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:
@@ -20,12 +21,9 @@ def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -
 
 
 def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.Tensor:
-    """Returns ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) = softplus(r_i) − o_i·r_i, per sample.
+    """Returns ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) per sample, float32 [S].
 
     reward    float32 [S], the sum of each sample's token rewards
     success   float32 [S], 1 for a sample that succeeded, else 0
     """
-    from torch.nn.functional import softplus
-
-    require_one_shape(reward=reward, success=success)
-    return softplus(reward) - success * reward
+    return binary_cross_entropy(reward, success)

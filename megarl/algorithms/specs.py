@@ -150,7 +150,7 @@ class TokenEstimator(EstimatorSpec):
     estimate: Callable[..., TokenAdvantages]
 
 
-Rows = Literal["prompts", "messages", "preferences"]
+Rows = Literal["prompts", "messages", "preferences", "labels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +192,11 @@ class ObjectiveSpec:
     def is_pairwise(self) -> bool:
         """Whether it learns from pairs of responses to one prompt, the better one and the worse one."""
         return isinstance(self, PairObjective)
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether it learns labels of a response's tokens."""
+        return isinstance(self, LabelObjective)
 
     @property
     def selects_tokens(self) -> bool:
@@ -264,3 +269,18 @@ class ImitationObjective(ObjectiveSpec):
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelObjective(ObjectiveSpec):
+    """An objective that learns the labels which the data gives to steps of responses: the actor is a classifier of
+    tokens.
+
+    loss       (score [N], label [N], **arguments) -> float32 [N]
+    labelled   the tokens of a step that have its label: the one that ends it, or all
+    """
+
+    loss: Callable[..., torch.Tensor]
+    rows: tuple[Rows, ...] = ("labels",)
+    classifier: Kind | None = "token"
+    labelled: Literal["end", "all"]

@@ -91,7 +91,7 @@ def _objectives() -> Iterator[str]:
         yield f"    data.rows={' | '.join(objective.rows)}; {_given(objective.options)}"
     yield "algorithm.objective, beside any that learns from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
-    yield f"    {_choices(Objective, 'empty_samples')} (sft, too)"
+    yield f"    {_choices(Objective, 'empty_samples')} (of sft, process_reward_model and token_reward_model, too)"
     yield "algorithm.objective.aggregation: the weight of a token in the loss of an update"
     yield from (f"  {name}: {aggregation.formula}" for name, aggregation in AGGREGATIONS.items())
 

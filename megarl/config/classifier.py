@@ -43,14 +43,16 @@ def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
     return ScoreHead(kind, num_labels, bias)
 
 
-def as_classifier(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the sequence classifier with one label that has this model's decoder."""
+def as_classifier(hf_config: Mapping[str, Any], kind: Kind = "sequence") -> dict[str, Any]:
+    """Returns the config of the classifier with one label that has this model's decoder; that of a classifier, of
+    whichever kind, stays as it is."""
     if score_head_of(hf_config) is not None:
         return dict(hf_config)
     architecture = next(iter(hf_config.get("architectures") or ()), "ForCausalLM")
+    suffix = next(suffix for suffix, of_suffix in _KINDS.items() if of_suffix == kind)
     return {
         **hf_config,
-        "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "architectures": [architecture.replace("ForCausalLM", suffix)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }

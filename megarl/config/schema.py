@@ -95,7 +95,7 @@ class Data(Section):
     source_weights: dict[str, PositiveFloat]
     options: dict[str, Any]
     stages: list[dict[str, Any]]
-    rows: Literal["prompts", "messages", "preferences"]
+    rows: Literal["prompts", "messages", "preferences", "labels"]
     size: PositiveInt | None
     prompt_column: str
     system_prompt: Annotated[str, Field(min_length=1)] | None
@@ -104,6 +104,9 @@ class Data(Section):
     messages_column: str
     chosen_column: str
     rejected_column: str
+    steps_column: str
+    labels_column: str
+    step_end: str
     chat_template: bool
     overlong: Literal["refuse", "drop"]
     shuffle: bool

@@ -14,6 +14,8 @@ from megarl.config.value_head import with_value_head
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the model that the role trains, with its heads. hf_config: the config of the model that it
     starts from."""
-    if role == "critic" or (role == "actor" and config.trains_reward_model):
+    if role == "critic":
         return as_classifier(hf_config)
+    if role == "actor" and config.trains_reward_model:
+        return as_classifier(hf_config, config.algorithm.objective.spec.classifier)
     return with_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)

@@ -22,7 +22,7 @@ ROW_FIELDS = (
         "reference",
         "values",
     ),
-    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids"),
+    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids", "labels"),
 )
 """The fields of a TokenBatch with one element per row, or K."""
 
@@ -67,6 +67,7 @@ class TokenBatch:
     imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
     candidate_ids     int64 [N, K]   the tokens that the engine sampled from, padded with −1; a row of −1 alone stands
                                      for the whole vocabulary; None: every row does
+    labels            float32 [N]    the label of each row's token, NaN for one without; None: samples have none
     routes            int8 or int16 [T, layers, experts per token]: as in Sample; None: no sample has any
     """
 
@@ -96,6 +97,7 @@ class TokenBatch:
     selected: torch.Tensor | None = None
     imitation_weight: torch.Tensor | None = None
     candidate_ids: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
     routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:

@@ -229,6 +229,8 @@ class Sample(_HoldsArrays):
                         prompt and response went to in the engine, in each layer that has experts; NO_ROUTE for all of
                         a token whose experts are not known, such as the last one, from which nothing was sampled. None
                         if the run does not replay routes
+    labels              float32 [R] in [0, 1]: what the data says of the response's tokens, NaN for one of which it says
+                        nothing. None but in data of labels
     """
 
     id: str
@@ -243,6 +245,7 @@ class Sample(_HoldsArrays):
     rollout_id: str = ""
     episode: Episode | None = None
     routes: NDArray[np.signedinteger] | None = None
+    labels: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
@@ -252,11 +255,14 @@ class Sample(_HoldsArrays):
         if self.routes is not None:
             self._freeze("routes", self.routes.dtype, axes=3)
             assert len(self.routes) == self.num_tokens, f"sample {self.id}: {len(self.routes)} tokens have routes"
+        if self.labels is not None:
+            self._freeze("labels", np.float32)
         lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}
         lengths.add(sum(run.count for run in self.versions))
-        lengths.add(len(self.response_ids if self.candidate_ids is None else self.candidate_ids))
+        optional = (values for values in (self.candidate_ids, self.labels) if values is not None)
+        lengths.update(len(values) for values in optional)
         assert len(lengths) == 1, (
-            f"sample {self.id}: ids, log-probs, mask, versions or kept ids differ in length: {lengths}"
+            f"sample {self.id}: ids, log-probs, mask, versions, kept ids or labels differ in length: {lengths}"
         )
 
     def __hash__(self) -> int:
@@ -268,6 +274,7 @@ class Sample(_HoldsArrays):
             *(self.id, self.prompt, self.response_ids, self.response_logprobs),
             *(self.versions, self.finish_reason, self.text, self.candidate_ids, self.rollout_id, self.episode),
             self.routes,
+            self.labels,
         )
 
     @property

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from megarl.data.row import MessageRow, PreferenceRow, Row
+from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row
 
 DEFAULT_SIZE = 4096
 LARGEST_SUM = 18
+ADDENDS = 4
 
 
 def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
@@ -33,6 +34,26 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
     for row in arithmetic_rows(seed, size):
         wrong = (int(row.answer) + 1 + int(generator.random() * LARGEST_SUM)) % (LARGEST_SUM + 1)
         yield PreferenceRow(row.number, row.prompt, row.answer, str(wrong))
+
+
+def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
+    """Yields sums of four single-digit numbers, added up from the left in three steps. In every other row on average
+    one step goes wrong, and those after it go on from what it says: their labels are 0, those before it 1."""
+    generator = random.Random(f"labelled arithmetic {seed}")
+    for number in range(1, size + 1):
+        addends = [_digit(generator) for _ in range(ADDENDS)]
+        wrong = int(
+            generator.random() * 2 * (ADDENDS - 1)
+        )  # the step that goes wrong, none where there is no such step
+        total, steps, labels = addends[0], [], []
+        for step, addend in enumerate(addends[1:]):
+            before, total = total, total + addend
+            if step == wrong:
+                total += 1 + int(generator.random() * LARGEST_SUM)
+            steps.append(f"{before}+{addend}={total}")
+            labels.append(float(step < wrong))
+        question = f"What is {'+'.join(map(str, addends))}? Add up from the left, a line for each sum."
+        yield LabelRow(number, question, steps, labels)
 
 
 def _digit(generator: random.Random) -> int:

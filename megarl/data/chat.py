@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MARK = "\ue000"
+"""A response of Unicode's private use, which no template looks into: it shows what a template writes around one."""
+
+
 def as_messages(said: str | list[Message], role: str) -> list[Message]:
     """Returns the messages as they are, and plain text as one message of the role."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
@@ -96,6 +100,20 @@ def conversation(
         raise UserError(f"{place}: the assistant says nothing there that could be learned; drop the row")
     length = len(said) - said[::-1].index(True)
     return ids[:length], said[:length]
+
+
+def response_span(text: str, marked: str, response: str) -> tuple[int, int, int] | None:
+    """Returns where a response begins and ends in a conversation's text, and how many of its first characters the text
+    lacks, as templates may trim what is said. None where the template has changed more.
+
+    text     what the chat template writes of the conversation that ends with the response
+    marked   what it writes with MARK in the response's place
+    """
+    before, _, after = marked.rpartition(MARK)
+    start, stop = len(before), len(text) - len(after)
+    if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
+        return None
+    return start, stop, response.index(text[start:stop])
 
 
 def _up_to_end(turn: Sequence[int], eos: int | None) -> int:

@@ -61,6 +61,7 @@ def collate(
         rollout_logprobs=torch.from_numpy(_concatenate((sample.response_logprobs for sample in members), np.float32)),
         mask=mask,
         candidate_ids=_candidate_ids(members) if truncates else None,
+        labels=_labels(members),
         routes=layout.routes(members) if replays else None,
         **_scalars(samples, row_sample, mask),
     )
@@ -197,6 +198,12 @@ def _ranges(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     """Returns the arrays one after the other, and an empty one where there are none."""
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
+
+
+def _labels(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """Returns `TokenBatch.labels`, which an empty microbatch has, too."""
+    labels = [sample.labels for sample in samples]
+    return None if any(own is None for own in labels) else torch.from_numpy(_concatenate(labels, np.float32))
 
 
 def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.row import Message, MessageRow, PreferenceRow, Row
+from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
 
 MESSAGES_TYPE = "a list of {role, content} messages of text"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
@@ -17,6 +17,9 @@ ALL_COLUMNS = "row"
 """The name that asks for all columns of a row."""
 
 NO_COLUMNS: Mapping[str, str | None] = {}
+
+STEPS_TYPE = "a list of texts, or of token ids, with at least one"
+LABELS_TYPE = "a list with a number from 0 to 1, true, false or null for each step, and not null alone"
 
 ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
 
@@ -86,6 +89,22 @@ def preference_rows(
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
     for number, values in _values(path, columns):
         yield PreferenceRow(number, *map(_plain, values))
+
+
+def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
+    """Yields the labelled steps of a file, read and checked as in `file_rows`."""
+    columns = (
+        _text("prompt", prompt_column),
+        Column("data.steps_column", steps_column, STEPS_TYPE, _is_steps),
+        Column("data.labels_column", labels_column, LABELS_TYPE, _is_labels),
+    )
+    for number, [prompt, steps, labels] in _values(path, columns):
+        if len(steps) != len(labels):
+            raise UserError(
+                f"{path}:{number}: column {steps_column!r} has {len(steps)} steps, and column {labels_column!r} "
+                f"{len(labels)} labels; give each step one, null for one without"
+            )
+        yield LabelRow(number, _plain(prompt), steps, [None if label is None else float(label) for label in labels])
 
 
 def _text(what: str, name: str) -> Column:
@@ -192,6 +211,18 @@ def _is_message(entry: Any) -> bool:
     # Parquet fills the fields that only other rows have with None.
     fields = {name: value for name, value in entry.items() if value is not None}
     return fields.keys() == {"role", "content"} and all(isinstance(value, str) for value in fields.values())
+
+
+def _is_steps(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(step, str) and step for step in value) or all(type(step) is int for step in value)
+
+
+def _is_labels(value: Any) -> bool:
+    if not isinstance(value, list) or all(label is None for label in value):
+        return False
+    return all(label is None or (isinstance(label, int | float) and 0 <= label <= 1) for label in value)
 
 
 def _is_json(value: Any) -> bool:

@@ -45,3 +45,18 @@ class PreferenceRow:
     chosen: str | list[Message]
     rejected: str | list[Message]
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRow:
+    """A prompt, and a response in steps that have labels.
+
+    steps    the text of each, or the token ids of the response, each of which then is a step
+    labels   of each step, from 0 to 1; None for one without
+    """
+
+    number: int
+    prompt: str | list[Message]
+    steps: list[str] | list[int]
+    labels: list[float | None]
+    source: str = ""

@@ -193,6 +193,23 @@ def reward_model_loss(objective: Objective, batch: TokenBatch, scored: torch.Ten
     return _pair_loss(objective, batch, samples, samples.of_each(scored[:, 0]), "reward_model")
 
 
+def label_loss(objective: Objective, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Returns a reward model's loss and metrics on labelled tokens, which are those that are trained on. scored:
+    [N, 1]."""
+    assert batch.labels is not None, "the batch has no labels"
+    [score] = _of_trained(batch, scored).unbind(-1)
+    label = batch.labels.where(batch.mask, 0.0)
+    losses = objective.spec.loss(score, label, **objective.options(objective.spec.arguments))
+    loss = (batch.weight * losses).sum()
+    return loss, {
+        "reward_model/loss": total(loss),
+        "label/loss": mean(losses, batch.mask),
+        "label/accuracy": mean((score > 0) == (label > 0.5), batch.mask),
+        "label/mean": mean(label, batch.mask),
+        "label/predicted_mean": mean(score.sigmoid(), batch.mask),
+    }
+
+
 def preference_loss(
     objective: Objective,
     tolerance: Tolerance | None,

@@ -91,6 +91,13 @@ CHARTS = (
         (("preference/accuracy", "accuracy"),),
         share=True,
     ),
+    Chart("Loss of the labels", "Mean over the labelled tokens of a step.", (("label/loss", "mean"),)),
+    Chart(
+        "Labels",
+        "Share of the labelled tokens whose score is on the right side of 0.",
+        (("label/accuracy", "accuracy"),),
+        share=True,
+    ),
     Chart(
         "Response length",
         "Tokens a response: mean, and the range from shortest to longest.",

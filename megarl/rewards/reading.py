@@ -13,12 +13,10 @@ import numpy as np
 from megarl.config.classifier import Kind
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.data.chat import MARK, response_span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MARK = "\ue000"
-"""A response of Unicode's private use, which no template looks into: it shows what a template writes around one."""
 
 CONTEXT = 5
 """The number of the prompt's tokens that a response is decoded with."""
@@ -131,11 +129,10 @@ class Reader:
         lacks."""
         if self._settings.reads == "text":
             return len(text) - len(sample.text), len(text), 0
-        before, _, after = self._rendered(sample, MARK).rpartition(MARK)
-        start, stop = len(before), len(text) - len(after)
-        if not (text.startswith(before) and text.endswith(after) and text[start:stop] in sample.text):
+        found = response_span(text, self._rendered(sample, MARK), sample.text)
+        if found is None:
             raise Unreadable("has a chat template that rewrites the response, so that its tokens cannot be told")
-        return start, stop, sample.text.index(text[start:stop])
+        return found
 
 
 def _reading(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:

@@ -48,7 +48,7 @@ COLUMNS = (  # title, least width, what is shown
 OFFLINE_COLUMNS = (
     ("ETA", 6, "{eta}"),
     ("loss", 8, "{loss:.4f}"),
-    ("accuracy", 8, "{preference/accuracy:.0%}"),
+    ("accuracy", 8, "{accuracy:.0%}"),
     ("margin", 8, "{preference/margin:.3f}"),
     ("entropy", 7, "{policy/entropy:.3f}"),
     ("|grad|", 7, "{grad_norm:.3g}"),
@@ -60,7 +60,8 @@ OFFLINE_COLUMNS = (
 """The columns of runs on offline data, whose tokens are those that are trained on."""
 
 ALTERNATIVES = {
-    "loss": ("policy/nll", "preference/loss"),
+    "loss": ("policy/nll", "preference/loss", "label/loss"),
+    "accuracy": ("preference/accuracy", "label/accuracy"),
     "grad_norm": ("policy/grad_norm", "reward_model/grad_norm"),
     "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # the second counts shared pages once
 }

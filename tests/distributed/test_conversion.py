@@ -243,6 +243,10 @@ def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_p
 PAIRS = ["data={source: pairs.jsonl, rows: preferences}", "rollout.temperature=1", "actor.tokens_per_microbatch=128"]
 RUNS: dict[str, tuple[Role, list[str]]] = {
     "a reward model": ("actor", ["algorithm.objective={name: reward_model}", *PAIRS]),
+    "a process reward model": (
+        "actor",
+        ["algorithm.objective={name: process_reward_model}", *PAIRS, "data.rows=labels"],
+    ),
     "DPO": ("actor", ["algorithm.objective={name: dpo}", *PAIRS]),
     "a reference that follows": ("actor", ["algorithm.kl={coefficient: 0.1, renew_steps: 1, renew_share: 0.5}"]),
     "an actor with values": ("actor", ["algorithm.advantage.estimator=gae", "critic.trunk=actor"]),
@@ -273,7 +277,8 @@ def test_checkpoints_of_all_kinds_of_runs_export_and_take_another_layout(tmp_pat
     checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
 
     hf_config = read_config(folder)
-    exported_config = as_classifier(hf_config) if run == "a reward model" else hf_config
+    kind = config.algorithm.objective.spec.classifier
+    exported_config = hf_config if kind is None else as_classifier(hf_config, kind)
     with_heads = with_value_head(exported_config) if run == "an actor with values" else exported_config
     weights = whole_tensors(with_heads, [result], "weights")
     megatron_to_huggingface(checkpoint / role, tmp_path / "export")
@@ -284,7 +289,8 @@ def test_checkpoints_of_all_kinds_of_runs_export_and_take_another_layout(tmp_pat
         assert exported.keys() == {name for name in weights if not name.startswith("value_head.")}
         assert all(torch.equal(exported[name], weights[name]) for name in exported)
         assert read_config(tmp_path / name)["architectures"] == exported_config["architectures"]
-    assert ("score.weight" in exported) == (run == "a reward model")
+    assert ("score.weight" in exported) == (kind is not None)
+    assert ("score.bias" in exported) == (kind == "token")
 
 
 def read_whole(checkpoint: Path) -> dict[str, torch.Tensor]:

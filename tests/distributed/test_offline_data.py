@@ -1,18 +1,22 @@
-"""Supervised fine-tuning, reward models and DPO, from files to updated weights, against plain transformers and torch,
-one sample at a time and from the text of the chat template."""
+"""Supervised fine-tuning, reward models of three kinds and DPO, from files to updated weights, against plain
+transformers and torch, one sample at a time and from the text of the chat template."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from megarl.algorithms.registry import OBJECTIVES
+from megarl.algorithms.specs import ObjectiveSpec
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
@@ -36,24 +40,39 @@ LAYOUTS = {
 ROWS = 6
 """The number of rows in a data file, half of them in each of two updates."""
 
-Text = Sequence[tuple[str, bool]]
-"""The text of a sample, part by part, and whether each part is trained on."""
+Text = Sequence[tuple[str, bool]] | Sequence[tuple[str, float]]
+"""The text of a sample, part by part, and whether each part is trained on; or the label of each part, NaN for one
+without."""
+
+NONE = float("nan")
+
+CLASSES = {
+    None: AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
+"""What transformers calls a language model, and a classifier of each kind."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """loss: of what the model gives for the samples of an update, or for its pairs."""
+    """loss: of what the model gives for the samples of an update, or for its pairs. texts: the samples of a row."""
 
     objective: str
     loss: Callable[[torch.nn.Module, torch.nn.Module, list[Text]], torch.Tensor]
     name: str = "policy"
+    texts: Callable[[dict], list[Text]] = lambda row: answers(row)
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        return OBJECTIVES[re.match(r"name: (\w+)", self.objective).group(1)]
 
 
 def sentence(source: random.Random, longest: int) -> str:
     return "".join(source.choice("abcdefgh 0123") for _ in range(source.randrange(1, longest)))
 
 
-def conversations(seed: int) -> list[list[dict]]:
+def conversations(seed: int) -> list[dict]:
     """Returns conversations of one to three turns of the assistant, some with a system prompt, some ending with the
     user."""
     source = random.Random(seed)
@@ -62,13 +81,24 @@ def conversations(seed: int) -> list[list[dict]]:
         messages = [{"role": "system", "content": sentence(source, 6)}] if number % 2 else []
         for _ in range(1 + number % 3):
             messages += [{"role": role, "content": sentence(source, 8)} for role in ("user", "assistant")]
-        rows.append([*messages, {"role": "user", "content": "ok"}] if number == 4 else messages)
+        rows.append({"messages": [*messages, *([{"role": "user", "content": "ok"}] if number == 4 else [])]})
     return rows
 
 
 def preferences(seed: int) -> list[dict]:
     source = random.Random(seed)
     return [{name: sentence(source, 12) for name in ("prompt", "chosen", "rejected")} for _ in range(ROWS)]
+
+
+def labelled(seed: int) -> list[dict]:
+    """Returns responses of one to three steps with soft and hard labels, some of them without."""
+    source, rows = random.Random(seed), []
+    for number in range(ROWS):
+        steps = [sentence(source, 8) for _ in range(1 + number % 3)]
+        labels = [(0.25, True, False, 1)[(number + i) % 4] for i in range(len(steps))]
+        rows.append({"prompt": sentence(source, 12), "steps": steps, "labels": labels})
+    rows[2]["labels"][1] = None
+    return rows
 
 
 def turns(messages: list[dict]) -> Text:
@@ -85,8 +115,19 @@ def answers(row: dict) -> list[Text]:
     return [[prompt, (f"{row[name]}<eos>", True)] for name in ("chosen", "rejected")]
 
 
+def steps(row: dict, everywhere: bool) -> list[Text]:
+    """Returns the response with the label of each step where it ends, a line break or the end of the sequence, or on
+    all of its text."""
+    parts = [(f"<|user|>{row['prompt']}<eos><|assistant|>", NONE)]
+    for number, (step, label) in enumerate(zip(row["steps"], row["labels"], strict=True), start=1):
+        value = NONE if label is None else float(label)
+        end = "<eos>" if number == len(row["steps"]) else "\n"
+        parts += [(step, value if everywhere else NONE), (end, value)]
+    return [parts]
+
+
 def token_ids(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [1, T], bool [T]."""
+    """int64 [1, T], and bool or float [T]."""
     parts = [(tiny_tokenizer().encode(part), said) for part, said in text]
     ids = [token for part, _ in parts for token in part]
     return torch.tensor([ids]), torch.tensor([said for part, said in parts for _ in part])
@@ -134,6 +175,16 @@ def ipo(beta: float, normalised: bool = False):
     return loss
 
 
+def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
+    """The mean over all tokens that have a label."""
+    scores, known = [], []
+    for text in samples:
+        ids, labels = token_ids(text)
+        scores.append(model(ids).logits[0, ~labels.isnan(), 0])
+        known.append(labels[~labels.isnan()])
+    return binary_cross_entropy_with_logits(torch.cat(scores), torch.cat(known))
+
+
 def slic(delta: float, coefficient: float, normalised: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
         said = [log_probs(model, text) for text in samples]
@@ -146,9 +197,21 @@ def slic(delta: float, coefficient: float, normalised: bool = False):
 
 
 CASES = {
-    "SFT": Case("name: sft, aggregation: token_mean", sft),
+    "SFT": Case("name: sft, aggregation: token_mean", sft, texts=lambda row: [turns(row["messages"])]),
     "reward model": Case("name: reward_model", bradley_terry(), "reward_model"),
     "reward model, smoothed": Case("name: reward_model, label_smoothing: 0.2", bradley_terry(0.2), "reward_model"),
+    "process reward model": Case(
+        "name: process_reward_model, aggregation: token_mean",
+        label_loss,
+        "reward_model",
+        lambda row: steps(row, everywhere=False),
+    ),
+    "token reward model": Case(
+        "name: token_reward_model, aggregation: token_mean",
+        label_loss,
+        "reward_model",
+        lambda row: steps(row, everywhere=True),
+    ),
     "DPO": Case("name: dpo, beta: 0.5", dpo(0.5)),
     "DPO, smoothed and by length": Case(
         "name: dpo, beta: 2.0, label_smoothing: 0.1, length_normalised: true", dpo(2.0, 0.1, True)
@@ -160,7 +223,7 @@ CASES = {
         "name: slic, hinge_margin: 0.05, regularisation: 0.0, length_normalised: true", slic(0.05, 0.0, True)
     ),
 }
-EVERYWHERE = ("SFT", "reward model", "DPO, smoothed and by length")
+EVERYWHERE = ("SFT", "reward model", "process reward model", "DPO, smoothed and by length")
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +232,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def classifier(folder, tmp_path_factory) -> Path:
-    """A classifier whose head is not zero, so that the first update reaches the trunk."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(5))
-    path = tmp_path_factory.mktemp("classifier")
-    model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
+def models(folder, tmp_path_factory) -> dict[str | None, Path]:
+    """The language model, and classifiers whose head is not zero, so that the first update reaches the trunk."""
+    paths = {None: folder}
+    for kind in ("sequence", "token"):
+        model = CLASSES[kind].from_pretrained(folder, num_labels=1)
+        torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(5))
+        paths[kind] = tmp_path_factory.mktemp("classifier")
+        model.save_pretrained(paths[kind])
+        tiny_tokenizer().save_pretrained(paths[kind])
+    return paths
 
 
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
@@ -198,11 +263,12 @@ def handed(sample: Sample) -> ScoredSample:
     return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), outcome=0.0)
 
 
-def plain(case: Case, folder: Path, kind: type, rows: list) -> tuple[torch.nn.Module, float]:
+def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[torch.nn.Module, float]:
     """The same in transformers. Returns the model and the last loss."""
+    kind = CLASSES[case.spec.classifier]
     model, start = (kind.from_pretrained(folder, attn_implementation="eager") for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
-    texts = [answers(row) if isinstance(row, dict) else [turns(row)] for row in rows]
+    texts = [case.texts(row) for row in rows]
     for number in (0, 1):
         samples = [text for row in texts[number * ROWS // 2 :][: ROWS // 2] for text in row]
         loss = case.loss(model, start, samples)
@@ -217,13 +283,12 @@ def plain(case: Case, folder: Path, kind: type, rows: list) -> tuple[torch.nn.Mo
     ("name", "layout"),
     [(name, layout) for name in CASES for layout in LAYOUTS if name in EVERYWHERE or layout in ("1 process", "CP2")],
 )
-def test_two_updates_equal_plain_torch(folder, classifier, tmp_path, name, layout):
+def test_two_updates_equal_plain_torch(models, tmp_path, name, layout):
     case, source = CASES[name], tmp_path / "rows.jsonl"
-    kind = "messages" if name == "SFT" else "preferences"
-    rows = conversations(1) if kind == "messages" else preferences(1)
-    records = [{"messages": row} if kind == "messages" else row for row in rows]
-    source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = classifier if case.name == "reward_model" else folder
+    kind = case.spec.rows[0]
+    rows = {"messages": conversations, "preferences": preferences, "labels": labelled}[kind](1)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = models[case.spec.classifier]
     config = config_of(
         model,
         "rollout.temperature=1.0",
@@ -233,11 +298,10 @@ def test_two_updates_equal_plain_torch(folder, classifier, tmp_path, name, layou
         "actor.tokens_per_microbatch=128",
     )
     ranks = run_ranks(config.actor.layout.world_size, train, config, model)
-    of_kind = AutoModelForSequenceClassification if case.name == "reward_model" else AutoModelForCausalLM
-    expected, loss = plain(case, model, of_kind, rows)
+    expected, loss = plain(case, model, rows)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(metrics[f"{case.name}/loss"].value for metrics in reported) == pytest.approx(loss, rel=TOLERANCE)
-    per_unit = "policy/nll" if name == "SFT" else "preference/loss"
+    per_unit = {"messages": "policy/nll", "preferences": "preference/loss", "labels": "label/loss"}[kind]
     assert merge(reported)[per_unit].value == pytest.approx(loss, rel=TOLERANCE)
     hf_config = json.loads((model / "config.json").read_text())
     assert_equal(whole_tensors(hf_config, ranks, "weights"), dict(expected.named_parameters()), "weight")

@@ -126,6 +126,11 @@ GIVEN = "data={source: rows.jsonl, rows: preferences}"
 ROLES = {
     "SFT": ("actor", ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"], "policy/nll"),
     "reward model": ("actor", ["algorithm.objective.name=reward_model", GIVEN], "preference/accuracy"),
+    "process reward model": (
+        "actor",
+        ["algorithm.objective.name=process_reward_model", "data={source: rows.jsonl, rows: labels}"],
+        "label/accuracy",
+    ),
     "DPO": ("actor", ["algorithm.objective={name: dpo, length_normalised: true}", GIVEN], "preference/accuracy"),
     "IPO, online": ("actor", ["algorithm.objective.name=ipo"], "mismatch/logprob_abs_max"),
     "SLiC, online": ("actor", ["algorithm.objective.name=slic"], "preference/margin"),

@@ -12,6 +12,7 @@ from tests.e2e.learning_tasks import (
     Answers,
     Bandit,
     EvenDigits,
+    Labels,
     Optimum,
     Preferences,
     ScoredDigits,
@@ -143,10 +144,17 @@ CASES: dict[str, Case] = {
     "KL as a loss, k3": under_kl("placement: loss, estimator: k3", of_forward_kl),
     "SFT": given("name: sft, aggregation: token_mean", Answers(), has_control=True),
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
+    "process reward model": given("name: process_reward_model, aggregation: token_mean", Labels(), has_control=True),
+    "token reward model": given("name: token_reward_model, aggregation: token_mean", Labels(everywhere=True)),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
     # Within its margin the hinge has the slope 1 − 2·p, beyond it 1 − p, which outweighs the other term's.
-    "SLiC": given("name: slic", Preferences(lambda share: math.copysign(1.0, share - 0.5), is_relative=False)),
+    # Adam overshoots, and comes back slowly.
+    "SLiC": given(
+        "name: slic, hinge_margin: 3.0, regularisation: 0.1",
+        Preferences(lambda share: math.copysign(3.0, share - 0.5), is_relative=False),
+        "actor.optimizer.lr=0.005",
+    ),
     # At 10 × the learning rate of the cases in which the whole model is trained. The head is frozen, whose logits bound
     # the share at temperature 1.
     "GRPO, LoRA": estimator(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.distributed.test_offline_data import answers, log_probs, token_ids, turns
+from tests.distributed.test_offline_data import answers, log_probs, steps, token_ids, turns
 from tests.e2e.digits import even_share
 from tests.e2e.test_train import REWARD
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
@@ -225,6 +225,42 @@ class Preferences(Task):
 
     def value(self, model: torch.nn.Module, text: Sequence[tuple[str, bool]]) -> float:
         return (model(token_ids(text)[0]).logits[0, 0] if self.classifies else log_probs(model, text).sum()).item()
+
+
+@dataclass(frozen=True)
+class Labels(Task):
+    """A task of labelled steps: of two steps that follow each of four prompts, the first is right in a known share p of
+    the rows, and the second in the others. The best score is log(p / (1 − p)) at the first step, and its negative at
+    the second. The share is 1 − distance to the optimum / the optimum's own length, over all labelled tokens. For the
+    control, labels belong to other rows.
+
+    everywhere: whether every token of a step has its label, and not only the one that ends it."""
+
+    everywhere: bool = False
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        asked = [(prompt, i < round(10 * share)) for prompt, share in PREFERRED.items() for i in range(10)]
+        right = [is_right for _, is_right in asked]
+        if shuffled:
+            random.Random(0).shuffle(right)
+        rows = [
+            {"prompt": prompt, "steps": RESPONSES, "labels": [first, not first]}
+            for (prompt, _), first in zip(asked, right, strict=True)
+        ]
+        return [f"data={{rows: labels, source: {write_rows(folder / 'labels.jsonl', rows)}}}"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        model = AutoModelForTokenClassification.from_pretrained(run / "model")
+        found, best = [], []
+        for prompt, share in PREFERRED.items():
+            row = {"prompt": prompt, "steps": RESPONSES, "labels": [share, 1 - share]}
+            [text] = steps(row, self.everywhere)
+            ids, labels = token_ids(text)
+            with torch.no_grad():
+                found.append(model(ids).logits[0, ~labels.isnan(), 0])
+            best.append(labels[~labels.isnan()].logit())
+        difference, optimum = torch.cat(found) - torch.cat(best), torch.cat(best)
+        return [0.0, 1 - (difference.norm() / optimum.norm()).item()]
 
 
 def logit(share: float) -> float:

@@ -88,13 +88,13 @@ class RankActor(ProcessActor):
 
 def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
     from megarl.megatron.workers.actor import ActorWorker
+    from megarl.megatron.workers.classifier import ClassifierWorker
     from megarl.megatron.workers.critic import CriticWorker
     from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
-    from megarl.megatron.workers.preference import PreferenceWorker
     from megarl.megatron.workers.reward_model import RewardModelWorker
 
     if role == "actor" and config.trains_reward_model:
-        return PreferenceWorker
+        return ClassifierWorker
     workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)
     return next(worker for worker in workers if worker.role == role)
 

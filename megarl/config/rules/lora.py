@@ -33,8 +33,8 @@ def heads_are_trained_with_the_model(config: Config) -> str | None:
     rank = config.actor.lora.rank
     if config.trains_reward_model:
         return (
-            f"actor.lora.rank={rank}: with algorithm.objective.name=reward_model the actor has a new score head, which "
-            "would not be trained; set actor.lora.rank=null"
+            f"actor.lora.rank={rank}: with algorithm.objective.name={config.algorithm.objective.name} the actor has a "
+            "new score head, which would not be trained; set actor.lora.rank=null"
         )
     if config.actor_has_values:
         return (

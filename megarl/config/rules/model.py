@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
-from megarl.config.classifier import score_head_of
+from megarl.config.classifier import Kind, score_head_of
 from megarl.config.divisors import divisors, does_not_divide, listed, quotient
 from megarl.config.huggingface import (
     FP8_BLOCK,
@@ -33,7 +33,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     head = score_head_of(model)
     if config.is_offline:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
-        raise_all([*actor_violations, labels])
+        kind = trained_classifier_scores_what_is_labelled(config, head.kind) if head else None
+        raise_all([*actor_violations, labels, kind])
         return
     engine_violations = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
     sampling_violations = kept_tokens_are_in_the_vocabulary(config, model), engine_cuts_keep_blocks_whole(config, model)
@@ -335,6 +336,18 @@ def knows_every_token(config: Config, placed: Placed, actor: Mapping[str, Any], 
     return (
         f"{_model(config, placed)}: its vocab_size {model['vocab_size']} is below the actor's {actor['vocab_size']}, "
         "whose token ids it must read; take a model with the actor's tokenizer"
+    )
+
+
+def trained_classifier_scores_what_is_labelled(config: Config, kind: Kind) -> str | None:
+    objective = config.algorithm.objective
+    if objective.spec.classifier in (None, kind):
+        return None
+    names = {"sequence": "...ForSequenceClassification", "token": "...ForTokenClassification"}
+    trained, given = names[objective.spec.classifier], names[kind]
+    return (
+        f"{_model(config, config.actor)}: it is a {given}, and algorithm.objective.name={objective.name} trains a "
+        f"{trained}; take one of those, or a language model, which gets a new head"
     )
 
 

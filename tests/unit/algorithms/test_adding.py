@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.specs import GroupEstimator, PairObjective, PolicyObjective, SampleEstimator, TokenEstimator
+from megarl.algorithms.specs import (
+    GroupEstimator,
+    LabelObjective,
+    PairObjective,
+    PolicyObjective,
+    SampleEstimator,
+    TokenEstimator,
+)
 from tests.paths import ROOT
 from tests.readme import text_of
 from tests.unit.algorithms.test_every_algorithm import ESTIMATOR_PLACES, OBJECTIVE_PLACES
 
-KINDS = (GroupEstimator, SampleEstimator, TokenEstimator, PolicyObjective, PairObjective)
+KINDS = (GroupEstimator, SampleEstimator, TokenEstimator, PolicyObjective, PairObjective, LabelObjective)
 
 MEDIAN = '''
 """Rewards against the median of their group."""

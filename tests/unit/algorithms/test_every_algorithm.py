@@ -24,7 +24,20 @@ from tests.paths import BASE, CONFIGS
 from tests.unit.config.test_base_recipe import nodes
 
 SPECS: list[EstimatorSpec | ObjectiveSpec] = [*ESTIMATORS.values(), *OBJECTIVES.values()]
-TENSORS = {"margin", "better", "log_prob", "old", "advantage", "reward", "mask", "row_sample", "covariance", "draw"}
+TENSORS = {
+    "margin",
+    "better",
+    "score",
+    "label",
+    "log_prob",
+    "old",
+    "advantage",
+    "reward",
+    "mask",
+    "row_sample",
+    "covariance",
+    "draw",
+}
 INPUTS = TENSORS | {"samples", "selected", "value", "group"}
 """The inputs that functions take beside their options."""
 

@@ -1,7 +1,7 @@
 import re
 from collections import Counter
 
-from megarl.data.arithmetic import arithmetic_messages, arithmetic_preferences, arithmetic_rows
+from megarl.data.arithmetic import arithmetic_labels, arithmetic_messages, arithmetic_preferences, arithmetic_rows
 
 
 def test_every_answer_is_the_sum_and_every_pair_of_digits_occurs():
@@ -36,3 +36,20 @@ def test_every_other_sum_is_rejected_somewhere():
     rows = list(arithmetic_preferences(seed=0, size=2000))
     assert all(row.rejected != row.chosen for row in rows)
     assert {row.rejected for row in rows} == {str(total) for total in range(19)}
+
+
+def test_steps_are_right_up_to_the_first_that_is_wrong():
+    rows = list(arithmetic_labels(seed=0, size=400))
+    wholly_right = 0
+    for row in rows:
+        addends = [int(digit) for digit in row.prompt.split("?")[0].removeprefix("What is ").split("+")]
+        so_far, right = addends[0], True
+        for step, addend, label in zip(row.steps, addends[1:], row.labels, strict=True):
+            asked, _, said = step.partition("=")
+            assert asked == f"{so_far}+{addend}"
+            right = right and int(said) == so_far + addend
+            assert label == float(right)
+            so_far = int(said)
+        wholly_right += right
+    assert 150 < wholly_right < 250
+    assert {row.labels.index(0.0) for row in rows if 0.0 in row.labels} == {0, 1, 2}

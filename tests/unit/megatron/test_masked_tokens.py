@@ -29,6 +29,7 @@ from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.megatron.losses import (
     imitation_loss,
     implicit_reward_loss,
+    label_loss,
     policy_loss,
     preference_loss,
     reward_model_loss,
@@ -106,7 +107,7 @@ class World:
     def __init__(self, disturbance: str | None):
         self._generator = torch.Generator().manual_seed(5)
         self._disturbance = disturbance
-        names = ("rollout_logprobs", "old", "reference", "values", "implicit_reward")
+        names = ("rollout_logprobs", "old", "reference", "values", "implicit_reward", "labels")
         plain = [[(sample, reward) for sample, reward in group] for group in random_groups(0)]
         samples = [sample for group in plain for sample, _ in group]
         self.masks = {sample.id: torch.tensor(sample.response_mask) for sample in samples}
@@ -193,7 +194,7 @@ def other_outcome(world: World, name: str) -> Outcome:
     """Returns what a loss gives that has no advantages of its own."""
     samples = [(sample, reward) for group in world.groups for sample, reward in group]
     members = [TrainingSample(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
-    batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old")})
+    batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old", "labels")})
     if name == "value":
         algorithm = load(BASE, [*COMMON, "algorithm.advantage.estimator=gae", "algorithm.value.clip=0.2"]).algorithm
         [batch] = with_advantages(algorithm, [batch])
@@ -204,6 +205,8 @@ def other_outcome(world: World, name: str) -> Outcome:
     spec = OBJECTIVES[name]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.rows={spec.rows[0]}", f"algorithm.objective.name={name}"]
     objective = load(BASE, keys).algorithm.objective
+    if spec.learns_labels:
+        return outcome(partial(label_loss, objective), batch, world, members, slice(1))
     if not spec.is_pairwise:
         return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
     if spec.classifier is None:

@@ -14,8 +14,8 @@ from megarl.config.classifier import as_classifier
 from megarl.config.load import load
 from megarl.config.model_schema import Layout
 from megarl.config.trained_model import trained_hf_config
+from megarl.megatron.workers.classifier import ClassifierWorker
 from megarl.megatron.workers.critic import CriticWorker
-from megarl.megatron.workers.preference import PreferenceWorker
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from megarl.planning.parameters import ModelParameters
 from tests.h100_recipes import RECIPES
@@ -28,7 +28,7 @@ CASES |= {recipe: "SmolLM2-135M" for recipe in sorted(CONFIGS.glob("*.yaml")) if
 """Recipe -> the model that its language models and its classifiers have the decoder of."""
 
 
-CLASSIFIERS = (CriticWorker, PreferenceWorker, RewardModelWorker)
+CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
 """The workers whose model has a score head in place of a language head."""
 
 
@@ -39,7 +39,9 @@ def test_ranks_hold_what_the_real_model_holds(recipe: Path) -> None:
     config, published = load(recipe), MODELS[CASES[recipe]]
     for placed in config.all_placed:
         role, layout = placed.section, placed.layout
-        built = as_classifier(published) if issubclass(worker_class(config, role), CLASSIFIERS) else published
+        kind = config.algorithm.objective.spec.classifier if role == "actor" else None
+        is_classifier = issubclass(worker_class(config, role), CLASSIFIERS)
+        built = as_classifier(published, kind or "sequence") if is_classifier else published
         model = ModelParameters(built if role == "reward_model" else trained_hf_config(config, role, published))
         planned = [model.of_stage(layout, stage).count for stage in range(layout.pp)]
         assert planned == real_counts(json.dumps(built), layout.model_dump_json()), role

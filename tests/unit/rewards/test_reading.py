@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config.load import load
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.data.chat import MARK
 from megarl.rewards.classifier import ClassifierReward, ModelReward
-from megarl.rewards.reading import MARK, Reader, Unreadable
+from megarl.rewards.reading import Reader, Unreadable
 from tests.paths import BASE
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 

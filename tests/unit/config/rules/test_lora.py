@@ -20,6 +20,10 @@ LORA = "actor.lora.rank=8"
             "actor.lora.rank=8: with algorithm.objective.name=reward_model the actor has a new score head, which would",
         ),
         (
+            ["algorithm.objective.name=token_reward_model", "data.rows=labels"],
+            "actor.lora.rank=8: with algorithm.objective.name=token_reward_model the actor has a new score head, which",
+        ),
+        (
             ["algorithm.advantage.estimator=gae", "critic.trunk=actor"],
             "actor.lora.rank=8: with critic.trunk=actor the actor has a new value head, which would not be trained",
         ),

@@ -342,6 +342,23 @@ def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list
     assert message in str(error.value)
 
 
+def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
+    whole = ["algorithm.objective.name=reward_model", "data.rows=preferences"]
+    steps = ["algorithm.objective.name=process_reward_model", "data.rows=labels"]
+    check_model(recipe(*whole), CLASSIFIER)
+    check_model(recipe(*steps), TOKEN_CLASSIFIER)
+    for keys in (whole, steps):
+        check_model(recipe(*keys), SMOLLM2)
+    with pytest.raises(
+        ValueError, match=r"it is a \.\.\.ForSequenceClassification, and .*=process_reward_model trains"
+    ):
+        check_model(recipe(*steps), CLASSIFIER)
+    with pytest.raises(
+        ValueError, match=r"it is a \.\.\.ForTokenClassification, and .*=reward_model trains a \.\.\.ForSeq"
+    ):
+        check_model(recipe(*whole), TOKEN_CLASSIFIER)
+
+
 VLLM = "reward_model.engine=vllm"
 
 

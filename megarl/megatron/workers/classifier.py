@@ -1,4 +1,4 @@
-"""One rank of a reward model that is trained on preferences: a classifier of whole samples."""
+"""One rank of a reward model that is trained: on preferences, a classifier of whole samples; on labels, of tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torch.distributed import Store
 from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
-from megarl.megatron.losses import Loss, reward_model_loss
+from megarl.megatron.losses import Loss, label_loss, reward_model_loss
 from megarl.megatron.workers.trainer import TrainerWorker
 
 
-class PreferenceWorker(TrainerWorker):
+class ClassifierWorker(TrainerWorker):
     role = "actor"
     metrics = "reward_model"
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         """model_folder: a classifier with one label, or a language model, whose score head then starts at 0."""
-        super().__init__(config, as_classifier(read_config(model_folder)), model_folder, rank, store, threads)
+        hf_config = as_classifier(read_config(model_folder), config.algorithm.objective.spec.classifier)
+        super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
     def objective(self) -> Loss:
-        return partial(reward_model_loss, self._config.algorithm.objective)
+        objective = self._config.algorithm.objective
+        return partial(reward_model_loss if objective.spec.is_pairwise else label_loss, objective)
