@@ -1,0 +1,58 @@
+"""The canary prompts of a run, and the ways in which an engine may have sampled other than it was asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.load import load
+from megarl.core.types import Prompt
+from megarl.data.prompts import PromptSet
+from megarl.step.canaries import Canaries
+from tests.paths import BASE
+from tests.tiny_model import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def canaries(folder: Path, prompts: list[Prompt], *overrides: str) -> Canaries:
+    keys = [f"model.path={folder}", "data.source=d", "rollout.context_length=20", "rollout.max_new_tokens=12"]
+    config = load(BASE, [*keys, *overrides])
+    return Canaries.of(config, SimpleNamespace(model_folder=folder), PromptSet(tuple(prompts), "hash"))
+
+
+def test_they_are_the_first_rows_of_the_data(folder: Path) -> None:
+    rows = [Prompt(str(i), "", [7, 8 + i]) for i in range(6)]
+    assert canaries(folder, rows).prompts == rows[:4]
+    assert canaries(folder, rows[:2]).prompts == rows[:2]
+
+
+def test_data_without_prompts_have_texts_in_their_place_that_leave_room(folder: Path) -> None:
+    found = canaries(folder, [Prompt("environment:0", "", [])]).prompts
+    assert found and all(1 <= len(prompt.token_ids) <= 20 - 12 for prompt in found)
+
+
+def test_each_prompt_is_answered_twice_and_no_longer_than_the_run_s(folder: Path) -> None:
+    asked = canaries(folder, [Prompt("a", "", [7]), Prompt("b", "", [8])])._requests("engine-0")
+    assert [request.is_greedy for request in asked] == [True, True, False, False]
+    assert {request.max_new_tokens for request in asked} == {12} and {request.purpose for request in asked} == {
+        "canaries"
+    }
+    assert len({request.sample_id for request in asked}) == 4
+
+
+def test_other_ways_of_sampling_are_tried(folder: Path) -> None:
+    rows = [Prompt("a", "", [7])]
+    assert canaries(folder, rows)._other_scorings() == {}
+    found = canaries(folder, rows, "rollout.temperature=0.5", "rollout.top_k=3")._other_scorings()
+    assert {how: (s.temperature, s.truncates) for how, s in found.items()} == {
+        "at temperature 1": (1.0, True),
+        "at temperature 0.25": (0.25, True),
+        "at temperature 2": (2.0, True),
+        "over the whole vocabulary": (0.5, False),
+    }
