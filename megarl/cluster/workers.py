@@ -69,7 +69,9 @@ class Workers:
     def leave_to_engines(self) -> dict[str, Metric]:
         """Leaves the devices to the engines, which wake when they sample, as far as the trained models' keys `offload`
         say. Returns the bytes that are free for them, as metrics."""
-        return self.trained.leave_all().result()
+        offloaded = self.trained.leave_all().result()
+        self.engines.resume().result()
+        return offloaded
 
     def leave_to_rewards(self, is_last: bool) -> None:
         """Makes the engines sleep after a round of sampling if a reward model has devices in common with them.
@@ -77,17 +79,26 @@ class Workers:
         is_last: whether a refit comes before they sample again
         """
         if self.rewards_need_room:
-            self.engines.sleep(keeps_weights=not is_last).result()
+            self._quiet_engines(keeps_weights=not is_last)
+
+    def return_to_engines(self) -> None:
+        """Lets the engines go on before another round of sampling, if a reward model has had their devices."""
+        if self.rewards_need_room:
+            self.engines.resume().result()
 
     def leave_to_trainers(self) -> None:
         """Makes the engines sleep after the last round of a step, if they do not yet. A refit comes before they sample
         again."""
         if not self.rewards_need_room:
-            self.engines.sleep(keeps_weights=False).result()
+            self._quiet_engines(keeps_weights=False)
 
     def leave_until_rollouts(self) -> None:
         """Makes the engines sleep between an evaluation and the next step's rollouts, before which no refit comes."""
-        self.engines.sleep(keeps_weights=True).result()
+        self._quiet_engines(keeps_weights=True)
+
+    def _quiet_engines(self, keeps_weights: bool) -> None:
+        self.engines.pause().result()
+        self.engines.sleep(keeps_weights).result()
 
     def take_idle_shares(self) -> dict[str, Metric]:
         """Returns the share of the time since this was last asked in which engines and ranks had nothing to do."""

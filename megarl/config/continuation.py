@@ -38,6 +38,7 @@ FREE = (
     "rollout.max_staleness",
     "rollout.too_old",
     "batch.oversampling",
+    "rollout.keys_values",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

@@ -47,6 +47,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "batch.epochs_kl_limit": None,
         "rollout.too_old": "wait",
         "batch.oversampling": None,
+        "rollout.keys_values": "keep",
         "algorithm.kl.limit": None,
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,

@@ -43,6 +43,7 @@ class Rollout(Section):
     tp: PositiveInt
     max_staleness: NonNegativeInt
     too_old: Literal["wait", "drop"]
+    keys_values: Literal["keep", "recompute"]
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
@@ -357,6 +358,11 @@ class Config(Section):
     @property
     def is_colocated(self) -> bool:
         return self.cluster.placement == "colocated"
+
+    @property
+    def pauses_rollouts(self) -> bool:
+        """Whether rollouts of later steps stand still while models train, which they share devices with."""
+        return self.is_colocated and self.rollout.max_staleness > 0 and not self.is_offline
 
     @property
     def sends_weights(self) -> bool:

@@ -110,9 +110,10 @@ class Engine(Protocol):
         """Returns samples in the order of the requests, and calls `finished` with those that have come since the
         last call. Raises RuntimeError if version is None.
 
-        Other calls are done while it waits for its samples. After a refit the samples keep the keys and values of the
-        older weights and go on with the new ones; after a failed refit they go on when another has succeeded. Their
-        versions tell which weights made which tokens. Who cancels it ends the work on them.
+        Other calls are done while it waits for its samples. After a refit the samples go on with the new weights, and
+        with the keys and values that rollout.keys_values says: those of the older weights, or others that the new ones
+        compute of the same tokens. After a failed refit they go on when another has succeeded. Their versions tell
+        which weights made which tokens. Who cancels it ends the work on them.
         """
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
@@ -125,9 +126,17 @@ class Engine(Protocol):
     def has_lost_a_rank(self) -> bool:
         """Whether a process of its own has died, after which it can do nothing."""
 
+    def pause(self) -> None:
+        """Ends the steps that it is in, and makes none until `resume`. What is under way stays, and what is begun
+        waits. It may be put to sleep, and takes weights, meanwhile."""
+
+    def resume(self) -> None:
+        """Goes on after a pause, if there is one, with what is under way."""
+
     def sleep(self, keeps_weights: bool) -> None:
         """Gives its device's memory back: that of the weights until the next refit or `generate`, that of the KV cache
-        until the next `generate`. An engine that generates cannot sleep.
+        until the next `generate`. An engine with samples under way has to be paused before: it wakes with `resume`, and
+        computes their keys and values anew.
 
         keeps_weights: whether they move to host memory; else they are lost, and version is None.
         """

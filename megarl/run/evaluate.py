@@ -111,6 +111,7 @@ def with_engines_alone(config: Config) -> Config:
         "sleep": False,
         "max_staleness": 0,
         "too_old": "wait",
+        "keys_values": "keep",
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }

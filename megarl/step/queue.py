@@ -174,6 +174,8 @@ def describe(config: Config) -> list[str]:
             f"rollouts: up to {ahead} prompts are begun ahead of the step that trains on them, with weights up to "
             f"{staleness} versions older (rollout.max_staleness={staleness})"
         )
+    if config.pauses_rollouts:
+        lines.append("rollouts: those under way stand still while models train (cluster.placement=colocated)")
     if config.drops_rollouts:
         lines.append(
             f"rollouts: each step begins {ahead} prompts beside the {config.batch.prompts_per_step} that it takes, "

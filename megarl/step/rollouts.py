@@ -50,9 +50,9 @@ def collect_rollouts(
     outcome, until enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was taken.
 
-    What is begun for later steps goes on while this one trains, and what is too old for them is dropped. Without
-    rollout.max_staleness nothing goes on, and no trained model computes between rounds, so that the devices change
-    hands once for all of them."""
+    What is begun for later steps goes on until the devices change hands, or while this step trains if they do not; what
+    is too old for them is dropped. Without rollout.max_staleness nothing goes on. No trained model computes between
+    rounds, so that the devices change hands once for all of them."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
@@ -63,6 +63,8 @@ def collect_rollouts(
     while num_informative < wanted and rounds < config.batch.sampling_rounds:
         further = further_prompts(wanted - num_informative, num_informative, len(sampled), wanted)
         with watch.phase("rollout"):
+            if rounds:
+                workers.return_to_engines()
             queue.begin(number, further)
             groups = queue.take(number, further, meanwhile)
             if workers.rewards_need_room:  # the engines sleep while rewards are computed

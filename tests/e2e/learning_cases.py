@@ -27,6 +27,8 @@ TWO_UPDATES = ("batch.prompts_per_update=4",)  # only then is an objective's rat
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
 ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # of given data, in each update
 TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise at the end is little
+APART = "cluster.placement=disaggregated"
+FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # so that rollouts are under way when a step has its samples
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
 
@@ -51,9 +53,10 @@ def estimator(name: str, *overrides: str, **of_case) -> Case:
     return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **of_case)
 
 
-def ahead(steps: int) -> tuple[str, ...]:
-    """Rollouts go on while models train: with samples of weights that are up to so many versions old."""
-    return f"rollout.max_staleness={steps}", "cluster.placement=disaggregated"
+def ahead(steps: int, *overrides: str) -> tuple[str, ...]:
+    """Rollouts go on while models train, or colocated in turns with them: with samples of weights that are up to so
+    many versions old."""
+    return f"rollout.max_staleness={steps}", *overrides
 
 
 def objective(name: str, *overrides: str) -> Case:
@@ -81,8 +84,9 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", in_test=True, has_control=True),
-    "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1)),
-    "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4)),
+    "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
+    "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
+    "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.keys_values=recompute", FEW_AT_ONCE)),
     "GRPO, prompts by solve rate": estimator("grpo", "data={solved_weight: 0.05, solved_above: 0.9}"),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"

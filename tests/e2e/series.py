@@ -98,7 +98,10 @@ class Stage:
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
         rollout = config.rollout.model_dump_json(exclude=OF_THE_DRIVER)
-        asked = f"{models.actor} {config.model.dtype} {config.model.head_dtype} {config.run.seed} {rollout}"
+        asked = (
+            f"{models.actor} {config.model.dtype} {config.model.head_dtype} {config.run.seed} {config.pauses_rollouts} "
+            f"{rollout}"
+        )
         engines = self._engines if asked == self._asked else None
         checkpoint = loop.resume_point.checkpoint
         workers = launch_workers(self._session, config, models, loop.placement, checkpoint, engines)

@@ -60,6 +60,8 @@ STACKS, STACKS_S = "stacks.txt", 2
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
 STEPS_BEFORE_REFIT = 5
+PAUSE_S = 0.5
+"""A time in which an engine makes many steps, if it makes some."""
 FORK = multiprocessing.get_context("fork")
 
 
@@ -164,28 +166,48 @@ class EngineSide:
         return asyncio.run(self.engine.generate(requests(prompts)))
 
     def greedy(self, prompts):
-        asked = [SamplingRequest(f"{i}", prompt, seed=0, greedy=True) for i, prompt in enumerate(prompts)]
-        samples = asyncio.run(self.engine.generate(asked))
+        samples = asyncio.run(self.engine.generate(requests(prompts, greedy=True)))
         return [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in samples]
 
-    def sample_through_a_refit(self, prompts, version):
+    def sample_through_a_refit(self, prompts, version, keys_values="keep", pauses=False, greedy=False):
         """Samples of which some have been begun before the refit, and samples that are asked for after it while those
-        are still under way."""
+        are still under way. pauses: the trainer has the devices from before the others are asked for until after the
+        refit; an engine that recomputes keys and values gives their memory back."""
+        engine = self.engine
+        engine._config = engine._config.model_copy(update={"keys_values": keys_values})
 
         async def sample():
-            steps, step = [], self.engine._step
-            self.engine._step = lambda: steps.append(step())
-            begun = asyncio.create_task(self.engine.generate(requests(prompts)))
+            steps, step = [], engine._step
+            engine._step = lambda: steps.append(step())
+            begun = asyncio.create_task(engine.generate(requests(prompts, greedy)))
             while len(steps) < STEPS_BEFORE_REFIT:
                 await asyncio.sleep(0)
-            self.engine._step = step
-            self.engine.refit(version)
-            asked_later = asyncio.create_task(self.engine.generate(requests(prompts)))
+            engine._step = step
+            tokens = self._tokens_under_way()
+            if pauses:
+                engine.pause()
+                if keys_values == "recompute":
+                    engine.sleep(keeps_weights=False)
+            else:
+                engine.refit(version)
+            asked_later = asyncio.create_task(engine.generate(requests(prompts, greedy)))
+            if pauses:
+                engine.take_seconds()
+                await asyncio.sleep(PAUSE_S)
+                engine.refit(version)
+                await asyncio.sleep(PAUSE_S)
+                assert self._tokens_under_way() == tokens + [0] * len(prompts)
+                assert engine.take_seconds() < PAUSE_S, "a pause is no sampling"
+                engine.resume()
             await asyncio.sleep(0)
             assert not begun.done()
             return await begun, await asked_later
 
         return asyncio.run(sample())
+
+    def _tokens_under_way(self) -> list[int]:
+        states = self.engine._llm.llm_engine.output_processor.request_states
+        return [states[item.vllm_id].detokenizer.num_output_tokens() for item in self.engine._under_way.values()]
 
     def sleep(self, keeps_weights: bool):
         self.engine.sleep(keeps_weights)
@@ -221,8 +243,8 @@ class EngineSide:
         return self.engine.checksums()
 
 
-def requests(prompts: Sequence[Prompt]) -> list[SamplingRequest]:
-    return [SamplingRequest(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)]
+def requests(prompts: Sequence[Prompt], greedy: bool = False) -> list[SamplingRequest]:
+    return [SamplingRequest(f"{i}", prompt, seed=i, greedy=greedy) for i, prompt in enumerate(prompts)]
 
 
 def wipe(worker) -> None:
@@ -531,6 +553,15 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     check_refits_by_p2p(trainers, engines, plan, right, bytes_of_model, expected)
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
     check_refit_after_sleep(trainers, engines, after)
+    if (name, tp) in IN_FLIGHT:
+        for remote in engines:
+            remote.call("connect", ordered(make_plan(trainers.holders, targets)), shared_memory, targets)
+        for version, keys_values, pauses in ((7, "recompute", False), (8, "recompute", True), (9, "keep", True)):
+            trainers.call("update", engine.call("sample", prompts()))
+            sampled = engine.call("sample_through_a_refit", prompts(), version, keys_values, pauses, True)
+            fresh.call("refit", version)
+            old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / f"{version}")
+            check_greedy_samples(*sampled, keys_values, fresh, remotes(FORK, TwoModels, old, exported))
     check_a_lost_worker_is_noticed(engine, tp)
 
 
@@ -560,6 +591,28 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
         assert difference(sample.response_logprobs, reference.call("log_probs", sample)) <= 1e-4
         recomputed = reference.call("log_probs", sample, False)
         assert difference(sample.response_logprobs, recomputed) > 1e-3, "of old and new keys and values alike"
+
+
+def check_greedy_samples(
+    samples: list[Sample], asked_later: list[Sample], keys_values: str, fresh: Remote, reference: Remote
+) -> None:
+    """fresh: an engine of the new weights, which has been asked for nothing since it has them."""
+    answers = [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in asked_later]
+    for (ids, log_probs), (fresh_ids, fresh_log_probs) in zip(answers, fresh.call("greedy", prompts()), strict=True):
+        assert ids == fresh_ids and difference(log_probs, fresh_log_probs) <= 1e-5
+    through, keeps = [sample for sample in samples[:4] if len(sample.versions) > 1], keys_values == "keep"
+    assert len(through) >= 3
+    whole = [sample.prompt.token_ids.tolist() + sample.response_ids.tolist() for sample in through]
+    begun = [len(sample.prompt.token_ids) + STEPS_BEFORE_REFIT for sample in through]
+    goes_on = fresh.call("greedy", [Prompt("", "", ids[:count]) for ids, count in zip(whole, begun, strict=True)])
+    for sample, (ids, log_probs) in zip(through, goes_on, strict=True):
+        old, new = sample.versions
+        assert (old.count, new.version) == (STEPS_BEFORE_REFIT, old.version + 1)
+        assert difference(sample.response_logprobs, reference.call("log_probs", sample, keeps)) <= 1e-4
+        assert difference(sample.response_logprobs, reference.call("log_probs", sample, not keeps)) > 1e-3
+        if not keeps:
+            assert sample.response_ids[old.count :].tolist() == ids[: new.count]
+            assert difference(sample.response_logprobs[old.count :], log_probs[: new.count]) <= 1e-4
 
 
 def connect_by_p2p(

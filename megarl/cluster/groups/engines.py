@@ -196,6 +196,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         tp = config.rollout.tp
         super().__init__(session, config, model_folder, processes)
         self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
+        self._pauses = config.pauses_rollouts
         self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self.losses: Counter[str] = Counter()
@@ -260,14 +261,29 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         elif repacking:
             self._take_whole_tensors("kernels pack weights for themselves", repacking)
 
+    def pause(self) -> Pending[None]:
+        """Has the engines make no step from then on, if others compute on their devices before the samples under way
+        have ended: see Engine.pause."""
+        return self._take_turns("pausing", "pause", lambda engine: engine.pause(), self._pauses)
+
+    def resume(self) -> Pending[None]:
+        """Has them go on after a pause."""
+        return self._take_turns("going on", "resume", lambda engine: engine.resume(), self._pauses)
+
     def sleep(self, keeps_weights: bool) -> Pending[None]:
         """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
         that a refit replaces as a whole need not be kept; one that sends changes, or goes by vLLM's own loader, which
         may leave some of its own as they are, needs them."""
         keeps = keeps_weights or self._takes_deltas or self.by_loader
-        calls = self._calls("sleep", lambda engine: engine.sleep(keeps)) if self._sleeps else {}
-        asleep = self._submit_expendable("engines: giving memory back", "refit", "sleep", calls)
-        return asleep.then(lambda answers: self.drop(answers.lost, "rollout"))
+        return self._take_turns("giving memory back", "sleep", lambda engine: engine.sleep(keeps), self._sleeps)
+
+    def _take_turns(
+        self, phase: str, task: str, function: Callable[[VllmEngine], None], are_asked: bool
+    ) -> Pending[None]:
+        """Has the engines, if the recipe asks it of them, do what leaves their devices to others or takes them back."""
+        calls = self._calls(task, function) if are_asked else {}
+        done = self._submit_expendable(f"engines: {phase}", "refit", task, calls)
+        return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _submit_expendable(
         self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]

@@ -78,19 +78,24 @@ def deltas_are_of_whole_precision(config: Config) -> str | None:
     )
 
 
-def rollouts_ahead_have_devices_of_their_own(config: Config) -> str | None:
-    if not _begins_ahead(config) or not config.is_colocated:
+def engines_stay_awake_for_rollouts_ahead(config: Config) -> str | None:
+    if not _begins_ahead(config) or not config.rollout.sleep or config.pauses_rollouts:
         return None
     return (
-        f"{_staleness(config)}: engines go on while models train, and with cluster.placement=colocated they have the "
-        "same devices; set cluster.placement=disaggregated, or rollout.max_staleness=0"
+        f"rollout.sleep=true: with {_staleness(config)} and cluster.placement={config.cluster.placement} engines "
+        "always have something to do; set rollout.sleep=false"
     )
 
 
-def engines_stay_awake_for_rollouts_ahead(config: Config) -> str | None:
-    if not _begins_ahead(config) or not config.rollout.sleep:
+def keys_and_values_outlive_a_pause(config: Config) -> str | None:
+    rollout = config.rollout
+    if not config.pauses_rollouts or not rollout.sleep or rollout.keys_values == "recompute":
         return None
-    return f"rollout.sleep=true: with {_staleness(config)} engines always have something to do; set rollout.sleep=false"
+    return (
+        f"rollout.keys_values={rollout.keys_values}: with rollout.sleep=true and {_staleness(config)} engines that "
+        "share devices give the memory of keys and values back while models train, and what is under way loses them; "
+        "set rollout.keys_values=recompute"
+    )
 
 
 def rollouts_ahead_are_compared_with_their_like(config: Config) -> str | None:
@@ -145,8 +150,8 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     quantised_weights_are_bfloat16,
     weights_are_quantised_once,
     deltas_are_of_whole_precision,
-    rollouts_ahead_have_devices_of_their_own,
     engines_stay_awake_for_rollouts_ahead,
+    keys_and_values_outlive_a_pause,
     rollouts_ahead_are_compared_with_their_like,
     rollouts_ahead_are_sampled,
     something_can_be_too_old,

@@ -42,7 +42,7 @@ HANDOVERS = 2
 """The rounds of the event loop between two steps: in the first a completion is noted, in the second it is sent."""
 
 PAUSE_S = 0.05
-"""The interval at which samples under way look whether a failed refit has been made good."""
+"""The interval at which samples under way look whether a pause is over, or a failed refit has been made good."""
 
 
 def rollout_arguments(
@@ -122,6 +122,7 @@ class VllmEngine:
         self._config = config
         self._under_way: dict[str, _UnderWay] = {}
         self._stepping: asyncio.Task[None] | None = None
+        self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
         """The time of sampling since it was last asked for, and the moment up to which it is counted."""
         self._numbers = count()
@@ -171,12 +172,13 @@ class VllmEngine:
         return self._begin(request.token_ids.tolist(), request)
 
     def _require_weights(self) -> None:
-        if self.version is None:
+        if self.version is None and not self._is_paused:
             raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
 
     def _begin(self, token_ids: list[int], request: Sampling) -> asyncio.Future[Completion]:
         """Gives vLLM a request. Returns what will be sampled after these tokens."""
-        self._wake("weights", "kv_cache")
+        if not self._is_paused:
+            self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
         self._under_way[name] = _UnderWay(token_ids, request, self._submit(name, token_ids, request), completion)
         completion.add_done_callback(lambda _: self._forget(name))
@@ -195,25 +197,27 @@ class VllmEngine:
         self._seconds_until = time.monotonic()
         try:
             while any(not item.completion.done() for item in self._under_way.values()):
-                if self.version is not None:
+                if self._may_step:
                     self._step()
+                    self._count_seconds()
                 await self._let_others_run()
         except Exception as error:  # of vLLM, for those who wait
             for item in self._under_way.values():
                 if not item.completion.done():
                     item.completion.set_exception(error)
         finally:
-            self._count_seconds()
             self._stepping = None
+
+    @property
+    def _may_step(self) -> bool:
+        return self.version is not None and not self._is_paused
 
     def _count_seconds(self) -> None:
         now = time.monotonic()
         self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
 
     def take_seconds(self) -> float:
-        """Returns the seconds since this was last asked in which samples were under way."""
-        if self._stepping is not None:
-            self._count_seconds()
+        """Returns the seconds since this was last asked in which samples were under way, without pauses."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -221,14 +225,24 @@ class VllmEngine:
         """Lets what a step has completed reach those who wait for it, and lets them go on, before the next step."""
         for _ in range(HANDOVERS):
             await asyncio.sleep(0)
-        if self.version is None:
+        if not self._may_step:
             await asyncio.sleep(PAUSE_S)
+            self._seconds_until = time.monotonic()
+
+    def pause(self) -> None:
+        self._is_paused = True
+        self._end_steps()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self._under_way:
+            self._wake("weights", "kv_cache")
 
     def sleep(self, keeps_weights: bool) -> None:
-        assert not self._under_way, "asleep, it would lose the samples under way"
+        assert self._is_paused or not self._under_way, "it would go on sampling"
         if not keeps_weights:
             self.version = None
-        self._llm.sleep(level=1 if keeps_weights else 2)
+        self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")
 
     def _wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
         for tag in tags:
@@ -248,10 +262,13 @@ class VllmEngine:
         self.version = None
         # The KV cache sleeps on: the trainer may not have made room for it yet.
         self._wake("weights")
-        self._pause()
+        self._end_steps()
         refitted = self._ask_workers(RefitExtension.refit, expected)
         self._num_refits += 1
-        self._begin_again()
+        if self._config.keys_values == "recompute":
+            self._forget_keys_and_values()
+        else:
+            self._begin_again()
         self.hold(version)
         return refitted
 
@@ -341,12 +358,17 @@ class VllmEngine:
             routes=completion.routes,
         )
 
-    def _pause(self) -> None:
+    def _end_steps(self) -> None:
         """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""
         self._llm.sleep(level=0, mode="keep")
         for _ in range(self._llm.llm_engine.vllm_config.max_concurrent_batches):
             self._step()
         self._llm.wake_up(tags=["scheduling"])
+
+    def _forget_keys_and_values(self) -> None:
+        """Has vLLM compute all tokens under way anew, prompts and what has been sampled of the responses, before it
+        samples their next ones."""
+        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def _begin_again(self) -> None:
         """Submits anew the requests that have no token yet: samples that are of the new weights alone then have no keys

@@ -65,8 +65,8 @@ class FakeEngines:
     by_loader = False
     sources = staticmethod(list)
 
-    def __init__(self, log: list):
-        self._log, self.names = log, ["engine-0", "engine-1"]
+    def __init__(self, log: list, pauses: bool):
+        self._log, self._pauses, self.names = log, pauses, ["engine-0", "engine-1"]
         self.losses = 0
         self.back: list[str] = []
         """Those that have started again."""
@@ -113,8 +113,17 @@ class FakeEngines:
     def generate(self) -> None:
         self._log.append("wake KV cache, generate")
 
+    def pause(self) -> Pending[None]:
+        return self._note("pause" if self._pauses else None)
+
+    def resume(self) -> Pending[None]:
+        return self._note("resume" if self._pauses else None)
+
     def sleep(self, keeps_weights: bool) -> Pending[None]:
-        self._log.append("sleep with weights" if keeps_weights else "sleep")
+        return self._note("sleep with weights" if keeps_weights else "sleep")
+
+    def _note(self, done: str | None) -> Pending[None]:
+        self._log += [done] if done else []
         return ready(None)
 
 
@@ -137,7 +146,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
         config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.verify_refit=off", *overrides])
         log: list[str] = []
-        trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log)
+        trainers, engines = FakeTrainers(log, config.actor.offload), FakeEngines(log, config.pauses_rollouts)
         refit = Refit(FakeSession(engines), config, trainers, engines, export_plan=None)
         trained = TrainedModels({"actor": trainers}, {"actor": ()})
         beside = reward_model_is_beside_engines(config)
@@ -226,6 +235,7 @@ def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
 PARTS = "gradients, optimizer, parameters"
 ROUND = ["wake KV cache, generate", "score"]
 BESIDE = "reward_model={path: rm}"
+AHEAD = "rollout={max_staleness: 1, sleep: true, keys_values: recompute}"
 ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
 
 
@@ -237,12 +247,22 @@ ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
         ([BESIDE, ELSEWHERE], 2, [*ROUND, *ROUND, "sleep"]),
         ([BESIDE], 1, [ROUND[0], "sleep", "score"]),
         ([BESIDE], 2, [ROUND[0], "sleep with weights", "score", ROUND[0], "sleep", "score"]),
+        ([AHEAD], 2, ["resume", *ROUND, *ROUND, "pause", "sleep"]),
+        (
+            [AHEAD, BESIDE],
+            2,
+            ["resume", ROUND[0], "pause", "sleep with weights", "score", "resume", ROUND[0], "pause", "sleep", "score"],
+        ),
     ],
-    ids=["one round", "rounds", "reward model elsewhere", "reward model beside, one round", "reward model beside"],
+    ids=[
+        *("one round", "rounds", "reward model elsewhere", "reward model beside, one round", "reward model beside"),
+        *("rollouts ahead", "rollouts ahead, reward model beside"),
+    ],
 )
 def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sampled: list[str]) -> None:
     """Both make room for the other once in a step. Only where a reward model scores on the engine's devices does that
-    sleep after each round, with its weights if there may be another."""
+    sleep after each round, with its weights if there may be another. Rollouts of later steps stand still from before
+    it sleeps until the trainer has left the devices."""
     workers, engines, log = prepare(True, f"actor.offload=[{PARTS}]", *keys)
     trainers = workers.actor
 
@@ -255,6 +275,8 @@ def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sa
         log.append("step")
         workers.leave_to_engines()
         for number in range(rounds):
+            if number:
+                workers.return_to_engines()
             engines.generate()
             workers.leave_to_rewards(is_last=number + 1 == rounds)
             log.append("score")

@@ -224,5 +224,6 @@ def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
 def test_without_a_correction_the_run_warns():
     assert describe(config_of(0)) == []
     assert len(describe(config_of(2))) == 1
+    assert "stand still while models train" in describe(config_of(2, "cluster.placement=colocated"))[1]
     assert "nothing corrects" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
     assert "nothing corrects" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]

@@ -65,6 +65,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         rewards=SimpleNamespace(score=score, listener="the rewards"),
         leave_to_engines=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
         leave_to_rewards=leave_to_rewards,
+        return_to_engines=lambda: engines.turns.append("back"),
         leave_to_trainers=lambda: engines.turns.append("to trainers"),
         rewards_need_room=False,
         environments=None,
@@ -83,7 +84,8 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
     )
     assert state.dump()["under_way"] == []
     chosen = [group[0].sample.info.prompt_id if group else "none" for group in rollouts.chosen]
-    assert engines.turns == ["to engines", *(["generate", "score"] * len(engines.asked)), "to trainers"]
+    rounds = ["generate", "score"] + ["back", "generate", "score"] * (len(engines.asked) - 1)
+    assert engines.turns == ["to engines", *rounds, "to trainers"]
     assert rollouts.metrics["memory/free_gb"].value == 3.0
     return engines.asked, chosen, rollouts
 

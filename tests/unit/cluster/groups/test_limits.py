@@ -118,6 +118,8 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "connecting for the refit": ("refit", lambda groups, _: groups.engines.connect(None, None)),
     "refit": ("refit", lambda groups, _: groups.refit.run(version=1)),
     "engines: giving memory back": ("refit", lambda groups, _: groups.engines.sleep(False)),
+    "engines: pausing": ("refit", lambda groups, _: groups.engines.pause()),
+    "engines: going on": ("refit", lambda groups, _: groups.engines.resume()),
     "actor: to host memory": ("refit", lambda groups, _: groups.actor.offload(())),
     "actor: back from host memory": ("refit", lambda groups, _: groups.actor.onload(())),
     "actor: copy for the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.save_checkpoint(folder)),

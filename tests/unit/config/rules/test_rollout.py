@@ -31,10 +31,17 @@ from tests.unit.config.rules.recipes import errors, recipe
             ["rollout.quantization=fp8_block", "rollout.refit_delta=true", "rollout.transport=p2p"],
             "rollout.refit_delta=true: with rollout.quantization=fp8_block a block's scale changes all of its elements",
         ),
-        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engines go on while models train, and with cluster"),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
-            "rollout.sleep=true: with rollout.max_staleness=2 engines always have something to do; set",
+            "rollout.sleep=true: with rollout.max_staleness=2 and cluster.placement=disaggregated engines always have",
+        ),
+        (
+            ["rollout.max_staleness=1", "rollout.sleep=true"],
+            "rollout.keys_values=keep: with rollout.sleep=true and rollout.max_staleness=1 engines that share",
+        ),
+        (
+            ["rollout.keys_values=recompute"],
+            "rollout.keys_values=recompute: nothing reads it without rollout.max_staleness; set that, or",
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
@@ -64,6 +71,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.too_old=drop"],
+        ["rollout.max_staleness=1"],
+        ["rollout.max_staleness=1", "rollout.sleep=true", "rollout.keys_values=recompute"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

@@ -1,0 +1,72 @@
+"""A whole run whose rollouts begin ahead on the devices that its models train on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from megarl.cluster.trace import read_trace
+from tests.e2e.test_train import OFFLOAD, evaluation_rows, lines_of, metrics_of, train_in
+
+pytestmark = pytest.mark.slow
+STEPS, PROMPTS, SAMPLES = 12, 8, 8
+KEYS = (
+    "rollout={max_staleness: 1, keys_values: recompute, sleep: true}",
+    "rollout.vllm_overrides={max_num_seqs: 16}",  # so that rollouts are under way when a step has its samples
+    "evaluation={every_steps: 6, sets: [{name: greedy, size: 6}]}",
+    "checkpoint.every_steps=6",
+    f"run.steps={STEPS}",
+    OFFLOAD,
+)
+
+
+@pytest.fixture(scope="module")
+def run(series, model, tmp_path_factory) -> Path:
+    return train_in(series, tmp_path_factory.mktemp("turns"), model, *KEYS)
+
+
+def test_it_learns_from_each_prompt_once(run):
+    steps = metrics_of(run)
+    files = [run / f"rollouts/step_{number:06d}.jsonl" for number in range(1, STEPS + 1)]
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert [len(of_step) for of_step in rows] == STEPS * [PROMPTS * SAMPLES]
+    assert len({row["prompt_id"] for of_step in rows for row in of_step}) == STEPS * PROMPTS
+    for number, (step, of_step) in enumerate(zip(steps, rows, strict=True), start=1):
+        ages = [number - 1 - run["version"] for row in of_step for run in row["version"]]
+        assert step["weights/version"] == number and step["weights/staleness_max"] == max(ages) <= 1
+        assert step["rollout/groups_ahead"] == (PROMPTS if number < STEPS else 0)
+    assert sum(step["weights/mixed_share"] for step in steps) > 0, "none was under way when weights came"
+    rewards = [step["reward/mean"] for step in steps]
+    assert fmean(rewards[-3:]) >= fmean(rewards[:3]) + 0.3
+    saved = [json.loads(file.read_text()) for file in sorted(run.glob("checkpoints/step_*/manifest.json"))]
+    assert [len(each["content"]["state"]["run"]["under_way"]) for each in saved] == [PROMPTS, 0]
+
+
+def test_engines_stand_still_while_models_train(run):
+    """The rank does all that it does to train between the engine's calls `pause` and `resume`, and no rollout ends
+    meanwhile."""
+    spans = read_trace(run / "logs/attempt_1")
+    trained = [span for span in spans if span.process == "trainer-0" and span.task in ("keep_log_probs", "update")]
+    assert len([span for span in trained if span.task == "update"]) == STEPS
+    for span in trained:
+        assert not [each for each in spans if each.task == "generate" and span.begin < each.end < span.end]
+        paused = max(each.end for each in spans if each.task == "pause" and each.end < span.begin)
+        resumed = min(each.begin for each in spans if each.task == "resume" and each.begin > paused)
+        assert span.end < resumed
+    in_order = sorted((span for span in spans if span.process == "engine-0"), key=lambda span: span.begin)
+    turns = [span.task for span in in_order if span.task in ("pause", "resume", "sleep", "refit")]
+    evaluation = ["resume", "pause", "sleep"]
+    steps = [*(STEPS // 2 * [*evaluation, "refit"]), *evaluation]
+    assert turns[turns.index("resume") :] == [*evaluation, *steps, *steps]
+    assert min(line["idle/engines"] for line in metrics_of(run)) > 0
+
+
+def test_an_evaluation_between_is_of_one_version(run):
+    evaluated = [line["step"] for line in lines_of(run) if "evaluation/greedy/avg@1" in line]
+    assert evaluated == [0, 6, 12]
+    for number in evaluated:
+        versions = {run["version"] for row in evaluation_rows(run, "greedy", number) for run in row["version"]}
+        assert versions == {number}
