@@ -339,7 +339,7 @@ def plan(
     else:
         typer.echo(plan_text.table(planned))
         if found is not None:
-            typer.echo("\n" + plan_text.simulated_table(found, planned.best.config.is_colocated))
+            typer.echo("\n" + plan_text.simulated_table(found))
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}", err=as_json)

@@ -21,7 +21,7 @@ from megarl.planning.hardware import GIB, Cluster
 from megarl.planning.layouts import broken_rules
 from megarl.planning.parameters import Models
 from megarl.planning.reserves import most_sequences
-from megarl.planning.rollout_time import engine_step_seconds
+from megarl.planning.rollout_time import engine_step_seconds, recompute_seconds
 from megarl.planning.search import Found, search
 from megarl.planning.simulation import Simulated, Speeds, log_normal_lengths, recorded_lengths, simulate
 from megarl.planning.step_plan import StepPlan, plan_step
@@ -75,25 +75,28 @@ def plan_recipe(
     return Planned(found.plans[0], found, count)
 
 
-def simulate_steps(planned: Planned, lengths: Sequence[int] = ()) -> dict[int, Simulated]:
-    """Returns simulated runs of the first plan, by rollout.max_staleness: of 0 and, where engines have GPUs of their
-    own, of larger ones. lengths: recorded ones of responses; else they are drawn, see log_normal_lengths."""
+def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
+    """Returns simulated runs of the first plan, by rollout.max_staleness: that of its recipe, and those of ahead.
+    lengths: recorded ones of responses; else they are drawn, see log_normal_lengths. On shared GPUs keys and values are
+    recomputed: nothing else goes there."""
     best, config = planned.best, planned.best.config
     if config.is_offline:
         raise UserError(f"--simulate: with data.rows={config.data.rows} nothing is sampled; leave it out")
     workload, times = best.workload, best.times
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
+    recomputes = config.is_colocated or config.rollout.keys_values == "recompute"
     speeds = Speeds(
         replicas=config.rollout.replicas,
         concurrent=min(times.rollout.concurrent, most_sequences(config.rollout)),
         token_seconds=engine_step_seconds(config, model, best.cluster, context),
         train_seconds=times.training_seconds + times.moving,
         refit_seconds=times.refit.seconds,
+        recompute=recompute_seconds(config, model, best.cluster, workload.prompt_tokens) if recomputes else None,
     )
     samples, longest = workload.samples // workload.prompts, int(workload.longest_response)
     found = {}
-    for max_staleness in (0,) if config.is_colocated else sorted({*AHEAD, config.rollout.max_staleness}):
+    for max_staleness in sorted({*ahead, config.rollout.max_staleness}):
         draw = (
             recorded_lengths(lengths, samples)
             if lengths

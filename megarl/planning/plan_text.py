@@ -46,7 +46,7 @@ def table(planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def simulated_table(found: Mapping[int, Simulated], is_colocated: bool) -> str:
+def simulated_table(found: Mapping[int, Simulated]) -> str:
     """Returns a line for each simulated run."""
     in_turn = found[0].step_seconds
     lines = [
@@ -58,10 +58,6 @@ def simulated_table(found: Mapping[int, Simulated], is_colocated: bool) -> str:
             for max_staleness, run in found.items()
         ),
     ]
-    if is_colocated:
-        lines.append(
-            "(rollouts begin ahead only where engines have GPUs of their own: cluster.placement=disaggregated)"
-        )
     return "\n".join(lines)
 
 

@@ -101,6 +101,20 @@ def engine_step_seconds(
     return cache(lambda batch: sum(step.parts(batch, context).values()))
 
 
+def recompute_seconds(
+    config: Config, model: ModelParameters, cluster: Cluster, prompt_tokens: float
+) -> Callable[[float], float]:
+    """Returns what gives the seconds in which an engine computes the keys and values of a prompt and of so many tokens
+    after it."""
+    flops_per_second = _Step(config, model, cluster).flops_per_second * config.rollout.tp
+
+    def seconds(response_tokens: float) -> float:
+        tokens = prompt_tokens + response_tokens
+        return forward_flops(model.shape, tokens, 0, tokens * tokens / 2) / flops_per_second
+
+    return seconds
+
+
 def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:
     for name, seconds in step.items():
         parts[name] += seconds * steps

@@ -25,6 +25,8 @@ class Speeds:
     token_seconds    seconds of an engine's step, in which each of so many sequences gets a token
     train_seconds    seconds of all passes and updates of a step
     refit_seconds    seconds in which new weights come, and engines sample nothing
+    recompute        seconds in which an engine computes the keys and values of a sequence anew that has so many tokens
+                     of its response; None where those of older weights are kept
     """
 
     replicas: int
@@ -32,6 +34,7 @@ class Speeds:
     token_seconds: Callable[[int], float]
     train_seconds: float
     refit_seconds: float
+    recompute: Callable[[float], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,18 @@ class _Group:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine that gives each of its sequences a token a step. Sequences are known by the step in which they end."""
+    """An engine that gives each of its sequences a token a step. Sequences are known by the step in which they end.
+
+    active       the end of each sequence, its number, the step in which it begins, and its group
+    recomputing  seconds until it has the keys and values again that its next steps read
+    """
 
     speeds: Speeds
-    active: list[tuple[float, int, _Group]] = field(default_factory=list)
+    active: list[tuple[float, int, float, _Group]] = field(default_factory=list)
     waiting: list[tuple[int, _Group]] = field(default_factory=list)
     steps: float = 0.0
     busy: float = 0.0
+    recomputing: float = 0.0
 
     @property
     def load(self) -> int:
@@ -82,14 +90,20 @@ class _Engine:
     def _fill(self, numbers: Iterator[int]) -> None:
         while self.waiting and len(self.active) < self.speeds.concurrent:
             length, group = self.waiting.pop(0)
-            heapq.heappush(self.active, (self.steps + length, next(numbers), group))
+            heapq.heappush(self.active, (self.steps + length, next(numbers), self.steps, group))
 
     @property
     def seconds_to_next(self) -> float:
         """Seconds until a sequence ends."""
         if not self.active:
             return math.inf
-        return (self.active[0][0] - self.steps) * self.speeds.token_seconds(len(self.active))
+        steps = self.active[0][0] - self.steps
+        return self.recomputing + steps * self.speeds.token_seconds(len(self.active))
+
+    def take_weights(self) -> None:
+        """Goes on with what is under way."""
+        if self.speeds.recompute is not None:
+            self.recomputing = sum(self.speeds.recompute(self.steps - begin) for _, _, begin, _ in self.active)
 
     def advance(self, seconds: float, numbers: Iterator[int]) -> list[_Group]:
         """Samples for so long, at most until the next sequence ends. Returns the groups that have ended."""
@@ -97,12 +111,14 @@ class _Engine:
             return []
         self.busy += seconds
         if seconds >= self.seconds_to_next:
-            self.steps = self.active[0][0]
+            self.steps, self.recomputing = self.active[0][0], 0.0
         else:
-            self.steps += seconds / self.speeds.token_seconds(len(self.active))
+            sampling = max(0.0, seconds - self.recomputing)
+            self.recomputing = max(0.0, self.recomputing - seconds)
+            self.steps += sampling / self.speeds.token_seconds(len(self.active))
         ended = []
         while self.active and self.active[0][0] <= self.steps:
-            _, _, group = heapq.heappop(self.active)
+            *_, group = heapq.heappop(self.active)
             group.unfinished -= 1
             ended += [group] if not group.unfinished else []
         self._fill(numbers)
@@ -159,7 +175,7 @@ def simulate(
     is_colocated: bool = False,
 ) -> Simulated:
     """Returns what a run of so many steps comes to. lengths: draws the tokens of each response to the next prompt.
-    is_colocated: whether engines wait while the models train, as they do on the same devices."""
+    is_colocated: whether engines pause while the models train, as they do on the same devices."""
     clock = _Clock(speeds, prompts_per_step, max_staleness)
     start, busy, ages = 0.0, 0.0, []
     for version in range(steps):
@@ -177,6 +193,8 @@ def simulate(
         else:
             clock.sample(speeds.train_seconds)
         clock.now += speeds.refit_seconds
+        for engine in clock.engines:
+            engine.take_weights()
     counted = steps - steps // 2
     seconds = (clock.now - start) / counted
     return Simulated(

@@ -176,6 +176,7 @@ def recipes() -> str:
     for run in sorted(result("recipes")["runs"], key=lambda run: (run["parameters"], run["gpus"], run["recipe"])):
         engines = "–" if run["engines"] is None else f"{run['engines'][0]} × TP{run['engines'][1]}"
         rollout = "–" if run["rollout"] is None else f"{run['rollout']:.0f} s"
+        ahead = "–" if run["faster_ahead"] is None else f"{run['faster_ahead']:.2f} ×"
         nodes = "1 node" if run["nodes"] == 1 else f"{run['nodes']} nodes"
         rows.append(
             [
@@ -187,12 +188,13 @@ def recipes() -> str:
                 f"{run['seconds']:.0f} s",
                 rollout,
                 f"{run['training']:.0f} s",
+                ahead,
                 f"{run['fullest_gib']:.0f} GiB",
                 f"{run['tokens'] / run['seconds'] / run['gpus']:,.0f}",
             ]
         )
-    header = ["", "GPUs", "recipe", "trainer", "engines", "a step", "rollout", "training", "fullest GPU"]
-    return table([*header, "tokens per GPU and second"], rows)
+    header = ["", "GPUs", "recipe", "trainer", "engines", "a step", "rollout", "training", "a step ahead"]
+    return table([*header, "fullest GPU", "tokens per GPU and second"], rows)
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {

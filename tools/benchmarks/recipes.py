@@ -17,16 +17,19 @@ sys.path.append(str(ROOT))  # the shapes of published models are those that the 
 
 from megarl.config.load import load  # noqa: E402
 from megarl.planning.hardware import GIB, read_cluster  # noqa: E402
-from megarl.planning.plan import describe_layout, plan_recipe  # noqa: E402
+from megarl.planning.plan import describe_layout, plan_recipe, simulate_steps  # noqa: E402
 from tests.h100_recipes import RECIPES, H100Recipe  # noqa: E402
 from tests.published_models import PARAMETERS  # noqa: E402
 
 
 def predict(recipe: H100Recipe) -> dict[str, Any]:
-    """Returns what is predicted of a recipe's step: seconds, memory, and tokens of prompts and responses."""
+    """Returns what is predicted of a recipe's step: seconds, memory, tokens of prompts and responses, and how
+    much faster simulated steps are with rollout.max_staleness=1."""
     with tempfile.TemporaryDirectory() as folder:
         config = load(recipe.file, recipe.overrides(Path(folder)))
-        plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_it_is=True).best
+        planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_it_is=True)
+        simulated = None if config.is_offline else simulate_steps(planned, ahead=(0, 1))
+    plan = planned.best
     times, work = plan.times, plan.workload
     return {
         "recipe": recipe.name,
@@ -42,6 +45,7 @@ def predict(recipe: H100Recipe) -> dict[str, Any]:
         "rollout": None if times.rollout is None else round(times.rollout.seconds, 1),
         "training": round(times.training_seconds, 1),
         "fullest_gib": round(plan.fullest.total / GIB, 1),
+        "faster_ahead": simulated and round(simulated[0].step_seconds / simulated[1].step_seconds, 2),
         "tokens": round(work.samples * (work.prompt_tokens + work.response_tokens)),
     }
 

@@ -48,3 +48,29 @@ def test_lengths_are_those_that_were_asked_for():
     assert sum(drawn) / len(drawn) == pytest.approx(1000, rel=0.05) and min(drawn) >= 1
     assert max(log_normal_lengths(1000, 1500, samples=1000)()) == 1500
     assert set(recorded_lengths([3, 5], 100)()) == {3, 5}
+
+
+def test_on_shared_devices_only_the_wait_for_long_responses_is_gained():
+    """Eight have room at a time. In turn the short ones of a step leave theirs unused until the long ones end."""
+    alike = [simulate(speeds(train=20, concurrent=8), 4, n, lambda: [200, 200], is_colocated=True) for n in (0, 1)]
+    assert [found.step_seconds for found in alike] == pytest.approx([20 + 21, 20 + 21])
+    in_turn, ahead = (
+        simulate(speeds(train=20, concurrent=8), 4, n, lambda: [100, 300], is_colocated=True) for n in (0, 1)
+    )
+    assert in_turn.step_seconds == pytest.approx(30 + 21)
+    assert ahead.step_seconds == pytest.approx(20 + 21, rel=0.05) and ahead.largest_age == 1
+    assert ahead.engines_idle == pytest.approx(21 / 41, rel=0.05), "nobody samples while the models train"
+
+
+@pytest.mark.parametrize(
+    ("train", "is_colocated", "recompute", "seconds"),
+    [
+        (4, True, lambda _: 3, 20 + 4 + 3),
+        (10, False, lambda tokens: 0.05 * tokens, 20 + 0.05 * 100),
+    ],
+    ids=["in turns", "half of the response is there when weights come"],
+)
+def test_engines_read_again_what_is_under_way(train, is_colocated, recompute, seconds):
+    """One response at a time, of 20 s, the next of which has begun when the step before ends."""
+    given = Speeds(1, 1, lambda _: 0.1, train, 0.0, recompute)
+    assert simulate(given, 1, 1, lambda: [200], is_colocated=is_colocated).step_seconds == pytest.approx(seconds)

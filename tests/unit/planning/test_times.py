@@ -12,7 +12,7 @@ from megarl.planning.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planning.parameters import ModelParameters
 from megarl.planning.plan import plan_recipe
 from megarl.planning.refit_time import least_refit
-from megarl.planning.rollout_time import kv_bytes
+from megarl.planning.rollout_time import kv_bytes, recompute_seconds
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.planning.schedule import Bandwidth
@@ -40,6 +40,13 @@ def test_an_update_takes_what_its_products_take_at_the_stated_share():
     assert time.update["matrix products"] == pytest.approx(flops / (8 * 989.5e12 * DENSE_SHARE), rel=1e-3)
     assert time.passes == {} and time.bubble == 0
     assert set(time.volume) == {"replicas"}
+
+
+def test_an_engine_reads_again_as_it_reads_a_prompt():
+    """The seconds of a rollout are those of eight engines, which read 64 prompts together."""
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH, prompt_tokens=3000)
+    seconds = recompute_seconds(plan.config, ModelParameters(CONFIGS[DENSE]), plan.cluster, prompt_tokens=1000)
+    assert seconds(2000) == pytest.approx(plan.times.rollout.parts["prompts"] / 64 * 8)
 
 
 def test_samples_share_a_prompt_in_a_microbatch_but_not_under_context_parallelism():
