@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megarl.config.classifier import Kind
 from megarl.core.types import NO_BASELINE, Baseline, TokenTotals
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 Option = float | int | str | bool | None
 Options = Mapping[str, Option]
 """Options: name of a key -> its value; in a spec, the value that null stands for."""
+
+Kind = Literal["sequence", "token"]
+"""The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
 
 Comparison = Literal["none", "moving_average", "greedy", "group", "values"]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from megarl.algorithms.specs import Kind
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 """Canonical names of the head's tensors, [labels, hidden] and [labels], which every tensor-parallel rank has whole."""
-
-Kind = Literal["sequence", "token"]
-"""The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
 
 _KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 

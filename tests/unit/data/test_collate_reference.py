@@ -28,6 +28,7 @@ def training_samples(draw) -> list[TrainingSample]:
 def training_sample(draw, name: str, prompts: list[Prompt]) -> TrainingSample:
     n = draw(st.integers(0, 7))
     candidates = [draw(st.lists(st.integers(0, 99), max_size=3)) for _ in range(n)] if draw(st.booleans()) else None
+    labels = draw(st.none() | st.lists(st.floats(0, 1, width=32), min_size=n, max_size=n))
     sample = Sample(
         id=name,
         prompt=draw(st.sampled_from(prompts)),
@@ -38,6 +39,7 @@ def training_sample(draw, name: str, prompts: list[Prompt]) -> TrainingSample:
         finish_reason="stop",
         text="",
         candidate_ids=None if candidates is None else CandidateIds.of(candidates),
+        labels=labels,
     )
     reward, *baseline, weight, imitation = draw(st.lists(NUMBERS, min_size=7, max_size=7))
     scores = {"old": torch.randn(n, generator=torch.Generator().manual_seed(n))}
@@ -122,7 +124,14 @@ def loop(
         "token_scale": torch.tensor([item.baseline.token_scale for item in samples]),
         "old": torch.tensor([x for item in samples for x in old[item.sample.id].tolist()]),
         "candidate_ids": candidate_rows(samples) if truncates else None,
+        "labels": label_rows(samples),
     }
+
+
+def label_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
+    if any(item.sample.labels is None for item in samples):
+        return None
+    return torch.tensor([label for item in samples for label in item.sample.labels.tolist()])
 
 
 def candidate_rows(samples: list[TrainingSample]) -> torch.Tensor | None:

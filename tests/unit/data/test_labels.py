@@ -54,7 +54,7 @@ def test_tokens_of_several_characters(tmp_path, template):
 
 
 def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder, tmp_path):  # noqa: F811
-    """With reward_model.step_end as data.step_end is, a run scores what has been trained."""
+    """A run whose reward_model.step_end is what data.step_end was scores what has been trained."""
     row = {"prompt": "q", "steps": ["a b", "c", "12"], "labels": [1, 0, 0]}
     for end in ("\\n", "; "):
         [[sample]] = read(model_folder, tmp_path, "labels", [row], f'data.step_end="{end}"').rows

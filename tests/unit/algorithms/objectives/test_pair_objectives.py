@@ -47,7 +47,7 @@ def test_ipo_pulls_the_margin_to_half_of_one_over_beta():
 
 
 def test_slic_stops_at_its_margin_and_goes_on_imitating():
-    """By hand: δ = 2 and λ = 0.25, of a pair that is beyond the margin, of one at 0 and of one the wrong way round."""
+    """Three pairs by hand, with δ = 2 and λ = 0.25: one is beyond the margin, one at 0, one the wrong way round."""
     better = torch.tensor([-4.0, -2.0, -8.0], dtype=torch.float64, requires_grad=True)
     worse = torch.tensor([-6.5, -2.0, -5.0], dtype=torch.float64, requires_grad=True)
     losses = slic(better - worse, better, hinge_margin=2.0, regularisation=0.25)
