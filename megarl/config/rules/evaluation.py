@@ -40,7 +40,7 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
 
 
 def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
-    """As of data.system_prompt. What the set takes over from data is left out where it has no place."""
+    """Checks them as data.system_prompt is. What a set takes over from data is left out where it has no place."""
     for item in config.evaluation.sets:
         data = config_of_set(config, item).data
         if not item.system_prompt:
