@@ -62,10 +62,13 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     agreement = Agreement(config, workers, loop.data)
     agreement.begin()
     queue = RolloutQueue(config, workers, loop.data, loop.state)
+    if loop.resume_point.checkpoint is not None:
+        queue.restore(loop.resume_point.checkpoint)
     loop.run(
         workers.trained,
         lambda: step(config, workers, loop, queue, agreement),
         lambda: evaluate_due(config, workers, loop),
+        queue.save,
     )
     loop.export(workers.export)
     workers.close()

@@ -63,6 +63,15 @@ class RolloutSchedule(Generic[G]):
     def unfinished(self) -> list[G]:
         return [begun.group for begun in self._begun if not begun.is_finished]
 
+    @property
+    def finished(self) -> list[G]:
+        return [begun.group for begun in self._begun if begun.is_finished]
+
+    def has_room(self, version: int, now: int) -> bool:
+        """Returns whether steps from version `now` on can take a group of this version in time."""
+        latest = version + self._max_staleness
+        return latest >= now and self._can_take_by(latest, now)
+
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
         """Returns how many groups to begin now. wanted: those that the step takes next. steps_left: the steps that
         follow it."""
@@ -74,9 +83,22 @@ class RolloutSchedule(Generic[G]):
         num_sure = sum(begun.is_sure for begun in self._begun)
         return max(0, wanted + self._max_staleness * self._per_step - num_sure)
 
-    def begin(self, group: G, version: int, again: bool = False) -> None:
-        """again: whether it had to begin again, after its rollouts had been dropped."""
-        self._begun.append(_Begun(group, version + self._max_staleness, again or not self._drops))
+    def begin(self, group: G, version: int, turn: int | None = None, again: bool = False) -> None:
+        """turn: the version with which an earlier attempt at the run began it, so that it is no later's turn than it
+        was, as far as there is room. again: whether it had to begin again, after its rollouts had been dropped."""
+        latest = version + self._max_staleness
+        if turn is not None:
+            earlier = range(max(turn + self._max_staleness, version), latest)
+            latest = next((by for by in earlier if self._can_take_by(by, version)), latest)
+        self._begun.append(_Begun(group, latest, again or not self._drops))
+
+    def _can_take_by(self, latest: int, now: int) -> bool:
+        """Returns whether steps from version `now` on can take one more group by this version, and those that are there
+        in time."""
+        return all(
+            sum(begun.latest <= later for begun in self._begun) < (later - now + 1) * self._per_step
+            for later in range(latest, now + self._max_staleness + 1)
+        )
 
     def finish(self, group: G) -> None:
         next(begun for begun in self._begun if begun.group == group).is_finished = True

@@ -2,6 +2,7 @@
 
     checkpoints/step_000020/manifest.json   the driver's state, and size and SHA-256 of every other file
     checkpoints/step_000020/actor/…         what the trainer ranks wrote
+    checkpoints/step_000020/rollouts/…      the samples that waited for a step, if there were some
     checkpoints/latest                      the name of the newest one
     checkpoints/best                        the name of that with the best evaluation (evaluation.best)
     checkpoints/.step_000030/               one that is being written, or was when the run was killed

@@ -34,7 +34,7 @@ from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
-from megarl.run.saver import Saver
+from megarl.run.saver import Saver, Write, no_files
 from megarl.run.summary import print_run_summary
 from megarl.run.trackers.tracker import Tracker, open_trackers
 
@@ -131,10 +131,11 @@ class Loop:
         cursor.note({i: rates[name] for i in range(len(self.data)) if (name := self.data[i].id) in rates})
         return cursor.metrics()
 
-    def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict) -> None:
+    def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
         """Does all steps up to run.steps, and evaluates before the first and after each what is due then.
 
-        trained: the models that checkpoints hold, with their weights loaded.
+        trained: the models that checkpoints hold, with their weights loaded. write: writes what else checkpoints hold
+        beside the driver's state.
 
         Told to end by a signal, it finishes the checkpoint whose state is in host memory; with checkpoint.on_signal it
         saves one at the end of the step under way. Both are tried for checkpoint.grace_s seconds."""
@@ -148,12 +149,12 @@ class Loop:
             interrupts.grace(settings.grace_s, settings.on_signal),
         ):
             try:
-                for number in self._steps(trained, step, evaluate, memory, trackers):
+                for number in self._steps(trained, step, evaluate, write, memory, trackers):
                     done = number
-                    self._end_if_told(trained)
+                    self._end_if_told(trained, write)
                     saver.commit()  # after the step's metrics: a run that goes on from here has them
                 saver.finish()
-                self._end_if_told(trained)
+                self._end_if_told(trained, write)
             except RunFailure as failure:
                 if not interrupts.is_told:
                     raise
@@ -165,7 +166,13 @@ class Loop:
                 raise
 
     def _steps(
-        self, trained: TrainedModels, step: Step, evaluate: Evaluate, memory: MemorySampler, trackers: Sequence[Tracker]
+        self,
+        trained: TrainedModels,
+        step: Step,
+        evaluate: Evaluate,
+        write: Write,
+        memory: MemorySampler,
+        trackers: Sequence[Tracker],
     ) -> Iterator[int]:
         """Yields the number of each step when its metrics are written, those of its evaluation among them."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
@@ -182,17 +189,17 @@ class Loop:
             metrics |= effective_share.metrics(metrics)
             self.saver.note(state.step, metrics)
             stepped = time.time()
-            metrics |= self.saver.save(trained, state.step, state.dump())
+            metrics |= self.saver.save(trained, state.step, state.dump(), write=write)
             trace.record("save", stepped, time.time())
             for sink in sinks:
                 sink.write(state.step, metrics)
             trace.record(f"step {state.step}", begin, time.time())
             yield state.step
 
-    def _end_if_told(self, trained: TrainedModels) -> None:
+    def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
         """Ends the run between two steps, saved, if a signal has told it to."""
         if interrupts.is_told:
-            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True)
+            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt
 

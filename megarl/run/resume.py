@@ -23,6 +23,15 @@ from megarl.run.folder import Models, RunFolder
 from megarl.run.model_paths import moved_models, with_present_paths
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A row of the data whose rollouts have been begun and not yet trained on. version: that of the weights when they
+    were begun first, or again after they had been dropped."""
+
+    row: int
+    version: int
+
+
 @dataclass
 class RunState:
     """The driver's state after `step` steps, from which a run goes on. The weights then have version `step`."""
@@ -31,23 +40,29 @@ class RunState:
     cursor: PromptCursor | WeightedCursor
     average: MovingAverage = field(default_factory=MovingAverage)
     """The moving average of the rewards, for estimators that take it as their baseline."""
-    under_way: list[int] = field(default_factory=list)
-    """The rows of the data whose rollouts have been begun and not yet trained on, in their order."""
-    again: list[int] = field(default_factory=list)
+    under_way: list[UnderWay] = field(default_factory=list)
+    """The rows whose rollouts are under way, in their order."""
+    again: list[UnderWay] = field(default_factory=list)
     """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
 
-    def draw(self, n: int) -> list[int]:
-        """Returns the next n rows, whose rollouts are under way from now on."""
+    def draw(self, n: int, version: int) -> list[UnderWay]:
+        """Returns the next n rows, whose rollouts are under way from now on. version: that of the weights."""
         rows, self.again = self.again[:n], self.again[n:]
-        rows += self.cursor.take(n - len(rows))
+        rows += [UnderWay(row, version) for row in self.cursor.take(n - len(rows))]
         self.under_way += rows
         return rows
 
-    def put_back(self, rows: Sequence[int]) -> None:
-        """Makes rows whose rollouts were dropped come again, before others."""
-        for row in rows:
-            self.under_way.remove(row)
-        self.again = [*rows, *self.again]
+    def take_up(self, item: UnderWay) -> None:
+        """Notes that the rollouts of a row that would come again are there."""
+        self.again.remove(item)
+        self.under_way.append(item)
+
+    def put_back(self, items: Sequence[UnderWay], version: int) -> None:
+        """Makes rows whose rollouts were dropped come again, before others. version: that of the next step's
+        weights."""
+        for item in items:
+            self.under_way.remove(item)
+        self.again += [UnderWay(item.row, version) for item in items]
 
     def dump(self) -> dict[str, Any]:
         """Returns the state as JSON values."""
@@ -56,7 +71,8 @@ class RunState:
             "weights_version": self.step,
             "cursor": self.cursor.state(),
             "average": asdict(self.average),
-            "under_way": [*self.under_way, *self.again],
+            "under_way": [item.row for item in (*self.again, *self.under_way)],
+            "under_way_since": [item.version for item in (*self.again, *self.under_way)],
         }
 
     @classmethod
@@ -65,7 +81,10 @@ class RunState:
             cursor = WeightedCursor.restore(saved["cursor"], _weights(data), config.data.solved_weight)
         else:
             cursor = PromptCursor.restore(saved["cursor"])
-        again = list(saved.get("under_way", ()))  # earlier formats have none
+        rows = saved.get("under_way", ())  # earlier formats have none
+        versions = saved.get("under_way_since", [saved["step"]] * len(rows))
+        again = [UnderWay(row, version) for row, version in zip(rows, versions, strict=True)]
+        again.sort(key=lambda item: item.version)  # whose turn is first
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again)
 
 

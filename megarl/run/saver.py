@@ -21,6 +21,13 @@ from megarl.run.folder import Models
 POLL_S = 0.05
 """The interval at which the files of a checkpoint are looked for after an interrupt."""
 
+Write = Callable[[Path], Sequence[FileRecord]]
+"""Writes files into the folder of a checkpoint, and returns their records."""
+
+
+def no_files(_: Path) -> Sequence[FileRecord]:
+    return ()
+
 
 class Saver:
     """Saves every checkpoint.every_steps steps and after the last one, and where it is asked to. At most one save is
@@ -46,10 +53,15 @@ class Saver:
         self._metrics: dict[str, float] = {}
 
     def save(
-        self, trained: TrainedModels, step: int, run: Mapping[str, Any], at_once: bool = False
+        self,
+        trained: TrainedModels,
+        step: int,
+        run: Mapping[str, Any],
+        at_once: bool = False,
+        write: Write = no_files,
     ) -> dict[str, float]:
         """Copies everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
-        run: the driver's state, as JSON values.
+        run: the driver's state, as JSON values. write: writes what else belongs to it into its folder, at once.
 
         Returns the metrics since the last call: the seconds that training waited and, of a checkpoint that was
         completed, its bytes and the seconds since its beginning.
@@ -60,7 +72,8 @@ class Saver:
                 self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
                 folder = self._checkpoints.begin(step)
                 groups = trained.groups
-                self._unfinished = Unfinished([*groups.values()], step, run, folder, time.perf_counter())
+                start = time.perf_counter()
+                self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
                 saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
                 trained.run(saving, parts=("parameters",))
             print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
@@ -86,7 +99,8 @@ class Saver:
         unfinished = self._unfinished
         with self._waiting():
             writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
-            self._complete(unfinished, [record for pending in writing for record in pending.result()])
+            records = [record for pending in writing for record in pending.result()]
+            self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
         """Completes the checkpoint that is under way, if any, if its files are written while left_s is above 0. The
@@ -141,13 +155,15 @@ class Saver:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A checkpoint whose files are being written into the folder since start, a reading of perf_counter."""
+    """A checkpoint whose files are being written into the folder since start, a reading of perf_counter. others: the
+    files that are no rank's, which are written."""
 
     groups: Sequence[TrainerGroup]
     step: int
     run: Mapping[str, Any]
     folder: Path
     start: float
+    others: Sequence[FileRecord] = ()
 
     def is_written(self) -> bool:
         """Returns whether all ranks of all groups have written their files, or failed to."""
@@ -157,4 +173,4 @@ class Unfinished:
     def files(self) -> list[FileRecord] | None:
         """Returns the records of all files once they are written, without asking the ranks; until then None."""
         parts = [group.written_files(self.folder) for group in self.groups]
-        return None if None in parts else [record for part in parts for record in part]
+        return None if None in parts else [*self.others, *(record for part in parts for record in part)]

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megarl.cluster.groups.engines import Aborted, RemoteSample, Sampled
-from megarl.cluster.pending import Pending, first
+from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
 from megarl.data.prompts import PromptSet
 from megarl.planning.schedule import RolloutSchedule
 from megarl.rollout.engine import SamplingRequest
-from megarl.run.resume import RunState
+from megarl.run.resume import RunState, UnderWay
 from megarl.step.requests import requests
+
+WAITING = "rollouts/waiting.pickle"
+"""The file of a checkpoint with the samples that wait for a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """The rollouts of one prompt that are under way, beside others that are submitted with them.
 
-    row     the prompt's in the data
-    order   its place among all groups of the run
-    asked   the rollouts' requests
+    item    the prompt's row in the data, and the version that began it
+    order   its place among all groups of this attempt at the run
+    names   the names of the rollouts
     place   its place among those that are submitted together
     """
 
-    row: int
+    item: UnderWay
     order: int
-    asked: Sequence[SamplingRequest]
+    names: Sequence[str]
     pending: Pending[list[Sampled]]
-    place: int
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the rollouts."""
-        return [request.sample_id for request in self.asked]
+    place: int = 0
 
     def result(self) -> Sampled:
         """Waits for the rollouts."""
@@ -76,7 +76,8 @@ class Dropped:
 class RolloutQueue:
     """The groups of rollouts between their beginning and the step that trains on them.
 
-    The driver's state lists their rows, so that a run that goes on from a checkpoint asks for them again."""
+    The driver's state lists their rows, so that a run that goes on from a checkpoint asks for them again, but for those
+    that have ended, whose samples the checkpoint has."""
 
     config: Config
     workers: Workers
@@ -100,24 +101,23 @@ class RolloutQueue:
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
-        rows = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number))
-        asked = requests(self.config, number, [self.data[row] for row in rows], first=self._num_in_step)
-        self._num_in_step += len(rows)
-        for together in self._submissions(range(len(rows))):
+        items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
+        asked = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
+        self._num_in_step += len(items)
+        for together in self._submissions(range(len(items))):
             pending = self._sample([asked[i] for i in together])
             for place, i in enumerate(together):
-                group = Group(rows[i], self._num_begun, asked[i], pending, place)
+                names = [request.sample_id for request in asked[i]]
+                group = Group(items[i], self._num_begun, names, pending, place)
                 self._num_begun += 1
-                self._schedule.begin(group, version=number - 1, again=i < num_again)
+                self._schedule.begin(group, number - 1, turn=items[i].version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
         """Waits for groups that this step trains on, and returns their samples, in the order in which they were
         begun."""
         taken: list[Group] = []
         while len(taken) < wanted:
-            for group in self._schedule.unfinished:
-                if group.pending.advance():
-                    self._schedule.finish(group)
+            self._note_finished()
             group = self._schedule.take(number - 1, wanted - len(taken))
             if group is None:
                 first([group.pending for group in self._schedule.unfinished], meanwhile)
@@ -125,7 +125,7 @@ class RolloutQueue:
                 taken.append(group)
         taken.sort(key=lambda group: group.order)
         for group in taken:
-            self.state.under_way.remove(group.row)
+            self.state.under_way.remove(group.item)
         return [group.result() for group in taken]
 
     def drop(self, number: int) -> None:
@@ -136,9 +136,38 @@ class RolloutQueue:
             return
         self.workers.engines.abort([group.names for group in expired if not group.pending.advance()])
         for group in expired:
-            self._dropped.add(group.result(), len(group.asked))
+            self._dropped.add(group.result(), len(group.names))
         self.workers.rewards.forget([name for group in expired for name in group.names])
-        self.state.put_back([group.row for group in expired])
+        self.state.put_back([group.item for group in expired], number)
+
+    def save(self, folder: Path) -> list[FileRecord]:
+        """Writes the samples of the groups that have ended and wait into a checkpoint's folder. Returns the records of
+        the files, none where no group waits."""
+        self._note_finished()
+        waiting = {group: group.result() for group in self._schedule.finished}
+        groups = [(group.item.row, group.item.version, samples) for group, samples in waiting.items()]
+        return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Takes up the groups that waited when the checkpoint was saved, as far as steps to come may train on them. The
+        rows of others are asked for again, and so are all where another version of megarl saved it."""
+        records = [record for record in checkpoint.files if record.path == WAITING]
+        if not records or checkpoint.format != FORMAT:
+            return
+        checkpoint.verify(records)
+        for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
+            if self._schedule.has_room(version, self.state.step):
+                names = list(dict.fromkeys(sample.info.rollout_id for sample in samples))
+                group = Group(UnderWay(row, version), self._num_begun, names, ready([samples]))
+                self._num_begun += 1
+                self.state.take_up(group.item)
+                self._schedule.begin(group, version)
+                self._schedule.finish(group)
+
+    def _note_finished(self) -> None:
+        for group in self._schedule.unfinished:
+            if group.pending.advance():
+                self._schedule.finish(group)
 
     def metrics(self) -> dict[str, Metric]:
         """Returns the metrics of a step, after it has taken its groups."""

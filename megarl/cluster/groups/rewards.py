@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -24,6 +25,7 @@ from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.types import Sample, Score
 from megarl.data.model_folder import read_config
 from megarl.data.tokenizer import load_decoder, load_tokenizer
@@ -195,6 +197,22 @@ class RewardWorker:
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
+WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
+"""The row of a prompt, the version of the weights that began its samples, and these."""
+
+
+def _save_groups(groups: Sequence[tuple[int, int, Sequence[ray.ObjectRef]]], file: Path) -> FileRecord:
+    read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+    file.parent.mkdir()
+    file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
+    return seal(file, file.parent.parent)
+
+
+def _load_groups(file: Path) -> list[WaitingGroup]:
+    groups = pickle.loads(file.read_bytes())
+    return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
+
+
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Returns the reward of the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -277,6 +295,28 @@ class RewardGroup(Group[RewardWorker]):
             [sample.ref for sample in samples], name, version, file.resolve()
         )
         return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
+
+    def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
+        """Writes groups of samples that wait for a step into a file of a checkpoint, in a new folder of it. Returns its
+        record."""
+        return self._submit_to_first(
+            "samples for the checkpoint",
+            "checkpoint",
+            "save_groups",
+            lambda _, *given: _save_groups(*given),
+            [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups],
+            file.resolve(),
+        ).result()
+
+    def load_groups(self, file: Path) -> list[WaitingGroup]:
+        """Reads what `save_groups` has written."""
+        return self._submit_to_first(
+            "samples of the checkpoint",
+            "checkpoint",
+            "load_groups",
+            lambda _, path: _load_groups(path),
+            file.resolve(),
+        ).result()
 
     def write_advantages(
         self,

@@ -62,7 +62,7 @@ def test_what_is_dropped_is_waited_for_when_it_comes_again(per_step, max_stalene
         room = schedule.num_to_wait_for(per_step)
         for place in range(schedule.num_to_begin(per_step, steps - 1 - version)):
             is_again = bool(again)
-            schedule.begin([again.pop(0) if is_again else next(new), version], version, is_again and place < room)
+            schedule.begin([again.pop(0) if is_again else next(new), version], version, again=is_again and place < room)
         for wanted in range(per_step, 0, -1):
             while (group := schedule.take(version, wanted)) is None:
                 schedule.finish(rng.choice(schedule.unfinished))

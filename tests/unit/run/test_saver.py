@@ -59,6 +59,24 @@ def latest(folder: Path) -> int | None:
     return path and Checkpoint.open(path).step
 
 
+def test_what_the_driver_writes_is_a_file_of_the_checkpoint(tmp_path):
+    def write(folder: Path) -> list[FileRecord]:
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "waiting").write_text("samples")
+        return [seal(folder / "rollouts" / "waiting", folder)]
+
+    for ours in (saver(tmp_path / "waits"), saver(tmp_path / "interrupted")):
+        group = Group()
+        ours.save(of(group), 3, {}, write=write)
+        group.written = True
+        if ours._checkpoints.path.name == "waits":
+            ours.finish()
+        else:
+            ours.finish_after_interrupt(3, left_s=lambda: 0.0)
+        checkpoint = Checkpoint.open(Checkpoints(ours._checkpoints.path).latest())
+        assert {record.path for record in checkpoint.files} == {"actor/file", "rollouts/waiting"}
+
+
 def test_a_checkpoint_is_complete_when_its_files_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

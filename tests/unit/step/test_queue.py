@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megarl.cluster.groups.engines import Aborted, RemoteSample
 from megarl.config.load import load
+from megarl.core.checkpoint import FORMAT, FileRecord
 from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
@@ -85,8 +88,10 @@ class Submitted:
         return SampleInfo(request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended)
 
 
-def queue_of(config, rollouts: Rollouts, state: RunState) -> RolloutQueue:
+def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = None) -> RolloutQueue:
     rewards = SimpleNamespace(listener=None, forget=rollouts.forgotten.extend)
+    if saves is not None:
+        rewards.save_groups, rewards.load_groups = saves.save_groups, saves.load_groups
     return RolloutQueue(config, SimpleNamespace(engines=rollouts, environments=None, rewards=rewards), DATA, state)
 
 
@@ -135,22 +140,135 @@ def test_samples_are_as_old_as_the_bound_and_no_older(max_staleness):
     assert max(oldest) == max_staleness
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_killed_run_loses_no_row_and_trains_on_none_twice(seed):
-    rng = random.Random(seed)
-    config, killed_in = config_of(rng.randint(1, 4)), rng.randint(1, STEPS - 1)
-    trained, states = attempt(config, Rollouts(rng), fresh(), killed_in)
-    again = RunState.restore(json.loads(states[-1]), config, DATA)
-    waiting = again.dump()["under_way"]
-    rollouts = Rollouts(rng)
-    later, _ = attempt(config_of(rng.randint(0, 4)), rollouts, again, STEPS)  # with another bound, too
-    assert rows(trained + later) == list(range(STEPS * PER_STEP))
-    assert rollouts.begun[: len(waiting)] == waiting, "they come before rows that nobody has begun"
-    begun = rows(trained) + waiting
-    assert sorted(begun) == list(range(len(begun)))
-
-
 DROPS = "rollout.too_old=drop"
+
+
+class Killed(Exception):
+    pass
+
+
+class Clocked(Rollouts):
+    """Engines of which each group ends when its row's time is over, on a virtual clock. They die at their call of the
+    number killed_at."""
+
+    def __init__(self, rng: random.Random, seconds: list[float], killed_at: float = math.inf):
+        super().__init__(rng)
+        self.seconds, self.now, self.killed_at, self.ends = seconds, 0.0, killed_at, {}
+
+    def generate(self, groups, listener):
+        self.live()
+        pending = super().generate(groups, listener)
+        self.ends[pending] = self.now + max(self.seconds[int(group[0].prompt.id)] for group in groups)
+        return pending
+
+    def first(self, pendings, meanwhile):
+        self.live()
+        self.pass_until(min(self.ends[pending] for pending in pendings))
+        return next(pending for pending in pendings if pending.advance())
+
+    def abort(self, groups):
+        self.live()
+        super().abort(groups)
+
+    def go_on(self):
+        """Trains for a while."""
+        self.live()
+        self.pass_until(self.now + 1.0)
+
+    def pass_until(self, now: float) -> None:
+        self.now = now
+        for pending in [pending for pending in self.under_way if self.ends[pending] <= now]:
+            self.end(pending)
+
+    def live(self) -> None:
+        self.killed_at -= 1
+        if self.killed_at < 0:
+            raise Killed
+
+
+class Saves:
+    """Checkpoints, of which the newest counts."""
+
+    def __init__(self) -> None:
+        self.state, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
+        self.groups: list = []
+
+    def save_groups(self, groups, file):
+        self.groups = [(row, version, list(samples)) for row, version, samples in groups]
+        return FileRecord(str(file), 1, "")
+
+    def load_groups(self, file):
+        return self.groups
+
+    def verify(self, records):
+        assert len(records) == 1
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_run_that_is_killed_at_any_moment_trains_on_each_row_once_and_puts_no_length_off(seed):
+    """A run is killed again and again, at a random moment, and goes on from its last checkpoint."""
+    rng = random.Random(seed)
+    staleness, drops, save_every = rng.randint(0, 3), rng.random() < 0.5, rng.randint(1, 3)
+    factor = rng.choice([1.5, 2]) if drops and not staleness else 1 + staleness
+    keys = (DROPS, f"batch.oversampling={factor}") if drops and factor > 1 else ()
+    config = config_of(staleness, *keys)
+    seconds = [rng.lognormvariate(0, 1.5) for _ in range(len(DATA))]
+    saves, trained = Saves(), []
+    while len(trained) < STEPS:
+        state = RunState.restore(json.loads(saves.state), config, DATA)
+        del trained[state.step :]
+        waited = [row for row, *_ in saves.groups]
+        rollouts = Clocked(rng, seconds, killed_at=rng.randint(0, 25 * save_every))
+        queue = queue_of(config, rollouts, state, saves)
+        queue.restore(saves)
+        try:
+            while state.step < STEPS:
+                state.step += 1
+                rollouts.version = state.step - 1
+                queue.begin(state.step, PER_STEP)
+                groups = queue.take(state.step, PER_STEP, lambda: None)
+                queue.drop(state.step)
+                trained.append([group[0].info for group in groups])
+                rollouts.go_on()
+                if state.step % save_every == 0 or state.step == STEPS:
+                    files = queue.save(Path())
+                    saves.groups = saves.groups if files else []
+                    saves.state, saves.files = json.dumps(state.dump()), files
+        except Killed:
+            pass
+        assert not set(rollouts.begun) & set(waited) or drops, "what is there is not sampled again"
+    rows = [[int(info.prompt_id) for info in step] for step in trained]
+    everything = sorted(row for step in rows for row in step)
+    ages = [version - info.version_oldest for version, step in enumerate(trained) for info in step]
+    assert max(ages) <= staleness
+    left = json.loads(saves.state)["under_way"]
+    assert sorted([*everything, *left]) == list(range(len(everything) + len(left))), "each once, and none is lost"
+    assert len(left) <= (config.prompts_ahead if drops else 0)
+    late = 3 * staleness + 1 if drops else staleness  # dropped once, waited for, and after a kill behind older ones
+    latest = max(step - row // PER_STEP for step, found in enumerate(rows) for row in found)
+    assert latest <= late, (staleness, drops, factor)
+
+
+def test_groups_that_a_lower_bound_has_no_room_for_are_sampled_again():
+    config, saves, rollouts = config_of(3), Saves(), Rollouts(random.Random(0))
+    state = fresh()
+    queue = queue_of(config, rollouts, state, saves)
+    state.step = 1
+    queue.begin(1, PER_STEP)
+    for pending in [*rollouts.under_way]:
+        rollouts.end(pending)
+    queue.take(1, PER_STEP, lambda: None)
+    saves.files, saves.state = queue.save(Path()), json.dumps(state.dump())
+    assert [row for row, *_ in saves.groups] == list(range(3, 12))
+    for max_staleness, format_number, kept in ((3, FORMAT, 9), (1, FORMAT, 3), (0, FORMAT, 0), (3, FORMAT - 1, 0)):
+        lower, saves.format = config_of(max_staleness), format_number
+        state, rollouts = RunState.restore(json.loads(saves.state), lower, DATA), Rollouts(random.Random(0))
+        queue = queue_of(lower, rollouts, state, saves)
+        queue.restore(saves)
+        state.step = 2
+        queue.begin(2, PER_STEP)
+        assert rollouts.begun[:1] == [3 + kept], "the others are asked for in their order"
+        assert [item.row for item in state.under_way[:kept]] == list(range(3, 3 + kept))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
