@@ -76,7 +76,8 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
 
 def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue, agreement: Agreement) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
-    its number. Rollouts that the queue has begun for later steps go on meanwhile."""
+    its number. Rollouts that the queue has begun for later steps go on meanwhile, but stand still while models train
+    that share devices with the engines."""
     workers.take_idle_shares()  # of what was between the last step and this one
     watch, number = loop.stopwatch(), loop.state.step
     file = loop.folder.rollouts(number)

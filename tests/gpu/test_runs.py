@@ -34,6 +34,7 @@ OF_8B = (
 )
 RUNS = {
     "in turns": (1, (*COLOCATED,)),
+    "in turns, rollouts ahead": (1, (*COLOCATED, "rollout.max_staleness=1", "rollout.keys_values=recompute")),
     "fp8 blocks": (1, (*COLOCATED, "model.dtype=bfloat16", "rollout.quantization=fp8_block")),
     "an engine over two": (2, (*COLOCATED, "actor.layout.dp=2", "rollout.tp=2")),
     "sent": (2, ("cluster.placement=disaggregated",)),
@@ -100,6 +101,18 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
     canaries = [*away, "generate", "sleep", *(back if "parameters" in parts else [])]
     begin = ["refit", *canaries]
     assert turns_of(tmp_path / "runs" / "tiny")[: len(begin) + 3 * len(step)] == [*begin, *step, *step, *step]
+
+
+@needs_gpus(1, can_rehearse=False)
+def test_rollouts_ahead_stand_still_on_a_gpu_while_models_train(tmp_path):
+    """What is under way when the engine sleeps loses its keys and values, and goes on when it has them again."""
+    few = "rollout.vllm_overrides={max_num_seqs: 16}"
+    keys = ("run.steps=4", "model.dtype=bfloat16", "rollout.verify_refit=always", few)
+    run = train(tmp_path, write_model(tmp_path / "model", "dense"), *keys, *RUNS["in turns, rollouts ahead"][1])
+    steps = metrics_of(run)
+    assert [step["weights/version"] for step in steps] == [1, 2, 3, 4]
+    assert max(step["weights/staleness_max"] for step in steps) == 1
+    assert sum(step["weights/mixed_share"] for step in steps) > 0
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
