@@ -1,4 +1,5 @@
-"""The summary that a run prints before it starts: its beginning, its processes, and the passes that it makes."""
+"""The summary that a run prints before it starts: its beginning, its processes, the passes that it makes, and what it
+leaves out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.resume import ResumePoint
-from megarl.step import passes, queue
+from megarl.step import agreement, passes, queue
 
 
 def print_run_summary(
@@ -19,4 +20,4 @@ def print_run_summary(
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
     dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
     print(f"model: {model_folder}\n{config.data.rows}: {len(data)}{dropped}\nprocesses: {placement}")
-    print("\n".join([*queue.describe(config), *passes.describe(config)]), flush=True)
+    print("\n".join([*queue.describe(config), *passes.describe(config), *agreement.announce(config)]), flush=True)

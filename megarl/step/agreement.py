@@ -84,6 +84,15 @@ class Agreement:
         return f"With the weights that engines have taken since, {tell(self._canaries.explain(answers, measured))}"
 
 
+def announce(config: Config) -> list[str]:
+    """Returns a line that says what the run leaves out of the loss, if it does."""
+    tolerance = config.tolerance
+    if config.is_offline or tolerance.mask is None:
+        return []
+    what = {"token": "tokens", "sample": "samples with a token"}[tolerance.mask]
+    return [f"agreement: {what} on which trainer and engine differ by more than {tolerance.threshold:g} have no loss"]
+
+
 def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     """Says by how much a step's tokens differ, if that is more than the limit."""
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit

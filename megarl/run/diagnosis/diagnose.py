@@ -102,8 +102,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Returns the sample with this id, or the first that has token ids, of this step or of the newest one. Raises
-    UserError where there is none."""
+    """Returns the sample with this id, or the first that has token ids, of this step or of the newest one. One of fewer
+    than three tokens has nothing to compare. Raises UserError where there is none."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: it has no rollouts yet; wait for its first step")
@@ -115,7 +115,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
         rows = [row for row in rows if row.get("sample_id") == sample]
         if not rows:
             raise UserError(f"--sample {sample}: step {number} has no such sample; see {files[number]}")
-    found = next((row for row in rows if RESPONSE_IDS in row), None)
+    found = next((row for row in rows if len(row.get(PROMPT_IDS, ())) + len(row.get(RESPONSE_IDS, ())) >= 3), None)
     if found is None:
         whose = f"sample {sample}" if sample else "no sample"
         raise UserError(

@@ -65,7 +65,8 @@ def run(tmp_path: Path) -> Path:
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.layout.pp=2", "actor.lora.rank=4"])
     (tmp_path / "config.resolved.yaml").write_text(dump(config))
     (tmp_path / "rollouts").mkdir()
-    rows = [{"sample_id": "3.0.0"}, {"sample_id": "3.0.1", "prompt_ids": [1, 2], "response_ids": [3] * 600}]
+    empty = {"sample_id": "3.0.2", "prompt_ids": [], "response_ids": []}
+    rows = [{"sample_id": "3.0.0"}, empty, {"sample_id": "3.0.1", "prompt_ids": [1, 2], "response_ids": [3] * 600}]
     (tmp_path / "rollouts/step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rollouts/step_000001.jsonl").write_text(json.dumps(rows[0]) + "\n")
     return tmp_path

@@ -7,7 +7,7 @@ import pytest
 from megarl.config.agreement_schema import ROUNDING
 from megarl.config.load import load
 from megarl.core.metrics import Metric
-from megarl.step.agreement import excess, tell
+from megarl.step.agreement import announce, excess, tell
 from megarl.step.causes import Evidence
 from tests.paths import BASE
 
@@ -51,6 +51,12 @@ def test_samples_of_earlier_weights_have_no_limit_but_the_recipe_s() -> None:
 
 def test_a_step_that_does_not_train_the_policy_has_none() -> None:
     assert excess(config_of(), {}) is None
+
+
+def test_the_start_says_what_is_left_out_of_the_loss() -> None:
+    assert announce(config_of()) == announce(config_of("agreement.action=stop")) == []
+    [line] = announce(config_of("agreement.action=mask", "agreement.mask=sample"))
+    assert "samples with a token on which trainer and engine differ by more than 1.5 have no loss" in line
 
 
 def test_the_furthest_engine_is_explained() -> None:
