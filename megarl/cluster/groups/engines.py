@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 """The number of parameters or kernels that a message names of those that are in the way of writing in place."""
+
+SLOW = 1.5
+"""The times the fastest engine's seconds a token from which on an engine gets fewer requests: less is chance."""
 
 RESTARTS = 3
 """The number of times that an engine is started again: what ended it so often would end it once more."""
@@ -184,7 +188,7 @@ class Load:
 
 class EngineGroup(VllmGroup["VllmEngine"]):
     """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache, to those
-    that have the least to do.
+    that have the least to do, with rollout.max_staleness slower ones less than others.
 
     When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
     joins them. Not so on GPUs that it shares with trainers: while they train there is no room for it to start.
@@ -202,6 +206,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self.losses: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
         """The requests that each engine has not answered."""
+        self._weighs_speed = config.rollout.max_staleness > 0
+        """Whether slower ones get less. Where a step waits for all that it begins, what each engine samples, and so the
+        run, would not be the same twice."""
+        self._latencies: dict[str, float] = {}
+        """The seconds in which each engine gave each of its samples a token, on average over the last steps."""
         self._aborted: set[str] = set()
         """The names of the first requests of groups that nobody wants any more, until they are over."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
@@ -333,10 +342,23 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantised_destinations(self._hf_config, holders) if self._quantises else holders
 
-    @property
-    def least_loaded(self) -> list[str]:
-        """The names of these processes, those with the fewest requests first."""
-        return sorted(self._actors, key=lambda name: self.load[name])
+    def deal(self, sizes: Mapping[int, int]) -> dict[str, list[int]]:
+        """Deals groups out to these processes, one by one to that which would be done with it first. sizes: the
+        requests of each, by its number."""
+        load, slowness, dealt = Counter(self.load), self._slowness(), {name: [] for name in self._actors}
+        for number, size in sizes.items():
+            name = min(dealt, key=lambda name: (load[name] + size) * slowness[name])
+            load[name] += size
+            dealt[name].append(number)
+        return {name: numbers for name, numbers in dealt.items() if numbers}
+
+    def _slowness(self) -> dict[str, float]:
+        """Returns how many times slower each engine is than the fastest: 1 where that is less than SLOW."""
+        if not self._weighs_speed:
+            return dict.fromkeys(self._actors, 1.0)
+        fastest = min((self._latencies[name] for name in self._actors if name in self._latencies), default=1.0)
+        times = {name: self._latencies.get(name, fastest) / fastest for name in self._actors}
+        return {name: factor if factor > SLOW else 1.0 for name, factor in times.items()}
 
     def add_load(self, requests: Mapping[str, int]) -> Load:
         """Notes that engines have been given so many requests."""
@@ -369,8 +391,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     ) -> Pending[list[Sampled]]:
         """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
         left = [i for i in range(len(groups)) if i not in done]
-        names = self.least_loaded
-        dealt = {name: part for k, name in enumerate(names) if (part := left[k :: len(names)])}
+        dealt = self.deal({i: len(groups[i]) for i in left})
         asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
         load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
@@ -433,9 +454,16 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._submit_expendable(f"engines: {task}", "refit", task, calls).then(drop_lost)
 
     def take_idle_share(self) -> Pending[float]:
-        calls = self._calls("sampled", lambda engine: engine.take_seconds())
-        asked = self._submit_expendable("seconds of sampling", "rollout", "sampled", calls)
-        return asked.then(lambda answers: self._idle_share([answers.values.get(name, 0.0) for name in calls]))
+        calls = self._calls("sampled", lambda engine: (engine.take_seconds(), engine.take_num_steps()))
+
+        def take(answers: Answers) -> float:
+            for name, (seconds, num_steps) in answers.values.items():
+                if num_steps:
+                    latency = seconds / num_steps
+                    self._latencies[name] = fmean((latency, self._latencies.get(name, latency)))
+            return self._idle_share([answers.values.get(name, (0.0, 0))[0] for name in calls])
+
+        return self._submit_expendable("seconds of sampling", "rollout", "sampled", calls).then(take)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
         """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do
@@ -461,6 +489,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
         for name in lost:
             del self._actors[name]
+            self._latencies.pop(name, None)
             self.losses[name] += 1
             starts_again = self._starts_again and self.losses[name] <= RESTARTS
             print(

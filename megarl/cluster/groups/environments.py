@@ -226,8 +226,8 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
     ) -> Pending[list[list[RemoteSample]]]:
         left = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
-        pairs.sort(key=lambda pair: self._engines.load[pair[0][0]])
-        dealt = {name: part for k, (_, (name, _)) in enumerate(pairs) if (part := left[k :: len(pairs)])}
+        by_engine = self._engines.deal({i: len(groups[i]) for i in left})
+        dealt = {name: by_engine[engine] for (engine, _), (name, _) in pairs if engine in by_engine}
         calls = {}
         for (_, engine), (name, actor) in pairs:
             if name in dealt:

@@ -125,6 +125,8 @@ class VllmEngine:
         self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
         """The time of sampling since it was last asked for, and the moment up to which it is counted."""
+        self._num_steps = 0
+        """vLLM's steps in this time, in each of which a sample under way gets a token."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -200,6 +202,7 @@ class VllmEngine:
                 if self._may_step:
                     self._step()
                     self._count_seconds()
+                    self._num_steps += 1
                 await self._let_others_run()
         except Exception as error:  # of vLLM, for those who wait
             for item in self._under_way.values():
@@ -220,6 +223,11 @@ class VllmEngine:
         """Returns the seconds since this was last asked in which samples were under way, without pauses."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def take_num_steps(self) -> int:
+        """Returns the steps since this was last asked."""
+        steps, self._num_steps = self._num_steps, 0
+        return steps
 
     async def _let_others_run(self) -> None:
         """Lets what a step has completed reach those who wait for it, and lets them go on, before the next step."""

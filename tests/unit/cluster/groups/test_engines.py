@@ -41,6 +41,8 @@ class FakeActor:
     put: list
     """The objects that were put into Ray's object store."""
     asleep: list[str]
+    sampled: dict[str, tuple[float, int]]
+    """The seconds of each engine, and its steps in them."""
     is_up: bool
     """Whether those that were started again have started."""
     start_fails: bool
@@ -103,6 +105,12 @@ class FakeEngine:
         if FakeActor.misfit:
             own["model.other.weight"] = own.pop("model.norm.weight")
         return [own]
+
+    def take_seconds(self) -> float:
+        return FakeActor.sampled[self._name][0]
+
+    def take_num_steps(self) -> int:
+        return FakeActor.sampled[self._name][1]
 
     def repacking(self) -> list[str]:
         return FakeActor.repacking
@@ -200,6 +208,24 @@ def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
     first.result()
     ask(engines, [["f"]])
     assert FakeActor.seen["engine-0"][-1] == "f"
+
+
+def test_a_slow_replica_gets_fewer_groups(start) -> None:
+    """Three engines, of which one takes four times as long for a token: in as much time it does a quarter. Where a step
+    waits for all, each gets what it would get in another run."""
+    engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
+    sizes = dict.fromkeys(range(18), 8)
+    assert [len(part) for part in engines.deal(sizes).values()] == [6, 6, 6]
+    for latencies, shares in (((0.01, 0.04, 0.01), [8, 2, 8]), ((0.01, 0.012, 0.01), [6, 6, 6])):
+        answers = [(10.0, round(10 / latency)) for latency in latencies]
+        FakeActor.sampled = dict(zip(engines.names, answers, strict=True))
+        for _ in range(8):
+            engines.take_idle_share().result()
+            waiting.take_idle_share().result()
+        assert [len(part) for part in engines.deal(sizes).values()] == shares
+        assert [len(part) for part in waiting.deal(sizes).values()] == [6, 6, 6]
+    engines.drop({"engine-1"}, "rollout")
+    assert list(engines.deal(sizes)) == ["engine-0", "engine-2"]
 
 
 def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
