@@ -37,6 +37,7 @@ FREE = (
     "*.vllm_overrides*",
     "rollout.max_staleness",
     "rollout.too_old",
+    "rollout.longest_first",
     "batch.oversampling",
     "rollout.keys_values",
     "rollout.sleep",

@@ -46,6 +46,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "batch.epochs": 1,
         "batch.epochs_kl_limit": None,
         "rollout.too_old": "wait",
+        "rollout.longest_first": False,
         "batch.oversampling": None,
         "rollout.keys_values": "keep",
         "algorithm.kl.limit": None,

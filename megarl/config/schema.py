@@ -44,6 +44,7 @@ class Rollout(Section):
     max_staleness: NonNegativeInt
     too_old: Literal["wait", "drop"]
     keys_values: Literal["keep", "recompute"]
+    longest_first: bool
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None

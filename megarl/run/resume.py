@@ -44,6 +44,8 @@ class RunState:
     """The rows whose rollouts are under way, in their order."""
     again: list[UnderWay] = field(default_factory=list)
     """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
+    lengths: dict[int, float] = field(default_factory=dict)
+    """The mean tokens of a row's responses when it was last trained on, with rollout.longest_first."""
 
     def draw(self, n: int, version: int) -> list[UnderWay]:
         """Returns the next n rows, whose rollouts are under way from now on. version: that of the weights."""
@@ -72,6 +74,7 @@ class RunState:
             "cursor": self.cursor.state(),
             "average": asdict(self.average),
             "under_way": [item.row for item in (*self.again, *self.under_way)],
+            "lengths": {str(row): length for row, length in self.lengths.items()},
             "under_way_since": [item.version for item in (*self.again, *self.under_way)],
         }
 
@@ -85,7 +88,8 @@ class RunState:
         versions = saved.get("under_way_since", [saved["step"]] * len(rows))
         again = [UnderWay(row, version) for row, version in zip(rows, versions, strict=True)]
         again.sort(key=lambda item: item.version)  # whose turn is first
-        return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again)
+        lengths = {int(row): length for row, length in saved.get("lengths", {}).items()}
+        return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from megarl.cluster.groups.engines import Aborted, RemoteSample, Sampled
 from megarl.cluster.pending import Pending, first, ready
@@ -104,13 +105,15 @@ class RolloutQueue:
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
         asked = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
         self._num_in_step += len(items)
-        for together in self._submissions(range(len(items))):
+        groups: dict[int, Group] = {}
+        for together in self._submissions(self._in_order(items)):
             pending = self._sample([asked[i] for i in together])
             for place, i in enumerate(together):
                 names = [request.sample_id for request in asked[i]]
-                group = Group(items[i], self._num_begun, names, pending, place)
-                self._num_begun += 1
-                self._schedule.begin(group, number - 1, turn=items[i].version, again=i < num_again)
+                groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
+        self._num_begun += len(items)
+        for i, item in enumerate(items):
+            self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
         """Waits for groups that this step trains on, and returns their samples, in the order in which they were
@@ -126,7 +129,11 @@ class RolloutQueue:
         taken.sort(key=lambda group: group.order)
         for group in taken:
             self.state.under_way.remove(group.item)
-        return [group.result() for group in taken]
+        sampled = [group.result() for group in taken]
+        if self.config.rollout.longest_first:
+            for group, samples in zip(taken, sampled, strict=True):
+                self.state.lengths[group.item.row] = fmean(sample.info.num_response_tokens for sample in samples)
+        return sampled
 
     def drop(self, number: int) -> None:
         """Ends the rollouts that are too old for the step after this one, and waits until the engines have left them.
@@ -179,6 +186,14 @@ class RolloutQueue:
             metrics |= self._dropped.metrics()
             self._dropped = Dropped()
         return metrics
+
+    def _in_order(self, items: Sequence[UnderWay]) -> list[int]:
+        """Returns the places of the rows in the order in which they are submitted."""
+        places, lengths = list(range(len(items))), self.state.lengths
+        if not self.config.rollout.longest_first or not lengths:
+            return places
+        unknown = fmean(lengths.values())
+        return sorted(places, key=lambda i: -lengths.get(items[i].row, unknown))
 
     def _submissions(self, numbers: Sequence[int]) -> list[Sequence[int]]:
         """Returns which groups are submitted together: all where a step waits for all of them, else each by itself."""

@@ -63,5 +63,5 @@ def test_each_prompt_is_trained_on_once(tmp_path: Path, keys: tuple[str, ...]) -
         assert {name: responses.get(name) for name in waited} == waited, "what had ended is not sampled again"
     else:
         assert oldest == 0 and not waited
-        assert max(line["rollout/aborted_samples"] for line in metrics) > 0
+        assert max(line["rollout/dropped_samples"] for line in metrics) > 0
         assert all(line["rollout/dropped_tokens"] >= line["rollout/aborted_tokens"] for line in metrics)

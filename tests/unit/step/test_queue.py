@@ -214,8 +214,8 @@ def test_a_run_that_is_killed_at_any_moment_trains_on_each_row_once_and_puts_no_
     config = config_of(staleness, *keys)
     seconds = [rng.lognormvariate(0, 1.5) for _ in range(len(DATA))]
     saves, trained = Saves(), []
-    while json.loads(saves.state)["step"] < STEPS:
-        state = RunState.restore(json.loads(saves.state), config, DATA)
+    while (saved := json.loads(saves.state))["step"] < STEPS:
+        state = RunState.restore(saved, config, DATA)
         del trained[state.step :]
         waited = [row for row, *_ in saves.groups]
         rollouts = Clocked(rng, seconds, killed_at=rng.randint(0, 25 * save_every))
@@ -339,9 +339,30 @@ def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
     )
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_took_longest_last_time_is_submitted_first(max_staleness):
+    """Six rows come in two steps, of which only the first three have been seen; their lengths are 1, 9 and 5."""
+    config = config_of(max_staleness, "rollout.longest_first=true")
+    state, rollouts = RunState(2, PromptCursor(6, seed=0, shuffle=False)), Rollouts(random.Random(0))
+    state.lengths = {0: 1.0, 1: 9.0, 2: 5.0}
+    state = RunState.restore(json.loads(json.dumps(state.dump())), config, DATA)
+    queue = queue_of(config, rollouts, state)
+    queue.begin(3, PER_STEP)
+    if max_staleness:
+        assert rollouts.begun == [1, 2, 3, 4, 5, 0], "the unknown ones count as the mean"
+    else:
+        asked = [int(group[0].prompt.id) for group in rollouts.under_way[0].groups]
+        assert asked == [1, 2, 0]
+    for pending in [*rollouts.under_way]:
+        rollouts.end(pending)
+    taken = queue.take(3, PER_STEP, lambda: None)
+    assert [group[0].info.prompt_id for group in taken] == ["0", "1", "2"]
+    assert [group[0].info.id for group in taken] == ["3.0.0", "3.1.0", "3.2.0"]
+    assert state.lengths == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
 def test_without_a_correction_the_run_warns():
     assert describe(config_of(0)) == []
     assert len(describe(config_of(2))) == 1
-    assert "stand still while models train" in describe(config_of(2, "cluster.placement=colocated"))[1]
     assert "nothing corrects" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
     assert "nothing corrects" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]
