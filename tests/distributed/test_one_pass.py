@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
+from megarl.core.types import Sample
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model import head
@@ -65,7 +66,10 @@ def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -
 
 def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
-    batch = local_batch(rank_batches(config, worker.packing, random_groups(0), worker.role)[0])
+    groups = random_groups(0)
+    if config.algorithm.objective.spec.learns_labels:
+        groups = [[(labelled(sample), reward) for sample, reward in group] for group in groups]
+    batch = local_batch(rank_batches(config, worker.packing, groups, worker.role)[0])
     make_passes(worker, batch)
     batches = worker._training_batches(batch)
     waits, calls = Waits(), []
@@ -85,6 +89,10 @@ def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, 
     hook.remove()
     worker.end_step()
     return waits.found, len(calls), len(batches), {name for part in parts for name in part}
+
+
+def labelled(sample: Sample) -> Sample:
+    return replace(sample, labels=[0.25] * len(sample.response_ids))
 
 
 def make_passes(worker: TrainerWorker, batch: LocalBatch) -> None:
