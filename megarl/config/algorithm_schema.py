@@ -132,6 +132,13 @@ class KL(Section):
         return self.renew_steps is not None and step % self.renew_steps == 0
 
 
+class TrustRegion(Section):
+    kl_limit: PositiveFloat | None
+    iterations: PositiveInt
+    damping: NonNegativeFloat
+    trials: PositiveInt
+
+
 class Correction(Section):
     old: Literal["trainer", "rollout"]
     weight: Literal["auto", "token", "sequence", "geometric"] | None
@@ -149,6 +156,7 @@ class Algorithm(Section):
     correction: Correction
     value: Value
     kl: KL
+    trust_region: TrustRegion
 
     @property
     def whitens_step(self) -> bool:

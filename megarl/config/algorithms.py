@@ -67,6 +67,8 @@ def _lines() -> Iterator[str]:
     yield "algorithm.value, for estimator=gae"
     yield "    coefficient, clip, aggregation=one of these"
     yield from _kl()
+    yield "algorithm.trust_region, in place of AdamW: TRPO's natural gradient, arXiv 1502.05477, for name=unclipped"
+    yield "    kl_limit (null: AdamW), iterations, damping, trials"
     yield "algorithm.correction, of what lies between the policy that sampled and the old one"
     yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
     yield "    weight_limit and weight_floor with a weight, mask_low and mask_high with a mask"

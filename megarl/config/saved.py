@@ -43,6 +43,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "data.step_end": "\n",
         "rollout.stop": [],
         "rollout.max_staleness": 0,
+        "algorithm.trust_region": {"kl_limit": None, "iterations": 10, "damping": 0.1, "trials": 10},
         "batch.epochs": 1,
         "batch.epochs_kl_limit": None,
         "rollout.too_old": "wait",

@@ -77,6 +77,19 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
         return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
+def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
+    """Returns the objective's metrics of each microbatch on this rank, by a forward-only pass (none before the last
+    stage)."""
+
+    def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        return objective(item.rows, scored[0])
+
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad(), _inputs(chunks, batches) as inputs:
+        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, compute_metrics), forward_only=True)
+
+
 def _schedule(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
 ) -> dict[str, Any]:

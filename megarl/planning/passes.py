@@ -76,6 +76,8 @@ def _old_log_probs(config: Config) -> Pass:
         return Pass("old log-probs", True, f"{per_step}{again}: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
+    if config.algorithm.trust_region.kl_limit is not None:
+        return Pass("old log-probs", True, "algorithm.trust_region: its trials are compared with the old policy")
     if config.algorithm.objective.spec.selects_tokens and not from_rollout:
         reason = "chooses tokens by their covariance over a whole update"
         return Pass("old log-probs", True, f"{_chosen(config)} {reason}")

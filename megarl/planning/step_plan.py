@@ -184,6 +184,10 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         in_host = optimizer_share_in_host(settings, empty)
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
+        if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
+            # TRPO: a trial, and for each product two forward passes and a gradient.
+            products = config.algorithm.trust_region.iterations
+            passes, epochs = passes + 2 * products + 1, 1 + products
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
         # Gradients are given up. Between the passes of an actor, for which its weights come back, and its update, the
         # critic has its turn.

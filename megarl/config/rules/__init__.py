@@ -32,6 +32,7 @@ from megarl.config.rules import (
     run,
     sandbox,
     trained,
+    trust_region,
     vllm_overrides,
 )
 from megarl.config.rules.unused_keys import unused_keys
@@ -40,7 +41,7 @@ from megarl.config.violations import raise_all
 
 SECTIONS = (
     *(batch, data, advantage, objective, correction, agreement, kl, rollout, vllm_overrides, lora, critic),
-    *(reward_model, rewards, environment, sandbox, evaluation, cluster, run, experts),
+    *(reward_model, rewards, environment, sandbox, evaluation, cluster, run, experts, trust_region),
 )
 
 

@@ -30,6 +30,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     model = _completed(config, config.actor, hf_config)
     actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     actor_violations.append(keys_of_experts_have_some(config, model))
+    actor_violations.append(trust_region_is_of_a_dense_model(config, model))
     head = score_head_of(model)
     if config.is_offline:
         labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
@@ -145,6 +146,17 @@ def keys_of_experts_have_some(config: Config, hf: Mapping[str, Any]) -> str | No
     if chosen.router != "free":
         lines.append("actor.experts.router=frozen: {} has no routers; set actor.experts.router=free")
     return "\n".join(line.format(_model(config, config.actor)) for line in lines) or None
+
+
+def trust_region_is_of_a_dense_model(config: Config, hf: Mapping[str, Any]) -> str | None:
+    limit = config.algorithm.trust_region.kl_limit
+    if limit is None or experts(hf) is None:
+        return None
+    return (
+        f"algorithm.trust_region.kl_limit={limit:g}: TRPO's products are differences of passes, and between two "
+        f"of them {_model(config, config.actor)} may send a token to other experts; set "
+        "algorithm.trust_region.kl_limit=null"
+    )
 
 
 def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:

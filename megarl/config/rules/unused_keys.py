@@ -72,6 +72,11 @@ BELONGS = (
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
     ),
+    Belongs(
+        ("algorithm.trust_region",),
+        "algorithm.trust_region.kl_limit",
+        lambda config: config.algorithm.trust_region.kl_limit is not None,
+    ),
     Belongs(("batch.epochs_kl_limit",), "batch.epochs above 1", lambda config: config.batch.epochs > 1),
     Belongs(("rollout.keys_values",), "rollout.max_staleness", lambda config: config.rollout.max_staleness > 0),
     Belongs(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -32,10 +33,12 @@ from megarl.megatron.advantages import (
 from megarl.megatron.lora.attach import adapters_off
 from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
 from megarl.megatron.main_weights import ChangedShare
+from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.model.head import scored_at
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
+from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
 
 Policy = Literal["old", "reference"]
@@ -91,6 +94,21 @@ class ActorWorker(TrainerWorker):
         are rounded from main weights."""
         metrics, share = super().update(batch), self._changed_share.take()
         return metrics | {"update/changed_share": Metric(share)} if metrics and share is not None else metrics
+
+    def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
+        limits = self._config.algorithm.trust_region
+        if limits.kl_limit is None:
+            return super()._apply_gradients(batches, sums)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return grad_norm, {}
+        taken = take_step(self.chunks, self.optimizer, self.objective, batches, sums, limits)
+        return grad_norm, {
+            "policy/lr": Metric(taken.rate),
+            "trust_region/kl": Metric(taken.divergence),
+            "trust_region/trials": Metric(taken.trials),
+        }
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values

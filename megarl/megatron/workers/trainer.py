@@ -178,7 +178,7 @@ class TrainerWorker(ModelWorker, ABC):
         biases, self._is_complete = RouterBiases(self.chunks), False
         sums = step.accumulate_gradients(self.chunks, self.objective, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
-        grad_norm = step.apply_gradients(self.optimizer)
+        grad_norm, found = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped)
         if is_skipped:
@@ -193,7 +193,14 @@ class TrainerWorker(ModelWorker, ABC):
         if is_skipped:
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
-        return merge(map(read, sums)) | routes | metrics
+        return merge(map(read, sums)) | routes | metrics | found
+
+    def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
+        """Does the step of the update, unless the gradient is not finite. Returns the gradient's norm, and metrics.
+
+        batches, sums: the microbatches, and the objective's metrics of them
+        """
+        return step.apply_gradients(self.optimizer), {}
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""

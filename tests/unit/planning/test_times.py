@@ -105,6 +105,15 @@ def test_updates_are_made_in_each_epoch_and_passes_once():
     assert thrice.volume["replicas"] == pytest.approx(3 * once.volume["replicas"])
 
 
+def test_trpo_takes_two_passes_and_a_gradient_for_each_product():
+    keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "model.dtype=float32", "algorithm.objective.name=unclipped")
+    region = "algorithm.trust_region={kl_limit: 0.01, iterations: 4}"
+    plain, trpo = (plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"] for more in ((), (region,)))
+    assert trpo.update["matrix products"] == pytest.approx(5 * plain.update["matrix products"])
+    # The pass of the old policy, two for each product, and a trial; a gradient is three.
+    assert trpo.passes["matrix products"] == pytest.approx(10 * plain.update["matrix products"] / 3)
+
+
 def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_nodes():
     keys = ("rollout.tp=4", "rollout.replicas=8", *BATCH, "actor.recompute=full")
     plans = [plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys) for ep in (8, 32)]

@@ -26,6 +26,12 @@ def config(*overrides: str):
             False,
             "the engine's log-probs stand for them, an approximation",
         ),
+        (
+            ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
+            "old log-probs",
+            True,
+            "its trials are compared with the old policy",
+        ),
         (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
         (
             ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],

@@ -206,6 +206,11 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
     [
         (SMOLLM2, ["actor.layout.ep=2", "actor.layout.dp=2"], "actor.layout.ep=2: model.path=smollm2 has no experts"),
         (
+            QWEN3_MOE,
+            ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
+            "between two of them model.path=smollm2 may send a token to other experts; set algorithm.trust_region",
+        ),
+        (
             MIXTRAL,
             ["actor.layout.ep=3", "actor.layout.dp=3"],
             "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",

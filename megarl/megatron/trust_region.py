@@ -1,0 +1,194 @@
+"""TRPO's update (Schulman et al. 2015, arXiv:1502.05477): the natural gradient under a hard bound on the divergence.
+
+It takes some twenty passes over the samples where AdamW takes one, and is here because a source teaches it. Megatron's
+schedules have no second derivative, and need none: the Fisher matrix of the sampled tokens (the paper's appendix C) is
+F = 1/N Σ ∇lp·∇lpᵀ, so that F·v is the gradient of 1/N Σ (∇lp·v)·lp, whose factors ∇lp·v are central differences of two
+forward passes.
+
+Each rank has its shard of the parameters and of every vector, as the distributed optimizer cuts them. A product reduces
+its gradient over all replicas, as an update does, and gathers the moved parameters in each of them. A dot product is an
+all-reduce of one number over all ranks, in which a shard that several ranks have counts once. A trial of the line
+search is a forward pass, and an all-reduce of three numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megarl.config.algorithm_schema import TrustRegion
+from megarl.core import device
+from megarl.core.metrics import merge
+from megarl.core.token_batch import TokenBatch
+from megarl.megatron import parallel, step
+from megarl.megatron.losses import Loss
+from megarl.megatron.metric_sums import Sums, read
+from megarl.megatron.optimizer import parts_of
+
+DIFFERENCE = 1e-3
+"""The norm of a difference's step, of which there is one to either side, as a share of that of all parameters."""
+
+SHORTER = 0.5
+"""The factor by which the line search shortens a step."""
+
+Vector = list[torch.Tensor]
+"""This rank's shards of a vector of all trained parameters, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an update has done.
+
+    rate         the factor of the natural gradient; 0 where no trial was good enough, and the parameters stay
+    divergence   from the old policy, the mean over the trained tokens
+    trials       steps that the line search has tried
+    """
+
+    rate: float
+    divergence: float
+    trials: int
+
+
+def take_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    objective: Loss,
+    batches: Sequence[TokenBatch],
+    sums: Sequence[Sums],
+    limits: TrustRegion,
+) -> Taken:
+    """Moves the parameters from θ to θ − β·x, with F·x = ∇loss by conjugate gradients: β begins at √(2·limit / x·F·x),
+    where the quadratic model of the divergence reaches the limit, and is halved until the loss is less than at θ, and
+    the divergence itself within the limit. All ranks call this, after the gradient is prepared.
+
+    objective   the loss, whose metrics have policy/loss and policy/kl_old; the batches have old log-probs
+    sums        its metrics at θ, by microbatch
+    """
+    shards = Shards(chunks, optimizer)
+    gradient, start = shards.gradient(), shards.copy()
+    fisher = FisherProduct(shards, start, batches, limits.damping)
+    direction, curvature = conjugate_gradients(fisher, gradient, shards.dot, limits.iterations)
+    first_loss, _ = _read(sums)
+    rate = math.sqrt(2 * limits.kl_limit / curvature) if curvature > 0 else 0.0
+    for trial in range(1, limits.trials + 1 if rate else 1):
+        shards.move(start, -rate, direction)
+        loss, divergence = _read(step.evaluate(chunks, objective, batches))
+        if loss < first_loss and divergence <= limits.kl_limit:
+            return Taken(rate, divergence, trial)
+        rate *= SHORTER
+    shards.move(start, 0.0, direction)
+    return Taken(0.0, 0.0, limits.trials if rate else 0)
+
+
+def conjugate_gradients(
+    product: Callable[[Vector], Vector], right: Vector, dot: Callable[[Vector, Vector], float], iterations: int
+) -> tuple[Vector, float]:
+    """Returns x, for which product(x) is close to `right`, and x·product(x). product: of a symmetric positive definite
+    matrix (Hestenes and Stiefel 1952)."""
+    solution = [torch.zeros_like(part) for part in right]
+    residual, direction = [part.clone() for part in right], [part.clone() for part in right]
+    square = first = dot(residual, residual)
+    for _ in range(iterations):
+        if square <= 1e-10 * first:
+            break
+        image = product(direction)
+        length = square / dot(direction, image)
+        for x, r, d, image_part in zip(solution, residual, direction, image, strict=True):
+            x.add_(d, alpha=length)
+            r.sub_(image_part, alpha=length)
+        square, before = dot(residual, residual), square
+        for d, r in zip(direction, residual, strict=True):
+            d.mul_(square / before).add_(r)
+    return solution, dot(solution, right) - dot(solution, residual)
+
+
+class Shards:
+    """This rank's shards of the trained parameters, as its optimizer has them."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
+        """The gradient of all parameters is prepared."""
+        self.chunks, self._optimizer = chunks, optimizer
+        self._parts = parts_of(optimizer)
+        self._parameters = [parameter for part in self._parts for parameter in part.get_parameters()]
+        counted = {id(grad) for part in self._parts for grad in part.get_main_grads_for_grad_norm()}
+        self._counts = [id(parameter.grad) in counted for parameter in self._parameters]
+        """Whether each shard comes to a dot product: of those that several ranks have, one does."""
+
+    def gradient(self) -> Vector:
+        return [parameter.grad.clone() for parameter in self._parameters]
+
+    def copy(self) -> Vector:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    def dot(self, one: Vector, other: Vector) -> float:
+        """Returns the dot product of two whole vectors, by an all-reduce over all ranks."""
+        products = [
+            torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
+        ]
+        total = torch.stack([torch.zeros((), dtype=torch.float64, device=device.device()), *products]).sum()
+        dist.all_reduce(total)
+        return float(total)
+
+    @torch.no_grad()
+    def move(self, start: Vector, factor: float, direction: Vector) -> None:
+        """Sets the parameters to start + factor · direction, complete on every rank."""
+        for parameter, begin, part in zip(self._parameters, start, direction, strict=True):
+            parameter.copy_(begin).add_(part, alpha=factor)
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def gradient_of(self, objective: Loss, batches: Sequence[TokenBatch]) -> Vector:
+        step.accumulate_gradients(self.chunks, objective, batches)
+        self._optimizer.prepare_grads()
+        return self.gradient()
+
+
+class FisherProduct:
+    """The product of (F + damping · 1) with a vector, at the parameters `start`, where it leaves them."""
+
+    def __init__(self, shards: Shards, start: Vector, batches: Sequence[TokenBatch], damping: float):
+        self._shards, self._start, self._batches, self._damping = shards, start, batches, damping
+        self._size = math.sqrt(shards.dot(start, start))
+        masks = [float(batch.mask.sum()) for batch in batches] if parallel.returns_results() else []
+        count = torch.tensor(sum(masks), dtype=torch.float64, device=device.device())
+        dist.all_reduce(count)
+        self._num_tokens = max(float(count), 1.0)
+
+    def __call__(self, vector: Vector) -> Vector:
+        length = DIFFERENCE * self._size / math.sqrt(self._shards.dot(vector, vector))
+        above, below = (self._log_probs(sign * length, vector) for sign in (1, -1))
+        self._shards.move(self._start, 0.0, vector)
+        batches = self._batches
+        if above:  # on the last stage, which alone has a loss
+            slopes = [(a - b) / (2 * length) for a, b in zip(above, below, strict=True)]
+            batches = [replace(batch, advantage=slope) for batch, slope in zip(batches, slopes, strict=True)]
+        product = self._shards.gradient_of(self._loss, batches)
+        return [part.add_(own, alpha=self._damping) for part, own in zip(product, vector, strict=True)]
+
+    def _log_probs(self, factor: float, vector: Vector) -> list[torch.Tensor]:
+        self._shards.move(self._start, factor, vector)
+        return [scored[:, 0] for scored in step.score(self._shards.chunks, self._batches)]
+
+    def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        log_prob, slope = (values.where(batch.mask, 0.0) for values in (scored[:, 0], batch.advantage))
+        return (slope * log_prob).sum() / self._num_tokens, {}
+
+
+def _read(sums: Sequence[Sums]) -> tuple[float, float]:
+    """Returns loss and divergence from the old policy over the microbatches of all ranks."""
+    metrics = merge(map(read, sums)) if parallel.reports_metrics() else {}
+    values = torch.zeros(3, dtype=torch.float64, device=device.device())
+    if "policy/kl_old" in metrics:
+        divergence = metrics["policy/kl_old"]
+        values += torch.tensor([metrics["policy/loss"].value, divergence.value * divergence.weight, divergence.weight])
+    dist.all_reduce(values)
+    loss, divergence, count = values.tolist()
+    return loss, divergence / max(count, 1.0)

@@ -1,0 +1,57 @@
+"""TRPO's update, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import GAE, errors, recipe
+
+TRPO = (
+    *("algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"),
+    "rollout.context_length=256",
+)
+
+
+def test_what_it_needs_is_enough() -> None:
+    assert recipe(*TRPO, "actor.layout.dp=2", "algorithm.kl.coefficient=0.1").algorithm.trust_region.kl_limit == 0.01
+    recipe(*TRPO, GAE, "critic.tokens_per_microbatch=1024")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("algorithm.objective.name=clip", "it bounds the surrogate that has no clip; set algorithm.objective.name=unc"),
+        (
+            "batch.prompts_per_update=8",
+            "it bounds the one update of a step, at whose start the policy is the old one; ",
+        ),
+        (
+            "batch.epochs=2",
+            "it bounds the one update of a step; set batch.epochs=1, or algorithm.trust_region.kl_limit",
+        ),
+        ("model.dtype=bfloat16", "it differentiates between weights that lie closer together than those of bfloat16; "),
+        (
+            "actor.lora.rank=8",
+            "its vectors are of whole weights; set actor.lora.rank=null, or algorithm.trust_region.kl",
+        ),
+        (
+            "algorithm.correction.old=rollout",
+            "the divergence from the old policy begins at 0; set algorithm.correction.",
+        ),
+    ],
+)
+def test_each_key_that_does_not_go_with_it_is_refused_by_name(override: str, reason: str) -> None:
+    (line,) = errors(*TRPO, override)
+    assert f"{override}: algorithm.trust_region.kl_limit=0.01 is TRPO, and {reason}" in line
+
+
+def test_a_value_head_on_the_actor_is_refused() -> None:
+    (line,) = errors(*TRPO, GAE, "critic.trunk=actor")
+    assert (
+        "critic.trunk=actor: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence says nothing of" in line
+    )
+
+
+def test_its_keys_are_read_with_a_limit_only() -> None:
+    (line,) = errors("algorithm.trust_region.damping=0.01")
+    assert "algorithm.trust_region.damping=0.01: nothing reads it without algorithm.trust_region.kl_limit" in line
