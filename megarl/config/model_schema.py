@@ -16,7 +16,7 @@ MegatronRole = Literal[Role, "reward_model"]
 """The roles of the models that run in Megatron, on ranks of their own."""
 
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes, which are read as the long ones."""
 
 
@@ -24,7 +24,7 @@ def _long_dtype(value: Any) -> Any:
     return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
-Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_dtype)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_long_dtype)]
 
 
 class Model(Section):

@@ -40,6 +40,8 @@ DEVICE_LITERALS = (
     "optimizer.clip_grads:get_grad_norm_fp32",
     "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     "utils:local_multi_tensor_l2_norm",
+    "optimizer.grad_scaler:MegatronGradScaler.__init__",
+    "optimizer.grad_scaler:DynamicGradScaler.__init__",
     "optimizer.optimizer:FP32Optimizer.__init__",
     "optimizer.optimizer:MixedPrecisionOptimizer.__init__",
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",

@@ -1,8 +1,9 @@
-"""The float32 main weights of bfloat16 parameters: where training begins, and how much of an update arrives.
+"""The float32 main weights of parameters of two bytes: where training begins, and how much of an update arrives.
 
 bfloat16 rounds all values of a cell to one, about 2⁻⁸ of a weight wide. A main weight that begins as a copy of its
 parameter is in the middle of its cell, and at the learning rates of reinforcement learning stays inside for many
-updates: of a first update at 1e-5, 2 % of SmolLM2's parameters change, those that are near 0.
+updates: of a first update at 1e-5, 2 % of SmolLM2's parameters change, those that are near 0. Cells of float16 are an
+eighth as wide.
 
 Weights that the checkpoint has in float32 are taken from there. Of the others nobody knows where in its cell a weight
 was, so that each begins at a random place of it, all equally likely. A step s then leaves a cell of width w with
@@ -26,10 +27,6 @@ from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
 """The elements that are placed at once: more would only take memory."""
-
-LEVELS = 2**15
-"""The places in a cell. float32 has 16 bits more than bfloat16: at an odd number of 2⁻¹⁶ of the distance to a
-neighbour, a place is exact, and never between two cells."""
 
 
 def rounded_parameters(
@@ -59,35 +56,42 @@ def begin_main_weights(
     for piece in holder.pieces:
         if piece.canonical is not None and piece.local in inexact:
             values = view(inexact[piece.local].main_grad, piece.local_rectangle)
-            _place(values, piece.canonical, piece.canonical_rectangle)
+            _place(values, inexact[piece.local].dtype, piece.canonical, piece.canonical_rectangle)
     for part in parts_of(optimizer):
         for main, parameter, own in _main_weights(part):
             main.copy_(parameter.main_grad.flatten()[own])
 
 
-def _place(values: torch.Tensor, tensor: str, rectangle: Rectangle) -> None:
-    """Moves values of bfloat16, in place and in float32, each to a place of its cell that follows from where it is in
+def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:
+    """Moves values of the dtype, in place and in float32, each to a place of its cell that follows from where it is in
     the canonical tensor."""
     (start, _), *others = rectangle
     rows = max(1, CHUNK * len(values) // max(1, values.numel()))
     for number, part in enumerate(values.split(rows)):
         first = start + number * rows
-        share = _shares(tensor, ((first, first + len(part)), *others), values.device)
-        bits = part.bfloat16().view(torch.int16)
-        outward = (bits + 1).view(torch.bfloat16).float() - part  # to the neighbour on the side away from 0
-        inward = part - (bits - 1).view(torch.bfloat16).float()
+        share = _shares(_levels(dtype), tensor, ((first, first + len(part)), *others), values.device)
+        bits = part.to(dtype).view(torch.int16)
+        outward = (bits + 1).view(dtype).float() - part  # to the neighbour on the side away from 0
+        inward = part - (bits - 1).view(dtype).float()
         # Near 0 there is a value for every step, and a 0 may be one that has no gradient, such as padding.
         part.add_((share * outward.where(share > 0, inward)).where(part != 0, 0))
 
 
-def _shares(tensor: str, rectangle: Rectangle, device: torch.device) -> torch.Tensor:
+def _levels(dtype: torch.dtype) -> int:
+    """Returns the number of places in a cell, 2¹⁵ or 2¹². float32 has 16 bits more than bfloat16, and 13 more than
+    float16: at an odd number of 2⁻¹⁶ or 2⁻¹³ of the distance to a neighbour, a place is exact, and never between two
+    cells."""
+    return round(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps) // 2
+
+
+def _shares(levels: int, tensor: str, rectangle: Rectangle, device: torch.device) -> torch.Tensor:
     """Returns a random number in (−½, ½) for each element, by a hash of its place and of the tensor's name."""
     mixed = torch.full((), zlib.crc32(tensor.encode()), dtype=torch.int64, device=device)
     for start, stop in rectangle:
         mixed = mixed.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=device)
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # SplitMix64's
         mixed = (mixed ^ (mixed >> 30)).mul_(factor)
-    return ((mixed >> 32) & (LEVELS - 1)).float().add_(0.5).div_(LEVELS).sub_(0.5)
+    return ((mixed >> 32) & (levels - 1)).float().add_(0.5).div_(levels).sub_(0.5)
 
 
 class ChangedShare:

@@ -28,9 +28,10 @@ class SkippedUpdates:
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
-    def add(self, is_skipped: bool) -> None:
+    def add(self, is_skipped: bool, counts: bool = True) -> None:
+        """counts: whether a skipped one is one more in a row, and not the price of a scale of the loss."""
         self.total += is_skipped
-        self.in_a_row = self.in_a_row + 1 if is_skipped else 0
+        self.in_a_row = self.in_a_row + counts if is_skipped else 0
 
     def counters(self) -> dict[str, float]:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}

@@ -16,6 +16,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.model_schema import Trained
+from megarl.megatron import loss_scale
 from megarl.megatron.model import kernels
 from megarl.megatron.overrides import build, checked, described
 
@@ -38,8 +39,9 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 its main
-    weights begin as copies of the parameters: see main_weights.py.
+    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 and float16 its
+    main weights begin as copies of the parameters: see main_weights.py. It knows no scale of the loss: see
+    loss_scale.py.
 
     without_decay: parameters without weight decay beside biases and norms
     """
@@ -78,7 +80,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
     key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
-    return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | extra)
+    return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | loss_scale.DEFAULTS | extra)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:

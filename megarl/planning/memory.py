@@ -28,7 +28,7 @@ time."""
 
 def item_bytes(config: Config) -> int:
     """Returns the bytes of a parameter and of an activation in a run's dtype."""
-    return 2 if config.model.dtype == "bfloat16" else FLOAT32
+    return FLOAT32 if config.model.dtype == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RankMemory:
     weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes. With adapters of A
                   parameters, (P + M) · b + A · 4: the matrices M that have one are there merged, too
     gradients     P · 4, or A · 4: the float32 buffer that they are accumulated and reduced in
-    optimizer     P / d · 8, with bfloat16 weights P / d · 12: Adam's two moments and the main weight, sharded over the
+    optimizer     P / d · 8, with weights of 2 bytes P / d · 12: Adam's two moments and the main weight, over the
                   d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same.
                   Of adapters, which are float32, A / d · 8
     activations   outputs that the layers keep of the microbatches whose backward pass is still to come
@@ -127,7 +127,7 @@ def rank_memory(
     """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
     less), as if the router sent every expert as many tokens.
 
-    num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16)
+    num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16)
     num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
     """
     shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)

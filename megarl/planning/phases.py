@@ -77,7 +77,7 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
     given = settings.megatron_overrides.optimizer
     if not given.get("optimizer_cpu_offload"):
         return 0.0
-    has_main = memory.weights < memory.gradients  # bfloat16 weights
+    has_main = memory.weights < memory.gradients  # weights of 2 bytes
     moments = 2 / 3 if has_main and not given.get("use_precision_aware_optimizer") else 1.0
     return moments * given.get("optimizer_offload_fraction", 0.0)
 

@@ -127,7 +127,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     config, times, cluster = plan.config, plan.times, plan.cluster
     others = f", {cluster.num_gpus - used} are left over" if used < cluster.num_gpus else ""
     cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB a GPU"
-    as_if = "" if config.model.dtype == "bfloat16" else ", as if products were in bfloat16"
+    as_if = ", as if products were in bfloat16" if config.model.dtype == "float32" else ""
     on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
     rows = [
         ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),

@@ -298,6 +298,18 @@ def test_an_optimizer_that_is_saved_in_whole_tensors_goes_on(model, tmp_path):
 
 
 @pytest.mark.newest
+def test_float16_goes_on_from_its_float32_weights_and_the_scale_of_its_loss(model, tmp_path):
+    """The scale is doubled by the update after the save, which is the last of so many."""
+    scale = f"actor.megatron_overrides.optimizer={{initial_loss_scale: 1024.0, loss_scale_window: {SAVED_AFTER + 1}}}"
+    config = config_of(model, "model.dtype=float16", "actor.layout.dp=2", scale)
+    uninterrupted, checkpoint = saved_by(config, model, tmp_path)
+    resumed = run_ranks(2, go_on, config, model, checkpoint)
+    assert_same_weights(resumed, uninterrupted)
+    for ranks in (resumed, uninterrupted):
+        assert {rank.metrics["policy/loss_scale"].value for rank in ranks} == {2048}
+
+
+@pytest.mark.newest
 def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)

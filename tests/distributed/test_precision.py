@@ -1,4 +1,4 @@
-"""bfloat16 parameters with float32 main weights and gradients, against float32, and where main weights begin."""
+"""Parameters of two bytes with float32 main weights and gradients, against float32, and where main weights begin."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 pytestmark = pytest.mark.newest
 
-ULP = 2.0**-8
-"""The unit in the last place of bfloat16, as a share of the number above which it holds."""
+ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""The unit in the last place, as a share of the number above which it holds."""
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,18 @@ def test_gradients_in_bfloat16_track_float32(folder, dp):
     for name, exact in gradients["float32"].items():
         rounded = gradients["bfloat16"][name]
         assert rounded.dtype is torch.float32
-        assert (rounded - exact).norm() <= 8 * ULP * exact.norm(), name
+        assert (rounded - exact).norm() <= 8 * ULP["bfloat16"] * exact.norm(), name
 
 
 @pytest.fixture(scope="module")
 def rounded_folder(tmp_path_factory) -> Path:
-    """The same model in bfloat16, with a few weights of 0, and of powers of 2, below which the cells are narrower."""
-    folder = write_tiny_llama(tmp_path_factory.mktemp("rounded"), num_kv_heads=2)
-    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    return rounded(tmp_path_factory.mktemp("rounded"), torch.bfloat16)
+
+
+def rounded(folder: Path, dtype: torch.dtype) -> Path:
+    """The same model in the dtype, with a few weights of 0, and of powers of 2, below which the cells are narrower."""
+    write_tiny_llama(folder, num_kv_heads=2)
+    weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -76,8 +80,8 @@ def started(store, rank: int, config: Config, folder: Path) -> RankResult:
     return RankResult(worker.holder, {}, main, {})
 
 
-def start(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    config = config_of(folder, "model.dtype=bfloat16", *overrides)
+def start(folder: Path, *overrides: str, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
+    config = config_of(folder, f"model.dtype={dtype}", *overrides)
     return canonical(folder, run_ranks(config.actor.layout.world_size, started, config, folder), "weights")
 
 
@@ -87,15 +91,17 @@ def test_main_weights_begin_with_the_values_of_a_finer_checkpoint(folder):
         assert torch.equal(main[name], weight), name
 
 
-def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(rounded_folder):
+@pytest.mark.parametrize("dtype", ULP)
+def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(tmp_path, dtype):
     """A cell ends halfway to the neighbours that torch gives, and each place in it is equally likely."""
-    main, weights = start(rounded_folder), load_file(rounded_folder / "model.safetensors")
+    rounded(tmp_path, getattr(torch, dtype))
+    main, weights = start(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
     places = []
     for name, weight in weights.items():
-        assert torch.equal(main[name].bfloat16(), weight), name
+        assert torch.equal(main[name].to(weight.dtype), weight), name
         assert torch.equal(main[name] == 0, weight == 0), name
         nonzero = weight != 0
-        infinity = torch.tensor(torch.inf, dtype=torch.bfloat16)
+        infinity = torch.tensor(torch.inf, dtype=weight.dtype)
         above, below = (torch.nextafter(weight, end).double() for end in (infinity, -infinity))
         distance = main[name].double() - weight.double()
         gap = torch.where(distance > 0, above - weight.double(), weight.double() - below)
@@ -164,21 +170,21 @@ FC2 = "chunk0.decoder.layers.1.mlp.linear_fc2.weight"
 
 def test_main_weights_add_up_what_a_parameter_would_round_away(folder):
     """Eight updates of a rate that is a 40th of a unit in the last place of weights near 0.1."""
-    rate = 0.1 * ULP / 40
+    rate = 0.1 * ULP["bfloat16"] / 40
     config = config_of(folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
     [ran] = run_ranks(1, small_updates, config, folder, 8)
     before, after, main = ran.before[FC2], ran.after[FC2], ran.main_after[FC2]
     assert main.dtype is torch.float32
     assert torch.equal(after, main.bfloat16())
     moved = (main - ran.main_before[FC2]).abs()
-    large = before.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · ULP / 2 away
+    large = before.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · 2⁻⁹ away
     assert 6 * rate < moved[large].median() < 9 * rate  # the same batch each time: Adam moves by the rate
     assert (after == before)[large].float().mean() > 0.5
 
 
 def test_a_first_small_update_moves_rounded_weights_by_the_rate_on_average(rounded_folder):
     """Steps that are small against the cells: each weight stays or moves by a whole cell, in the mean by the rate."""
-    rate = 0.1 * ULP / 40
+    rate = 0.1 * ULP["bfloat16"] / 40
     config = config_of(rounded_folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
     [ran] = run_ranks(1, small_updates, config, rounded_folder, 1)
     before, after = ran.before[FC2].double(), ran.after[FC2].double()

@@ -25,6 +25,7 @@ def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         attention_softmax_in_fp32=True,
     )
     if settings.fp8 is not None:

@@ -26,13 +26,14 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import estimate_advantages
 from megarl.megatron.checkpoint import sharded
+from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
-from megarl.megatron.optimizer import build_optimizer, set_rates
+from megarl.megatron.optimizer import build_optimizer, optimizer_config, set_rates
 from megarl.megatron.profile import Profiler
 from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
@@ -88,6 +89,7 @@ class TrainerWorker(ModelWorker, ABC):
         self.num_updates = 0
         """The number of optimizer steps done, from which the learning rate follows."""
         self._skipped = SkippedUpdates()
+        self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
         self._profiler = Profiler()
         self._has_moved = False
         """Whether an update has been done in this step."""
@@ -178,9 +180,11 @@ class TrainerWorker(ModelWorker, ABC):
         biases, self._is_complete = RouterBiases(self.chunks), False
         sums = step.accumulate_gradients(self.chunks, self.objective, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
+        self._loss_scale.take_out()
         grad_norm, found = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
-        self._skipped.add(is_skipped)
+        self._skipped.add(is_skipped, self._loss_scale.is_least)
+        self._loss_scale.update(is_skipped)
         if is_skipped:
             biases.restore()
             self._check_limit(batch, sums, grad_norm)
@@ -190,6 +194,8 @@ class TrainerWorker(ModelWorker, ABC):
         if not parallel.reports_metrics():
             return {}
         metrics = {f"{self.metrics}/skipped_updates": Metric(self._skipped.total, reduction="max")}
+        if self._loss_scale.value is not None:
+            metrics[f"{self.metrics}/loss_scale"] = Metric(self._loss_scale.value, reduction="max")
         if is_skipped:
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
@@ -338,11 +344,12 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _counters(self) -> dict[str, float]:
         """Returns the counters that a run needs to go on, the same on all ranks."""
-        return {"num_updates": self.num_updates} | self._skipped.counters()
+        return {"num_updates": self.num_updates} | self._skipped.counters() | self._loss_scale.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
         self.num_updates = counters["num_updates"]
         self._skipped.restore(counters)
+        self._loss_scale.restore(counters)
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
         """Sets the main weights of rounded parameters, from the folder those that it has in float32 throughout."""

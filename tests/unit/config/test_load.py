@@ -210,15 +210,15 @@ def test_base_files_that_come_with_megarl(tmp_path: Path) -> None:
     assert errors(path) == [f"{tmp_path}/none.yaml (the base of {path}): cannot be read: No such file or directory"]
 
 
-@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp32", "float32")])
+@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
 def test_dtypes_have_short_names(short: str, long: str) -> None:
     assert load(QUICKSTART, [f"model.dtype={short}"]).model.dtype == long
 
 
-@pytest.mark.parametrize("value", ["fp16", "[bf16]", "16"])
+@pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
 def test_other_dtypes_are_refused_as_they_were_given(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
-    assert line == f"command line: model.dtype={value}: expected 'float32' or 'bfloat16'"
+    assert line == f"command line: model.dtype={value}: expected 'float32', 'bfloat16' or 'float16'"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.paths import BASE
 KEYS = {
     "float32": ["model.dtype=float32"],
     "bfloat16": ["model.dtype=bfloat16"],
+    "float16": ["model.dtype=float16"],
     "fp8_block": ["model.dtype=bfloat16", "rollout.quantization=fp8_block"],
 }
 AHEAD = ["rollout.max_staleness=2", "cluster.placement=disaggregated"]
