@@ -94,7 +94,7 @@ def test_experts_with_an_optimizer_of_their_own_have_the_same_scale(tmp_path):
 
 
 def test_only_updates_at_the_least_scale_count_as_not_finite(folder):
-    """From 4 it is halved twice; another two of them are the limit."""
+    """The scale is 4, and halved twice; two more of them are the limit."""
     config = float16(folder, 4, 100, "actor.optimizer.nonfinite_limit=2")
     [outcomes] = run_ranks(1, updates_with_factors, config, folder, [math.nan] * 4)
     assert all(outcome.is_unchanged for outcome in outcomes)
