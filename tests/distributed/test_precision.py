@@ -32,18 +32,24 @@ def folder(tmp_path_factory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_gradients_in_bfloat16_track_float32(folder, dp):
-    """The passes round at every layer, which adds up to a few units in the last place; sums of gradients do not."""
+UNITS = {"bfloat16": 8, "float16": 16}
+"""What the passes' roundings, one at every layer, add up to in a gradient: more in float16, where small factors have
+fewer digits."""
+
+
+@pytest.mark.parametrize(("dtype", "dp"), [("bfloat16", 1), ("bfloat16", 2), ("float16", 2)])
+def test_gradients_of_two_bytes_track_float32(folder, dtype, dp):
+    """Sums of gradients do not round. With float16 the loss is scaled, and the gradients are those without."""
     updates = [random_groups(0)]
+    scale = ["actor.megatron_overrides.optimizer.initial_loss_scale=1024.0"] if dtype == "float16" else []
     gradients = {}
-    for dtype in ("float32", "bfloat16"):
-        config = config_of(folder, f"model.dtype={dtype}", f"actor.layout.dp={dp}")
-        gradients[dtype] = canonical(folder, run_ranks(dp, train, config, folder, updates), "gradients")
+    for name, overrides in (("float32", []), (dtype, scale)):
+        config = config_of(folder, f"model.dtype={name}", f"actor.layout.dp={dp}", *overrides)
+        gradients[name] = canonical(folder, run_ranks(dp, train, config, folder, updates), "gradients")
     for name, exact in gradients["float32"].items():
-        rounded = gradients["bfloat16"][name]
+        rounded = gradients[dtype][name]
         assert rounded.dtype is torch.float32
-        assert (rounded - exact).norm() <= 8 * ULP["bfloat16"] * exact.norm(), name
+        assert (rounded - exact).norm() <= UNITS[dtype] * ULP[dtype] * exact.norm(), name
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megarl.config.agreement_schema import ROUNDING
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, TrainingSample, VersionRun
@@ -49,7 +50,6 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
-from megarl.step.agreement import LIMITS
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
 from tests.paths import BASE
@@ -501,7 +501,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     scaled = "actor.megatron_overrides.optimizer.initial_loss_scale=256.0"
     float16 = ["model.dtype=float16", scaled] if (name, tp) in FLOAT16 else []
     config = config_of(folder, layout, tp, [*truncated, *routes, *adapters, *float16])
-    hf_config, dtype, agreement = read_config(folder), config.model.dtype, LIMITS[config.model.dtype]
+    hf_config, dtype, agreement = read_config(folder), config.model.dtype, ROUNDING[config.model.dtype]
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     padded = padded_experts(engine.call("parameters")[0])
