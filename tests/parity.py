@@ -109,6 +109,14 @@ def random_groups(seed: int) -> list[Group]:
     return groups
 
 
+def labelled(groups: list[Group]) -> list[Group]:
+    """The same samples with a label of each token."""
+    return [
+        [(dataclasses.replace(sample, labels=[0.25] * len(sample.response_ids)), reward) for sample, reward in group]
+        for group in groups
+    ]
+
+
 def branching_group(seed: int) -> Group:
     """Samples of which some go on from others, as turns of a rollout do, and some branch off, with tokens between them
     that the policy did not make; one is another's beginning, and one shares no more than a few tokens."""

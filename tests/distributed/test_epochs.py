@@ -107,7 +107,7 @@ def train_step(
 ) -> RankResult:
     worker = worker_class(config, role)(config, folders[role], rank, store, threads=1)
     groups = {"actor": Other(worker.packing, values), "critic": Other(worker.packing, values)} | {role: Ranks(worker)}
-    workers = Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None, False)
+    workers = Workers(TrainedModels(groups, dict.fromkeys(groups, ())), None, None, None, None, None, False, Path())
     rollouts = Rollouts((), [scored(group) for group in GROUPS], {}, {})
     metrics = train(config, workers, rollouts, NUMBER, MovingAverage())
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)

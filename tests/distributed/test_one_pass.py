@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.types import Sample
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model import head
@@ -24,7 +23,7 @@ from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.ops import linear_head
 from tests.forked import run_ranks
-from tests.parity import config_of, local_batch, random_groups, rank_batches
+from tests.parity import config_of, labelled, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.newest
@@ -66,9 +65,7 @@ def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -
 
 def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
-    groups = random_groups(0)
-    if config.algorithm.objective.spec.learns_labels:
-        groups = [[(labelled(sample), reward) for sample, reward in group] for group in groups]
+    groups = labelled(random_groups(0)) if config.algorithm.objective.spec.learns_labels else random_groups(0)
     batch = local_batch(rank_batches(config, worker.packing, groups, worker.role)[0])
     make_passes(worker, batch)
     batches = worker._training_batches(batch)
@@ -89,10 +86,6 @@ def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, 
     hook.remove()
     worker.end_step()
     return waits.found, len(calls), len(batches), {name for part in parts for name in part}
-
-
-def labelled(sample: Sample) -> Sample:
-    return replace(sample, labels=[0.25] * len(sample.response_ids))
 
 
 def make_passes(worker: TrainerWorker, batch: LocalBatch) -> None:

@@ -28,7 +28,7 @@ from megarl.step import passes
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
-from tests.parity import local_batch, random_groups
+from tests.parity import labelled, local_batch, random_groups
 from tests.paths import CONFIGS
 from tests.tiny_model import write_tiny_llama
 
@@ -115,10 +115,11 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     trained = TrainedModels(groups, dict.fromkeys(groups, ()))
     workers = Workers(trained, None, None, None, None, None, False, Path())
     first = config.critic.warmup_steps + 1
-    metrics = [
-        train_step(config, workers, [scored(group) for group in random_groups(number)], number)
-        for number in (first, first + 1)
-    ]
+    metrics = []
+    for number in (first, first + 1):
+        groups = random_groups(number)
+        groups = labelled(groups) if config.algorithm.objective.spec.learns_labels else groups
+        metrics.append(train_step(config, workers, [scored(group) for group in groups], number))
     moved = any(not torch.equal(weight, before[name]) for name, weight in trained_weights(worker).items())
     return metrics, actor.calls, moved
 
