@@ -40,6 +40,7 @@ FREE = (
     "rollout.longest_first",
     "batch.oversampling",
     "rollout.keys_values",
+    "rollout.batch_invariant",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

@@ -50,6 +50,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "rollout.longest_first": False,
         "batch.oversampling": None,
         "rollout.keys_values": "keep",
+        "rollout.batch_invariant": False,
         "algorithm.kl.limit": None,
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,

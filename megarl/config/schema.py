@@ -59,6 +59,7 @@ class Rollout(Section):
     refit_delta: bool
     verify_refit: Literal["off", "first", "always"]
     quantization: Literal["fp8_block"] | None
+    batch_invariant: bool
     threads: PositiveInt | None
     vllm_overrides: dict[str, Any]
 

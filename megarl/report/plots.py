@@ -143,6 +143,11 @@ CHARTS = (
     ),
     Chart("Throughput", "Tokens a second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
     Chart(
+        "Sampled in vain",
+        "Tokens of rollouts that were too old to be trained on, and of those that were ended while they were sampled.",
+        (("rollout/dropped_tokens", "dropped"), ("rollout/aborted_tokens", "of them aborted")),
+    ),
+    Chart(
         "Idle",
         "Share of a step in which a group of processes had nothing to do, mean over its processes.",
         (("idle/engines", "engines"), ("idle/actor", "actor"), ("idle/critic", "critic")),

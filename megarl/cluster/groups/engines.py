@@ -108,6 +108,10 @@ class EngineActor(VllmActor):
             config.model.head_dtype,
         )
 
+    @staticmethod
+    def is_batch_invariant(config: Config) -> bool:
+        return config.rollout.batch_invariant
+
     def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
         from megarl.rollout.vllm.engine import VllmEngine
 

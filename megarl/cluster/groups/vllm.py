@@ -47,10 +47,16 @@ class VllmActor(ProcessActor):
     ):
         """elsewhere: what makes Ray start an actor on the node of each of the engine's other parts."""
         super().__init__(process, logs)
-        _prepare(process)
+        self._is_batch_invariant = self.is_batch_invariant(config)
+        _prepare(process, self._is_batch_invariant)
         self._config, self._model_folder, self._elsewhere, self._logs = config, model_folder, elsewhere, logs
         self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
         """The actors of the engine's other parts, each with a call that ends with it."""
+
+    @staticmethod
+    def is_batch_invariant(config: Config) -> bool:
+        """Returns whether what it computes of a sequence must not depend on the others of a batch."""
+        return False
 
     def start(self) -> Answer:
         """Starts the engine, which is the actor's worker."""
@@ -83,7 +89,7 @@ class VllmActor(ProcessActor):
         print(f"{self._process.name}: its parts meet at {host}:{self._store.port}", flush=True)
         first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
         for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
-            actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs)
+            actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs, self._is_batch_invariant)
             self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
         threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
         return first
@@ -106,9 +112,9 @@ class VllmActor(ProcessActor):
 class PartActor(ProcessActor):
     """The ranks of an engine on one of its nodes after the first."""
 
-    def __init__(self, process: Process, logs: Path):
+    def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)
-        _prepare(process)
+        _prepare(process, batch_invariant)
 
     def serve(self, arguments: Mapping[str, Any]) -> str:
         """Starts the ranks. Returns when one has died, and says so. Ends this process and them as soon as the engine's
@@ -132,13 +138,14 @@ def end_process() -> None:
     os._exit(1)
 
 
-def _prepare(process: Process) -> None:
+def _prepare(process: Process, batch_invariant: bool) -> None:
     """Sets what vLLM reads when it is imported, and has its files and semaphores where they are removed."""
     scratch = own_scratch()
     # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     ranks = len(process.devices)
-    os.environ.update(environment(ranks, process.threads, process.index, bool(process.gpus)), **folders)
+    variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
+    os.environ.update(variables, **folders)
     tempfile.tempdir = None  # Python has read the variable when Ray imported it
     segments.name_semaphores(scratch)
 

@@ -41,6 +41,9 @@ T = TypeVar("T")
 HANDOVERS = 2
 """The rounds of the event loop between two steps: in the first a completion is noted, in the second it is sent."""
 
+INVARIANT_KERNELS = (9, 0)
+"""The compute capability from which vLLM's batch-invariant mode computes (VLLM_BATCH_INVARIANT, in its envs.py)."""
+
 PAUSE_S = 0.05
 """The interval at which samples under way look whether a pause is over, or a failed refit has been made good."""
 
@@ -58,6 +61,8 @@ def rollout_arguments(
     returns_routes   whether its completions come with the experts that their tokens went to
     head_dtype       model.head_dtype
     """
+    if config.batch_invariant:
+        _require_invariant_kernels()
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
         "rollout",
@@ -81,6 +86,14 @@ def rollout_arguments(
         seed=seed,
         **(_route_arguments() if returns_routes else {}),
     )
+
+
+def _require_invariant_kernels() -> None:
+    if device.capability() < INVARIANT_KERNELS:
+        raise UserError(
+            "rollout.batch_invariant=true: vLLM has kernels that do not depend on the batch for GPUs of compute "
+            "capability 9.0 on, such as H100s, and none for this device; set rollout.batch_invariant=false"
+        )
 
 
 def _route_arguments() -> dict[str, Any]:

@@ -9,17 +9,21 @@ ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
 waits for calls from another node."""
 
 
-def environment(ranks: int, threads: int, index: int, on_gpu: bool = False) -> dict[str, str]:
+def environment(
+    ranks: int, threads: int, index: int, on_gpu: bool = False, batch_invariant: bool = False
+) -> dict[str, str]:
     """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.
 
-    ranks     ranks that it starts
-    threads   CPU threads of one of them
-    index     the engine's number among those of its kind
+    ranks             ranks that it starts
+    threads           CPU threads of one of them
+    index             the engine's number among those of its kind
+    batch_invariant   whether its kernels add up in an order that does not depend on what else is in the batch
     """
     # On CPU vLLM calls one function compiled, which counts tokens: it would begin with a C++ compiler's seconds.
     # With scales that are powers of two, its default for DeepGEMM, vLLM would quantise a second time what comes in fp8
     # blocks: an error of 3.7 % of the weights instead of 2.6 %, and memory would not be what a refit writes.
     own = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
+    own |= {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
     return own | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else _binding(ranks, threads, index),

@@ -37,7 +37,9 @@ def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarr
         from megarl.core import device
         from megarl.rollout.vllm.environment import environment
 
-        os.environ.update(environment(1, os.cpu_count() or 1, 0, device.on_cuda()), VLLM_RPC_BASE_PATH=str(scratch))
+        is_invariant = request.config.rollout.batch_invariant
+        variables = environment(1, os.cpu_count() or 1, 0, device.on_cuda(), is_invariant)
+        os.environ.update(variables, VLLM_RPC_BASE_PATH=str(scratch))
         from megarl.rollout.vllm.layer_outputs import layer_outputs as of_engine
 
         return of_engine(request.config, request.model_folder, request.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from vllm import envs
 
 from megarl.rollout.vllm.environment import environment
 
@@ -46,6 +47,15 @@ def test_a_rank_has_no_core_twice(cores) -> None:
 def test_fp8_blocks_stay_as_they_came_on_gpus(cores) -> None:
     cores(range(4))
     assert environment(1, 4, 0, on_gpu=True)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+def test_only_an_engine_that_is_to_be_batch_invariant_is_told_so(cores, monkeypatch) -> None:
+    cores(range(4))
+    for is_invariant in (False, True):
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+        for name, value in environment(1, 4, 0, on_gpu=True, batch_invariant=is_invariant).items():
+            monkeypatch.setenv(name, value)
+        assert envs.VLLM_BATCH_INVARIANT is is_invariant
 
 
 def test_an_engine_of_one_rank_is_left_to_the_system(cores) -> None:

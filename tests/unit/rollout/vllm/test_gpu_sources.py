@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,3 +164,17 @@ def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.quantization=fp8_block"]
     with pytest.raises(UserError, match="has experts, and on CPU no kernel of vLLM for their blocks "):
         rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 9), (9, 0)])
+def test_batch_invariant_engines_want_a_gpu_that_vllm_has_kernels_for(monkeypatch, tmp_path: Path, capability) -> None:
+    [needed] = re.findall(r"Requires NVIDIA GPU with compute capability >= (\d)\.(\d)", (VLLM / "envs.py").read_text())
+    folder = write_tiny_llama(tmp_path)
+    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
+    rollout = load(BASE, [*keys, "rollout.batch_invariant=true"]).rollout
+    monkeypatch.setattr("megarl.rollout.vllm.engine.device.capability", lambda: capability)
+    refusal = pytest.raises(
+        UserError, match=r"rollout.batch_invariant=true: vLLM has .* 9\.0 on, .*, and none for this"
+    )
+    with nullcontext() if capability >= tuple(map(int, needed)) else refusal:
+        assert rollout_arguments(rollout, folder, "bfloat16", seed=0)["model"] == str(folder)
