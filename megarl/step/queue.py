@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Aborted, RemoteSample, Sampled
+from megarl.cluster.groups.engine_actor import Aborted
+from megarl.cluster.groups.engines import RemoteSample, Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rewards.process import step_ends
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
-from tests.unit.data.test_offline import message, model_folder, read, texts  # noqa: F401
+from tests.unit.data.offline import read, texts
 
 ROW = {"prompt": "1+1?", "steps": ["1", "so 2"], "labels": [True, 0.25]}
 EVERY_TOKEN = "algorithm.objective.name=token_reward_model"
@@ -20,18 +20,18 @@ def labels_of(sample) -> list[float | None]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_token_that_ends_a_step_has_its_label(model_folder, tmp_path, suffix):  # noqa: F811
+def test_the_token_that_ends_a_step_has_its_label(model_folder, tmp_path, suffix):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW | {"labels": [1.0, 0.25]}], suffix=suffix).rows
     assert texts(sample) == ("<|user|>1+1?<eos><|assistant|>", "1\nso 2<eos>", ".\n....<eos>")
     assert labels_of(sample) == [None, 1.0, None, None, None, None, 0.25]
 
 
-def test_every_token_of_a_step_has_its_label(model_folder, tmp_path):  # noqa: F811
+def test_every_token_of_a_step_has_its_label(model_folder, tmp_path):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW], EVERY_TOKEN).rows
     assert labels_of(sample) == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25]
 
 
-def test_a_step_without_a_label_is_not_trained_on(model_folder, tmp_path):  # noqa: F811
+def test_a_step_without_a_label_is_not_trained_on(model_folder, tmp_path):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW | {"labels": [None, False]}], EVERY_TOKEN).rows
     assert texts(sample)[2] == "..so 2<eos>"
     assert labels_of(sample) == [None, None, 0, 0, 0, 0, 0]
@@ -53,7 +53,7 @@ def test_tokens_of_several_characters(tmp_path, template):
     assert len(sample.response_ids) == len(written) + 5  # ab2. and the two bytes of é, ab and the end
 
 
-def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder, tmp_path):  # noqa: F811
+def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder, tmp_path):
     """A run whose reward_model.step_end is what data.step_end was scores what has been trained."""
     row = {"prompt": "q", "steps": ["a b", "c", "12"], "labels": [1, 0, 0]}
     for end in ("\\n", "; "):
@@ -63,14 +63,14 @@ def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder
         assert scored == np.flatnonzero(sample.response_mask).tolist() and len(scored) == 3
 
 
-def test_token_ids_are_taken_as_they_are(model_folder, tmp_path):  # noqa: F811
+def test_token_ids_are_taken_as_they_are(model_folder, tmp_path):
     row = {"prompt": "q", "steps": [5, 9, 5], "labels": [0.5, None, True]}
     for keys in ((), (EVERY_TOKEN,)):
         [[sample]] = read(model_folder, tmp_path, "labels", [row], *keys).rows
         assert sample.response_ids.tolist() == [5, 9, 5] and labels_of(sample) == [0.5, None, 1.0]
 
 
-def test_other_labels_are_other_data(model_folder, tmp_path):  # noqa: F811
+def test_other_labels_are_other_data(model_folder, tmp_path):
     hashes = [
         read(model_folder, tmp_path, "labels", [ROW | {"labels": labels}]).data_hash
         for labels in ([True, 0.25], [1, 0.25], [1, 0.5])
@@ -93,7 +93,7 @@ def test_other_labels_are_other_data(model_folder, tmp_path):  # noqa: F811
         ({"steps": ["a\n", "b"]}, r"rows.jsonl:1: step 1 has data.step_end='\\n' in itself; where steps bring their"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(model_folder, tmp_path, change, problem):  # noqa: F811
+def test_what_cannot_be_learned_is_refused(model_folder, tmp_path, change, problem):
     with pytest.raises(ValueError, match=problem):
         read(model_folder, tmp_path, "labels", [ROW | change])
 

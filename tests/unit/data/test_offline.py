@@ -2,60 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from megarl.config.load import load
-from megarl.config.schema import Config
-from megarl.data.offline import OfflineData, load_offline_data
-from tests.paths import BASE
 from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer
+from tests.unit.data.offline import message, read, texts
 
 PREFERENCE = {"prompt": "1+1?", "chosen": "2", "rejected": "eleven"}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-def config_of(source: Path, rows: str, *overrides: str) -> Config:
-    name = {"messages": "sft", "preferences": "dpo", "labels": "process_reward_model"}[rows]
-    required = [f"data.source={source}", f"data.rows={rows}", f"algorithm.objective.name={name}", "model.path=unused"]
-    return load(BASE, [*required, *overrides])
-
-
-def write(folder: Path, records: list[dict], suffix: str = ".jsonl") -> Path:
-    path = folder / f"rows{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def read(
-    model_folder: Path, folder: Path, rows: str, records: list[dict], *overrides: str, suffix=".jsonl"
-) -> OfflineData:
-    return load_offline_data(config_of(write(folder, records, suffix), rows, *overrides), model_folder)
-
-
-def texts(sample) -> tuple[str, str, str]:
-    """The prompt, the response, and of the latter what is trained on (the rest as dots)."""
-    tokenizer = tiny_tokenizer()
-    pieces = [tokenizer.decode([token]) for token in sample.response_ids.tolist()]
-    marked = "".join(p if flag else "." * len(p) for p, flag in zip(pieces, sample.response_mask, strict=True))
-    return tokenizer.decode(sample.prompt.token_ids.tolist()), "".join(pieces), marked
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups.engines import Aborted, RemoteSample
+from megarl.cluster.groups.engine_actor import Aborted
+from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
 from megarl.core.checkpoint import FORMAT, FileRecord
 from megarl.core.types import Prompt, SampleInfo

@@ -11,7 +11,8 @@ from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, vllm
-from megarl.cluster.groups.engines import RESTARTS, Aborted, EngineActor, EngineGroup, RemoteSample, Sampled
+from megarl.cluster.groups.engine_actor import Aborted, EngineActor
+from megarl.cluster.groups.engines import RESTARTS, EngineGroup, RemoteSample, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load

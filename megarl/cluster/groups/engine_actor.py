@@ -1,0 +1,125 @@
+"""One rollout engine, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer
+from megarl.cluster.groups.vllm import VllmActor, end_process
+from megarl.cluster.supervision import segments
+from megarl.cluster.supervision.scratch import own_scratch
+from megarl.config.schema import Config
+from megarl.core.types import Completion, Sample, SampleInfo
+from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.turns import EngineTurns, Turns
+
+if TYPE_CHECKING:
+    from megarl.rollout.vllm.engine import VllmEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Rollouts of a group that were ended while they were sampled. num_tokens: what had been sampled of them."""
+
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Generating:
+    """A call of EngineActor.generate. num_tokens: of the samples that it has told of."""
+
+    requests: Sequence[SamplingRequest]
+    samples: asyncio.Future[list[Sample]]
+    num_tokens: int = 0
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+class EngineActor(VllmActor):
+    """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
+    for its samples."""
+
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.engine import rollout_arguments
+
+        config = self._config
+        return rollout_arguments(
+            config.rollout,
+            self._model_folder,
+            config.model.dtype,
+            config.run.seed,
+            config.actor.experts.replay_routes,
+            config.model.head_dtype,
+        )
+
+    @staticmethod
+    def is_batch_invariant(config: Config) -> bool:
+        return config.rollout.batch_invariant
+
+    def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
+        from megarl.rollout.vllm.engine import VllmEngine
+
+        engine = VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
+        self._turns = defaultdict(lambda: EngineTurns(engine))
+        self._generating: dict[str, _Generating] = {}
+        """The calls of `generate` under way, by the names of their first requests."""
+        return engine
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        with self._whole():
+            return super().call(function, *arguments)
+
+    async def generate(
+        self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
+    ) -> list[Answer | Sample | None]:
+        """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
+        that this process puts into the store, outlives the process. The listener gets them as they come. Of a call that
+        is aborted, Aborted stands for the infos."""
+        begin = time.time()
+
+        def tell(samples: list[Sample]) -> None:
+            call.num_tokens += sum(len(sample.response_ids) for sample in samples)
+            if listener is not None:
+                listener.begin.remote(samples)
+
+        call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, tell)))
+        self._generating[requests[0].sample_id] = call
+        try:
+            with self._whole():
+                samples = await call.samples
+        except asyncio.CancelledError:
+            return [Answer(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
+        finally:
+            del self._generating[requests[0].sample_id]
+        segments.note(own_scratch())  # vLLM makes some only when it generates
+        return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+
+    async def abort(self, names: Collection[str]) -> None:
+        """Ends the calls of `generate` whose first requests have these names, as far as they are under way here."""
+        for name in self._generating.keys() & set(names):
+            call = self._generating[name]
+            call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
+            call.samples.cancel()
+
+    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
+        """Takes turns of a process that makes rollouts, and returns those that have ended, see EngineTurns."""
+        with self._whole():
+            return await self._turns[maker].exchange(turns, abandoned)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Ends this process when one of the engine's ranks has died, because the engine is lost with it."""
+        try:
+            yield
+        except Exception:
+            if self._worker.has_lost_a_rank or self._has_lost_a_part():
+                end_process()
+            raise
