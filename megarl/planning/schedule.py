@@ -112,6 +112,10 @@ class RolloutSchedule(Generic[G]):
                 return begun.group
         return None
 
+    def awaited(self, version: int, wanted: int) -> list[G]:
+        """Returns the groups under way for one of which such a step waits."""
+        return [begun.group for begun in self._to_choose_from(version, wanted) if not begun.is_finished]
+
     def expire(self, version: int) -> list[G]:
         """Removes the groups that are too old for a step from this version, and returns them."""
         expired = [begun for begun in self._begun if begun.latest < version]

@@ -124,6 +124,8 @@ class RolloutQueue:
             self._note_finished()
             group = self._schedule.take(number - 1, wanted - len(taken))
             if group is None:
+                awaited = self._schedule.awaited(number - 1, wanted - len(taken))
+                self.workers.engines.take_over([group.names for group in awaited])
                 first([group.pending for group in self._schedule.unfinished], meanwhile)
             else:
                 taken.append(group)

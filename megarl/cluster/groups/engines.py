@@ -41,6 +41,10 @@ SHOWN = 3
 SLOW = 1.5
 """The times the fastest engine's seconds a token from which on an engine gets fewer requests: less is chance."""
 
+MUCH_SLOWER = 2.0
+"""The times the fastest engine's seconds a token from which on idle engines begin anew what an engine has under way:
+they have ended as much as it began, and so end that in the same time once more, and it would take longer."""
+
 RESTARTS = 3
 """The number of times that an engine is started again: what ended it so often would end it once more."""
 
@@ -110,6 +114,10 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         run, would not be the same twice."""
         self._latencies: dict[str, float] = {}
         """The seconds in which each engine gave each of its samples a token, on average over the last steps."""
+        self._places: dict[str, str] = {}
+        """The engines that groups submitted each by itself are under way on, by the names of the first requests."""
+        self._moving: set[str] = set()
+        """The names of the first requests of groups that another engine is to begin anew, until the calls are over."""
         self._aborted: set[str] = set()
         """The names of the first requests of groups that nobody wants any more, until they are over."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
@@ -285,6 +293,23 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         for actor in self._actors.values():
             actor.abort.remote(names)
 
+    def take_over(self, groups: Collection[Sequence[str]]) -> None:
+        """Has idle engines begin anew what is under way on much slower ones: of groups that were submitted each by
+        itself and that somebody waits for, by the names of their requests."""
+        slowness = self._slowness()
+        if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self._actors):
+            return
+        for first in [group[0] for group in groups if group[0] not in self._moving]:
+            name = self._places.get(first)
+            if name in self._actors and slowness[name] >= MUCH_SLOWER:
+                print(
+                    f"rollout: {name} takes {slowness[name]:.1f} times the fastest engine's time for a token; an idle "
+                    f"one begins {first} anew",
+                    flush=True,
+                )
+                self._moving.add(first)
+                self._actors[name].abort.remote({first})
+
     def _generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None, done: Mapping[int, Sampled]
     ) -> Pending[list[Sampled]]:
@@ -294,20 +319,27 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
         load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
+        firsts = [group[0].sample_id for group in groups]
+        if len(groups) == 1:
+            self._places |= dict.fromkeys(firsts, *dealt)
 
         def collect(answers: Answers) -> list[Sampled] | Pending[list[Sampled]]:
             load.end()
             samples = dict(done)
             for name, infos in answers.values.items():
                 if isinstance(infos, Aborted):
-                    samples |= dict.fromkeys(dealt[name], infos)
+                    kept_out = self._moving - self._aborted
+                    samples |= {i: infos for i in dealt[name] if firsts[i] not in kept_out}
                     continue
                 found = map(RemoteSample, infos, asked[name][1:])
                 samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
             self.drop(load.still_there(answers.lost), "rollout")
-            unwanted = {i for i, group in enumerate(groups) if group[0].sample_id in self._aborted}
+            unwanted = {i for i, first in enumerate(firsts) if first in self._aborted}
             samples |= {i: Aborted(0) for i in unwanted if i not in samples}  # of a lost engine
-            self._aborted -= {groups[i][0].sample_id for i in unwanted}
+            self._aborted.difference_update(firsts)
+            self._moving.difference_update(firsts)
+            for first in firsts:
+                self._places.pop(first, None)
             if len(samples) < len(groups):
                 return self._generate(groups, listener, samples)
             return [samples[i] for i in range(len(groups))]

@@ -52,6 +52,11 @@ class Rollouts:
         self.under_way.remove(pending)
         return pending
 
+    def take_over(self, groups):
+        """Checks what a step waits for, by the names of samples: it is under way."""
+        names = [[r.sample_id for r in group] for pending in self.under_way for group in pending.groups]
+        assert groups and all(group in names for group in groups)
+
     def abort(self, groups):
         """Ends groups by the names of their samples."""
         for pending in [*self.under_way]:

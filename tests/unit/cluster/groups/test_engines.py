@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +75,10 @@ class FakeActor:
         def infos() -> object:
             if dies:
                 return DIED
-            return Aborted(7) if requests[0] in FakeActor.aborted else [f"{item} by {self._name}" for item in requests]
+            if requests[0] in FakeActor.aborted:
+                FakeActor.aborted.remove(requests[0])
+                return Aborted(7)
+            return [f"{item} by {self._name}" for item in requests]
 
         return [infos, *(f"ref to {request}" for request in requests)]
 
@@ -229,6 +232,36 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
     assert list(engines.deal(sizes)) == ["engine-0", "engine-2"]
 
 
+@pytest.mark.parametrize("unwanted", [False, True])
+@pytest.mark.parametrize("slowness", [1.9, 4])
+def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
+    monkeypatch, start, capsys, slowness: float, unwanted: bool
+) -> None:
+    engines = start(2, "rollout.max_staleness=1")
+    FakeActor.sampled = {"engine-0": (1.0, 1000), "engine-1": (slowness, 1000)}
+    engines.take_idle_share().result()
+    monkeypatch.setattr(engines._session, "submit", lately(engines, []))
+    under_way = {name: ask(engines, [[name, f"{name}2"]]) for name in "abcde"}
+    slow = FakeActor.seen["engine-1"][0]
+    others = [under_way.pop(name) for name in FakeActor.seen["engine-0"][::2]]
+    engines.take_over([[slow]])
+    assert FakeActor.aborted == [], "no engine is idle"
+    for pending in others:
+        pending.result()
+    for _ in range(2):
+        engines.take_over([[slow]])
+    is_moved = slowness > 2
+    assert FakeActor.aborted == [slow] * is_moved, "once"
+    assert ("begins e anew" in capsys.readouterr().out) == is_moved
+    if unwanted:
+        engines.abort([[slow]])
+        assert under_way.pop(slow).result() == [Aborted(7)]
+    for name, pending in under_way.items():
+        engine = "engine-0" if is_moved else "engine-1"
+        assert [sample.info for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
+    assert not engines._places and not engines._moving and not +engines.load
+
+
 def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
     """Those that hear of it late do not take it for the loss of the engine that has been started in its place."""
     engines = start(2)
@@ -259,17 +292,21 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     assert capsys.readouterr().out.strip() == line
 
 
+def lately(engines: EngineGroup, calls: list) -> Callable:
+    """A session's `submit` that runs calls when their result is asked for, and notes them."""
+
+    def submit(given, *_, **__):
+        calls.append(given)
+        return ready(None).then(lambda _: FakeSession().submit(given, "rollout", "rollout", engines.names))
+
+    return submit
+
+
 @pytest.mark.parametrize("dying", [set(), {"engine-0"}, {"engine-1"}])
 def test_a_group_that_nobody_wants_any_more_is_ended_and_asked_of_no_other(monkeypatch, start, dying: set[str]) -> None:
     engines, calls = start(2), []
     FakeActor.dying = dying
-
-    def submit(given, *_, **__):
-        """Runs the calls when their result is asked for."""
-        calls.append(given)
-        return ready(None).then(lambda _: FakeSession().submit(given, "rollout", "rollout", engines.names))
-
-    monkeypatch.setattr(engines._session, "submit", submit)
+    monkeypatch.setattr(engines._session, "submit", lately(engines, calls))
     first, second = ask(engines, [["a", "a2"]]), ask(engines, [["b"]])
     engines.abort([["a", "a2"]])
     [tokens] = [sampled.num_tokens for sampled in first.result()]
