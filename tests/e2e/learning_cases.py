@@ -29,6 +29,7 @@ ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # of gi
 TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise at the end is little
 APART = "cluster.placement=disaggregated"
 FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # so that rollouts are under way when a step has its samples
+OTHER_SEEDS = 1, 2
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
 
@@ -87,6 +88,11 @@ CASES: dict[str, Case] = {
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
     "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.keys_values=recompute", FEW_AT_ONCE)),
+    **{f"GRPO, seed {seed}": estimator("grpo", f"run.seed={seed}") for seed in OTHER_SEEDS},
+    **{
+        f"GRPO, rollouts a step ahead, seed {seed}": estimator("grpo", *ahead(1, APART), f"run.seed={seed}")
+        for seed in OTHER_SEEDS
+    },
     "GRPO, prompts by solve rate": estimator("grpo", "data={solved_weight: 0.05, solved_above: 0.9}"),
     "Dr.GRPO": estimator(
         "grpo", "algorithm.advantage.std=none", "algorithm.objective.aggregation=sequence_mean_over_max_tokens"
