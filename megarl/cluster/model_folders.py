@@ -157,15 +157,14 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
 def _check_reader(config: Config, folder: Path) -> None:
     """Raises UserError for a tokenizer that cannot read samples as the config wants."""
     tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.reads
-    if not tokenizer.is_fast:
+    if reads != "question" and not tokenizer.is_fast:
         raise UserError(
             f"reward_model.reads={reads}: the tokenizer of {folder} does not tell which text a token is of; take a "
             "model with a tokenizer.json"
         )
-    if reads == "chat" and tokenizer.chat_template is None:
-        raise UserError(
-            f"reward_model.reads=chat: the tokenizer of {folder} has no chat template; set reward_model.reads=text"
-        )
+    if reads != "text" and tokenizer.chat_template is None:
+        remedy = "set reward_model.reads=text" if reads == "chat" else "take an instruction-tuned model"
+        raise UserError(f"reward_model.reads={reads}: the tokenizer of {folder} has no chat template; {remedy}")
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:

@@ -30,7 +30,7 @@ class ScoreRef:
 
 
 Scores = dict[str, ScoreRef]
-"""References to a model's scores of response tokens: sample id -> float32 [R]."""
+"""References to a model's scores of response tokens: sample id -> float32 [R]; a judge's answers are int64 [A]."""
 
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:

@@ -176,6 +176,12 @@ class ImplicitReward(Trained):
     success_above: FiniteFloat
 
 
+class Judge(Section):
+    template: Annotated[str, Field(min_length=1)] | None
+    scale: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
+    max_new_tokens: PositiveInt
+
+
 class RewardModel(Section):
     """A model that makes forward passes only: the other keys of a trained model in Megatron are fixed."""
 
@@ -188,7 +194,8 @@ class RewardModel(Section):
 
     engine: Literal["megatron", "vllm"]
     path: Annotated[str, Field(min_length=1)] | None
-    reads: Literal["ids", "text", "chat"]
+    reads: Literal["ids", "text", "chat", "question"]
+    judge: Judge
     context_length: PositiveInt | None
     weight: FiniteFloat
     step_end: Annotated[str, Field(min_length=1)] | None
@@ -199,6 +206,11 @@ class RewardModel(Section):
     threads: PositiveInt | None
     kv_cache_gib: PositiveFloat
     vllm_overrides: dict[str, Any]
+
+    @property
+    def judges(self) -> bool:
+        """Whether it is a language model, which answers questions about samples; else it is a classifier."""
+        return self.reads == "question"
 
 
 Placed = Trained | RewardModel

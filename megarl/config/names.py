@@ -38,7 +38,7 @@ VERL = {
     "grad_offload": "actor.offload",
     "ground_truth": "data.answer_column",
     "hybrid_engine": "cluster.placement",
-    "input_tokenizer": "reward_model.reads (ids, text or chat)",
+    "input_tokenizer": "reward_model.reads (ids, text, chat or question)",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": "algorithm.kl.estimator (low_var_kl: k3 with limit=10)",
     "kl_penalty": "algorithm.kl.estimator",

@@ -51,6 +51,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "batch.oversampling": None,
         "rollout.keys_values": "keep",
         "rollout.batch_invariant": False,
+        "reward_model.judge": {"template": None, "scale": [1.0, 10.0], "max_new_tokens": 1024},
         "algorithm.kl.limit": None,
         "algorithm.advantage.whiten_over": None,
         "algorithm.objective.divergence_limit_negative": None,

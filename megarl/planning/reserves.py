@@ -228,7 +228,12 @@ def _reward_model_reserve(config: Config, shape: ModelShape, gpus_per_node: int)
     items = _engine_process(settings.vllm_overrides, shape, settings.layout.tp, tokens, gpus_per_node)
     activations = _activations(shape, settings.layout.tp, tokens)
     activations += _workspace(settings.vllm_overrides, shape, settings.layout.tp, tokens)
-    return {**items, "reward model: activations": activations * item_bytes(config)}
+    held = {**items, "reward model: activations": activations * item_bytes(config)}
+    if settings.judges:
+        sequences = min(settings.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), tokens)
+        copies = _copies_of_logits(settings.layout.tp, changed=True)
+        held["reward model: logits"] = sequences * shape.vocab * FLOAT32 * copies
+    return held
 
 
 def _engine_process(
@@ -266,9 +271,10 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     """Returns what an engine's rank has beside, for its largest batch, while it samples."""
     rollout = config.rollout
     tokens = batched_tokens(rollout)
+    changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
     return {
         ACTIVATIONS: _activations(shape, rollout.tp, tokens) * item_bytes(config),
-        LOGITS: most_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout),
+        LOGITS: most_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
     }
 
 
@@ -305,13 +311,13 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
     return tokens * shape.experts.active * (max(shape.hidden, 2 * rows) + max(shape.hidden, rows))
 
 
-def _copies_of_logits(rollout: Rollout) -> float:
+def _copies_of_logits(tp: int, changed: bool) -> float:
     """Returns how many float32 rows of the whole vocabulary there are for each sequence at once.
 
     Gathering has the rank's own part, what is gathered, and that in the order of the vocabulary
-    (cuda_communicator.py: all_gather); sampling has the logits, and a copy where the temperature is not 1 or candidates
-    are cut (worker/gpu/sample/sampler.py). Log-probs are read from these without a copy (logprob.py).
+    (cuda_communicator.py: all_gather); sampling has the logits, and a copy where they are changed: where the
+    temperature is not 1 or candidates are cut (worker/gpu/sample/sampler.py). Log-probs are read from these without a
+    copy (logprob.py).
     """
-    gathering = 1.0 if rollout.tp == 1 else 2 + 1 / rollout.tp
-    changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
+    gathering = 1.0 if tp == 1 else 2 + 1 / tp
     return max(gathering, 2.0 if changed else 1.0)

@@ -72,13 +72,13 @@ class Reader:
                 f"would read {len(ids)} tokens, more than {self._longest}; raise reward_model.context_length"
             )
         if self._kind == "sequence":
-            return _reading(sample, ids, len(ids) - 1, (len(sample.text),))
+            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
         start, stop, skipped = self._response(sample, text)
         counted = [i for i, (first, last) in enumerate(spans) if start < last and first < stop and first < last]
         if not counted:  # a response without text: what the model says where it would be
-            return _reading(sample, ids, len(ids) - 1, (len(sample.text),))
+            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
         ends = tuple(skipped + min(last, stop) - start for _, last in spans[counted[0] : counted[-1] + 1])
-        return _reading(sample, ids[: counted[-1] + 1], counted[0], ends)
+        return reading_of(sample, ids[: counted[-1] + 1], counted[0], ends)
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
         """Returns the indexes of the sampled tokens that end where these of the response's characters do, the last one
@@ -135,7 +135,7 @@ class Reader:
         return found
 
 
-def _reading(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
+def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
     """Returns the reading of these ids. first: the index of the first token that counts."""
     # No two samples have a prompt in common, which ends with the first token that counts.
     prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]

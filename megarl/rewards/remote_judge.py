@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from megarl.rewards.rating import TEMPLATE, question, rating
 
 if TYPE_CHECKING:
     import httpx
 
-TEMPLATE = """\
-Judge the answer of an assistant to a question.
-
-[Question]
-{prompt}
-
-[Reference]
-{answer}
-
-[Answer of the assistant]
-{response}
-
-Compare it with the reference, briefly. Then end with your rating from 1 (wrong) to 10 (right), as [[rating]], such as \
-[[5]]."""
-
-_FIELD = re.compile(r"\{(prompt|response|answer)\}")
-_RATING = re.compile(r"\[\[\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*\]\]")
 FIRST_PAUSE_S = 0.5
 
 
@@ -76,7 +60,7 @@ class GenerativeJudge:
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
-        self._template, self._lowest, self._highest = template, *scale
+        self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
 
     async def __call__(
@@ -89,26 +73,24 @@ class GenerativeJudge:
         under_way = asyncio.Semaphore(self._concurrency)
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
-            async def reward(fields: dict[str, str]) -> float:
+            async def reward(*fields: Any) -> float:
                 async with under_way:
-                    return self._reward(await self._ask(client, fields))
+                    return rating(await self._ask(client, question(self._template, *fields)), self._scale)
 
             samples = zip(prompts, responses, answers, strict=True)
-            asked = [reward({"prompt": p, "response": r, "answer": str(a)}) for p, r, a in samples]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
-    async def _ask(self, client: httpx.AsyncClient, fields: dict[str, str]) -> str:
+    async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         """Returns what the judge says. Raises ValueError, with what the server said, where it says nothing."""
         import httpx
 
-        content = _FIELD.sub(lambda field: fields[field[1]], self._template)
-        question = self._question | {"messages": [{"role": "user", "content": content}]}
+        body = self._question | {"messages": [{"role": "user", "content": content}]}
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await client.post(self._url, json=question)
+                    answer = await client.post(self._url, json=body)
             except TimeoutError:
                 said = f"did not answer within {self._timeout_s:g} s"
                 break
@@ -121,14 +103,6 @@ class GenerativeJudge:
             if answer.status_code != httpx.codes.TOO_MANY_REQUESTS and not answer.is_server_error:
                 break
         raise ValueError(f"{self._url} {said}")
-
-    def _reward(self, said: str) -> float:
-        ratings = _RATING.findall(said)
-        rating = float(ratings[-1]) if ratings else None
-        if rating is None or not self._lowest <= rating <= self._highest:
-            end = said[-200:]
-            raise ValueError(f"no rating [[{self._lowest:g} to {self._highest:g}]] in what the judge says: …{end!r}")
-        return (rating - self._lowest) / (self._highest - self._lowest)
 
 
 def _content(answer: httpx.Response) -> str:

@@ -16,33 +16,47 @@ from megarl.cluster.supervision.scratch import own_scratch
 
 if TYPE_CHECKING:
     from megarl.rollout.vllm.classifier import VllmClassifier
+    from megarl.rollout.vllm.judge import VllmJudge
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardEngineActor(VllmActor):
-    """One classifier on vLLM."""
+    """One classifier on vLLM, or one language model that judges."""
 
     def _arguments(self) -> dict[str, Any]:
+        if self._judges:
+            from megarl.rollout.vllm.judge import judge_arguments
+
+            return judge_arguments(self._config, self._model_folder)
         from megarl.rollout.vllm.classifier import classifier_arguments
 
         return classifier_arguments(self._config, self._model_folder)
 
-    def _load(self, arguments: Mapping[str, Any]) -> VllmClassifier:
+    def _load(self, arguments: Mapping[str, Any]) -> VllmClassifier | VllmJudge:
+        if self._judges:
+            from megarl.rollout.vllm.judge import VllmJudge
+
+            return VllmJudge(arguments, self._config.reward_model.judge.max_new_tokens)
         from megarl.rollout.vllm.classifier import VllmClassifier
 
         return VllmClassifier(arguments)
 
+    @property
+    def _judges(self) -> bool:
+        return self._config.reward_model.judges
 
-class RewardEngineGroup(VllmGroup["VllmClassifier"]):
+
+class RewardEngineGroup(VllmGroup["VllmClassifier | VllmJudge"]):
     """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
 
     actor_class, title = RewardEngineActor, "RewardEngineActor"
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]."""
+        """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]. A judge gives
+        the token ids of its answer about the sample, int64 [A]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
 
-        def score(engine: VllmClassifier, samples: Sequence[RemoteSample]) -> Scores:
+        def score(engine: VllmClassifier | VllmJudge, samples: Sequence[RemoteSample]) -> Scores:
             scores = engine.scores(ray.get([sample.ref for sample in samples])) if samples else []
             segments.note(own_scratch())
             return put_scores(

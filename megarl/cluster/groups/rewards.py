@@ -33,6 +33,7 @@ from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.pool import function_pool
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
+from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
@@ -90,7 +91,9 @@ class RewardWorker:
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         self._evaluation = EvaluationScorer(config, num_processes)
         folder = models.reward_model
-        if folder is not None:
+        if folder is not None and config.reward_model.judges:
+            self._reader = self._model_score = model_judge(config, folder, models.actor)
+        elif folder is not None:
             self._reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, self._reader)
 
@@ -235,6 +238,13 @@ def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | N
         return None
     _, longest = config.context_of(settings)
     return Reader(_kind(folder), settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
+
+
+def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
+    """Returns what asks the language model in this folder, and reads its ratings."""
+    settings = config.reward_model
+    _, longest = config.context_of(settings)
+    return ModelJudge(settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
 
 
 def _kind(folder: Path) -> Kind:

@@ -64,11 +64,20 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
         model_rules = (context_fits_the_positions, features_are_supported)
         reward_violations = [*engine_violations, *(rule(config, placed, reward) for rule in model_rules)]
     head = score_head_of(reward)
+    architectures = ", ".join(reward.get("architectures") or ["none"])
+    if placed.judges and head is not None:
+        raise UserError(
+            f"{_model(config, placed)}: its architecture is {architectures}, and reward_model.reads=question asks a "
+            "language model; take one (...ForCausalLM), or set reward_model.reads=ids, text or chat"
+        )
+    if placed.judges:
+        raise_all(reward_violations)
+        return
     if head is None:
-        architectures = ", ".join(reward.get("architectures") or ["none"])
         raise UserError(
             f"{_model(config, placed)}: its architecture is {architectures}, without scores; take a classification "
-            "checkpoint (...ForSequenceClassification or ...ForTokenClassification)"
+            "checkpoint (...ForSequenceClassification or ...ForTokenClassification), or set "
+            "reward_model.reads=question, and it judges"
         )
     labels = has_one_label(config, placed, head.num_labels)
     kind_violations = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.config.document import show
 from megarl.config.schema import Config
 
 
@@ -39,8 +40,66 @@ def reward_engines_keep_their_parameters(config: Config) -> str | None:
     )
 
 
+def judge_is_in_vllm(config: Config) -> str | None:
+    if not config.reward_model.judges or config.reward_model.engine == "vllm":
+        return None
+    return (
+        "reward_model.reads=question: a language model that answers needs an engine, and reward_model.engine="
+        f"{config.reward_model.engine} computes scores only; set reward_model.engine=vllm"
+    )
+
+
+def judge_rates_whole_samples(config: Config) -> str | None:
+    settings = config.reward_model
+    given = {"step_end": settings.step_end, "aggregation": settings.aggregation}
+    others = [f"reward_model.{name}" for name, value in given.items() if value is not None]
+    if not settings.judges or not others:
+        return None
+    return (
+        f"reward_model.reads=question: a judge gives a sample one rating, and {' and '.join(others)} are of scores of "
+        "its tokens; set " + " and ".join(f"{key}=null" for key in others)
+    )
+
+
+def judge_reads_the_response(config: Config) -> str | None:
+    template = config.reward_model.judge.template
+    if not config.reward_model.judges or template is None or "{response}" in template:
+        return None
+    return (
+        f"reward_model.judge.template={show(template)}: it has no {{response}}, and every response would be rated the "
+        "same; say where the judge reads it"
+    )
+
+
+def judge_has_a_scale(config: Config) -> str | None:
+    lowest, highest = config.reward_model.judge.scale
+    if not config.reward_model.judges or lowest < highest:
+        return None
+    return (
+        f"reward_model.judge.scale={show([lowest, highest])}: it is the lowest and the highest rating; give them in "
+        "this order, such as [1, 10]"
+    )
+
+
+def judge_has_room_for_a_question(config: Config) -> str | None:
+    settings = config.reward_model
+    key, context = config.context_of(settings)
+    answer = settings.judge.max_new_tokens
+    if not settings.judges or answer < context:
+        return None
+    return (
+        f"reward_model.judge.max_new_tokens={answer}: question and answer have {key}={context} tokens together; lower "
+        "it, or raise reward_model.context_length"
+    )
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
     reward_engines_keep_their_parameters,
+    judge_is_in_vllm,
+    judge_rates_whole_samples,
+    judge_reads_the_response,
+    judge_has_a_scale,
+    judge_has_room_for_a_question,
 )

@@ -51,6 +51,7 @@ BELONGS = (
     Belongs(("agreement.mask",), "agreement.action=mask", lambda config: config.agreement.action == "mask"),
     Belongs(("environment",), "environment.class", lambda config: config.plays_in_environments),
     Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
+    Belongs(("reward_model.judge",), "reward_model.reads=question", lambda config: config.reward_model.judges),
     Belongs(
         ("evaluation",),
         "evaluation.sets",

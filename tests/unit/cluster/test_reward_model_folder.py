@@ -47,3 +47,18 @@ def test_a_conversation_needs_a_chat_template(actor, tmp_path):
     with pytest.raises(ValueError, match=r"has no chat template; set reward_model.reads=text"):
         find(actor, tmp_path, tokenizer, "chat")
     assert find(actor, tmp_path, tokenizer, "text") == tmp_path
+
+
+def test_a_judge_needs_a_chat_template(actor, tmp_path):
+    required = [f"model.path={actor}", "data.source=arithmetic", f"reward_model.path={tmp_path}"]
+    keys = ["reward_model={engine: vllm, reads: question, judge: {max_new_tokens: 16}}"]
+    config = load(BASE, [*required, "rollout={context_length: 64, max_new_tokens: 16}", *keys])
+    (tmp_path / "config.json").write_text((actor / "config.json").read_text())
+    tokenizer = merging_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert find_models(config).reward_model == tmp_path
+    tokenizer.chat_template = None
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"=question: the tokenizer of .* has no chat template; take an instruction-t"):
+        find_models(config)

@@ -14,7 +14,7 @@ from tests.paths import BASE
 from tests.unit.planning.test_memory import PARAMETERS, QWEN_1_5B
 
 GIB = 2**30
-ITEMS = {CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS, "reward model: activations"}
+ITEMS = {CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS, "reward model: activations", "reward model: logits"}
 
 
 def config(*overrides: str) -> Config:
@@ -87,6 +87,10 @@ def test_ranks_of_other_models_on_the_same_gpu():
         ("{path: rm, offload: [parameters]}", {}),
         (
             "{path: rm, engine: vllm, kv_cache_gib: 3}",
+            {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
+        ),
+        (
+            "{path: rm, engine: vllm, kv_cache_gib: 3, reads: question}",
             {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
         ),
     ],

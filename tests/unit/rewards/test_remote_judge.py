@@ -16,7 +16,7 @@ from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
-from megarl.rewards import remote_judge
+from megarl.rewards.rating import TEMPLATE, question, rating
 
 SLOW_S = 6.0
 WAIT_S = 0.3
@@ -154,5 +154,6 @@ def test_a_server_that_is_not_there_is_a_failure(server):
 
 
 def test_the_template_asks_for_what_is_read():
-    assert remote_judge._RATING.findall(remote_judge.TEMPLATE) == ["5"]
-    assert set(remote_judge._FIELD.findall(remote_judge.TEMPLATE)) == {"prompt", "response", "answer"}
+    assert rating(TEMPLATE, [0, 10]) == 0.5
+    asked = question(TEMPLATE, "the {response}", "the {answer}", 12)
+    assert [asked.count(text) for text in ("the {response}", "the {answer}", "12")] == [1, 1, 1]

@@ -347,6 +347,18 @@ def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list
     assert message in str(error.value)
 
 
+def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
+    judge = ["reward_model.path=rm", VLLM, "reward_model={reads: question, judge: {max_new_tokens: 64}}"]
+    actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
+    check_reward_model(recipe(*judge), actor, model)
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without"):
+        check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
+    with pytest.raises(ValueError, match=r"SequenceClassification, and reward_model.reads=question asks a language"):
+        check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
+    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
+        check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
+
+
 def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
     whole = ["algorithm.objective.name=reward_model", "data.rows=preferences"]
     steps = ["algorithm.objective.name=process_reward_model", "data.rows=labels"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.config.rules.recipes import errors, recipe
 
 VLLM = "reward_model.engine=vllm"
@@ -20,3 +22,54 @@ def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> 
         "sequence_parallel=true; take the default there, or set reward_model.engine=megatron"
     ]
     recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
+
+
+def judge(*overrides: str) -> list[str]:
+    return ["reward_model.path=rm", VLLM, "reward_model.reads=question", "reward_model.judge.max_new_tokens=64"] + [
+        f"reward_model.{override}" for override in overrides
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["engine=megatron"],
+            "reward_model.reads=question: a language model that answers needs an engine, and "
+            "reward_model.engine=megatron computes scores only; set reward_model.engine=vllm",
+        ),
+        (
+            ["step_end=x", "aggregation=min"],
+            "reward_model.reads=question: a judge gives a sample one rating, and reward_model.step_end and "
+            "reward_model.aggregation are of scores of its tokens; set reward_model.step_end=null and "
+            "reward_model.aggregation=null",
+        ),
+        (
+            ["judge.template=Good?"],
+            "reward_model.judge.template=Good?: it has no {response}, and every response would be rated the same; say "
+            "where the judge reads it",
+        ),
+        (
+            ["judge.scale=[10, 1]"],
+            "reward_model.judge.scale=[10.0, 1.0]: it is the lowest and the highest rating; give them in this "
+            "order, such as [1, 10]",
+        ),
+        (
+            ["judge.max_new_tokens=256"],
+            "reward_model.judge.max_new_tokens=256: question and answer have rollout.context_length=256 tokens "
+            "together; lower it, or raise reward_model.context_length",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_rate(overrides: list[str], line: str) -> None:
+    assert errors(*judge(*overrides)) == [line]
+
+
+def test_a_judge_may_have_a_context_of_its_own() -> None:
+    given = recipe(*judge("context_length=4096", "judge={scale: [0, 1], template: 'Rate {response}'}")).reward_model
+    assert (given.judge.scale, given.context_length) == ([0.0, 1.0], 4096)
+
+
+def test_a_judge_without_questions_is_not_read() -> None:
+    [line] = errors("reward_model.path=rm", "reward_model.judge.scale=[0, 1]")
+    assert line.startswith("reward_model.judge.scale=[0.0, 1.0]: nothing reads it without reward_model.reads=question;")
