@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def binary_cross_entropy(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)) = softplus(s) − y·s, float32 [N].
+    """Returns ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), float32 [N].
 
     score   float32 [N], s: the log-odds of the label
     label   float32 [N], y: 1 for what is right, 0 for what is wrong, or the probability that it is right
     """
-    from torch.nn.functional import softplus
+    from torch.nn.functional import binary_cross_entropy_with_logits
 
     require_one_shape(score=score, label=label)
-    return softplus(score) - label * score
+    return binary_cross_entropy_with_logits(score, label, reduction="none")

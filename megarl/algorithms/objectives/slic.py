@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.pairs import require_pairs
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PairObjective
 
@@ -19,7 +18,6 @@ def slic(margin: torch.Tensor, better: torch.Tensor, hinge_margin: float, regula
     target of supervised fine-tuning in its second term; pairs have none, and their better response stands for it.
     margin, better: float32 [P], better being log π(y₊).
     """
-    require_pairs(margin)
     require_one_shape(margin=margin, better=better)
     return (hinge_margin - margin).relu() - regularisation * better
 

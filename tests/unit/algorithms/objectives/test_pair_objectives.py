@@ -70,9 +70,10 @@ def test_pairs_stand_two_by_two():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"rewards must have shape \[2·P\], got \(3,\)"):
         margins(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"margin and better must share one shape \[N\]"):
-        slic(torch.zeros(2), torch.zeros(3), 1.0, 0.0)
-    for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1), lambda m: slic(m, m, 1.0, 0.0)):
+    for better in (torch.zeros(3), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match=r"margin and better must share one shape \[N\]"):
+            slic(torch.zeros(2), better, 1.0, 0.0)
+    for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1)):
         with pytest.raises(ValueError, match=r"margin must have shape \[P\], got \(2, 1\)"):
             loss(torch.zeros(2, 1))
 
