@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,10 +249,11 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantised_destinations(self._hf_config, holders) if self._quantises else holders
 
-    def deal(self, sizes: Mapping[int, int]) -> dict[str, list[int]]:
+    def deal(self, sizes: Mapping[int, int], but: Collection[str] = ()) -> dict[str, list[int]]:
         """Deals groups out to these processes, one by one to that which would be done with it first. sizes: the
-        requests of each, by its number."""
-        load, slowness, dealt = Counter(self.load), self._slowness(), {name: [] for name in self._actors}
+        requests of each, by its number. but: processes that get none as long as there are others."""
+        load, slowness = Counter(self.load), self._slowness()
+        dealt = {name: [] for name in [name for name in self._actors if name not in but] or self._actors}
         for number, size in sizes.items():
             name = min(dealt, key=lambda name: (load[name] + size) * slowness[name])
             load[name] += size
@@ -299,23 +300,31 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         slowness = self._slowness()
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self._actors):
             return
+        moving: dict[str, set[str]] = defaultdict(set)
         for first in [group[0] for group in groups if group[0] not in self._moving]:
             name = self._places.get(first)
             if name in self._actors and slowness[name] >= MUCH_SLOWER:
-                print(
-                    f"rollout: {name} takes {slowness[name]:.1f} times the fastest engine's time for a token; an idle "
-                    f"one begins {first} anew",
-                    flush=True,
-                )
-                self._moving.add(first)
-                self._actors[name].abort.remote({first})
+                moving[name].add(first)
+        for name, firsts in moving.items():
+            print(
+                f"rollout: {name} takes {slowness[name]:.1f} times the fastest engine's time for a token; idle engines "
+                f"begin {len(firsts)} of its prompts anew",
+                flush=True,
+            )
+            self._moving |= firsts
+            self._actors[name].abort.remote(firsts)
 
     def _generate(
-        self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None, done: Mapping[int, Sampled]
+        self,
+        groups: Sequence[Sequence[SamplingRequest]],
+        listener: ActorHandle | None,
+        done: Mapping[int, Sampled],
+        but: Collection[str] = (),
     ) -> Pending[list[Sampled]]:
-        """Samples the groups that are not done. done: the samples of the others, by the group's place in groups."""
+        """Samples the groups that are not done. done: the samples of the others, by the group's place in groups. but:
+        engines from which groups are taken over."""
         left = [i for i in range(len(groups)) if i not in done]
-        dealt = self.deal({i: len(groups[i]) for i in left})
+        dealt = self.deal({i: len(groups[i]) for i in left}, but)
         asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
         load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
@@ -325,11 +334,12 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
         def collect(answers: Answers) -> list[Sampled] | Pending[list[Sampled]]:
             load.end()
-            samples = dict(done)
+            samples, slow = dict(done), set[str]()
             for name, infos in answers.values.items():
                 if isinstance(infos, Aborted):
-                    kept_out = self._moving - self._aborted
-                    samples |= {i: infos for i in dealt[name] if firsts[i] not in kept_out}
+                    taken_over = {i for i in dealt[name] if firsts[i] in self._moving - self._aborted}
+                    samples |= {i: infos for i in dealt[name] if i not in taken_over}
+                    slow |= {name} if taken_over else set()
                     continue
                 found = map(RemoteSample, infos, asked[name][1:])
                 samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
@@ -341,7 +351,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             for first in firsts:
                 self._places.pop(first, None)
             if len(samples) < len(groups):
-                return self._generate(groups, listener, samples)
+                return self._generate(groups, listener, samples, slow)
             return [samples[i] for i in range(len(groups))]
 
         return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)

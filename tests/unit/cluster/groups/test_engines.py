@@ -228,8 +228,10 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
             waiting.take_idle_share().result()
         assert [len(part) for part in engines.deal(sizes).values()] == shares
         assert [len(part) for part in waiting.deal(sizes).values()] == [6, 6, 6]
+    assert list(engines.deal(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
     assert list(engines.deal(sizes)) == ["engine-0", "engine-2"]
+    assert list(engines.deal(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], "there are no others"
 
 
 @pytest.mark.parametrize("unwanted", [False, True])
@@ -252,7 +254,7 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
         engines.take_over([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
-    assert ("begins e anew" in capsys.readouterr().out) == is_moved
+    assert ("begin 1 of its prompts anew" in capsys.readouterr().out) == is_moved
     if unwanted:
         engines.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
     "engine start": ("start", lambda groups, _: groups.engines.start()),
     "reward start": ("start", lambda groups, _: groups.rewards.start()),
     "actor end": ("start", lambda groups, _: groups.actor.close()),
-    "rollout": ("rollout", lambda groups, _: groups.engines.generate([["request"]])),
+    "rollout": ("rollout", lambda groups, _: groups.engines.generate([[SimpleNamespace(sample_id="0.0")]])),
     "rewards": ("rewards", lambda groups, folder: groups.rewards.score([], 1, folder)),
     "reading for the reward model": ("rewards", lambda groups, folder: groups.judged.score([], 1, folder)),
     "reward model: scores": ("rewards", lambda groups, _: groups.reward_model.scores([])),
