@@ -17,6 +17,7 @@ import torch
 
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.config.agreement_schema import Tolerance
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -56,6 +57,9 @@ CORRECTIONS = {
     "weights of tokens": "{weight: token, mask: token, mask_low: 0.5, mask_high: 2}",
     "weights of samples": "{weight: sequence, mask: geometric, mask_low: 0.5, mask_high: 2}",
 }
+TOLERANCE = Tolerance(1.0, "sample")
+"""A few samples have a token that is further off."""
+
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
 OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
 DISTURBANCES = ("other numbers", "no numbers")
@@ -155,7 +159,7 @@ def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
                 if batch.old is None and chosen.correction.old != "rollout":
                     continue
                 [batch] = with_selection(algorithm, [batch], [members])
-            loss_of = partial(policy_loss, algorithm, 0.3, has_moved=batch.old is not None)
+            loss_of = partial(policy_loss, algorithm, TOLERANCE, 0.3, has_moved=batch.old is not None)
             columns = slice(2 if batch.returns is None else 3)
             yield f"{setting}, {correction}", outcome(loss_of, batch, world, members, columns)
 
@@ -210,7 +214,7 @@ def other_outcome(world: World, name: str) -> Outcome:
     if not spec.is_pairwise:
         return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
     if spec.classifier is None:
-        return outcome(partial(preference_loss, objective, True, has_moved=True), batch, world, members, slice(2))
+        return outcome(partial(preference_loss, objective, TOLERANCE, has_moved=True), batch, world, members, slice(2))
     return outcome(partial(reward_model_loss, objective), batch, world, members, slice(1))
 
 
