@@ -10,7 +10,7 @@ from tests.unit.environments.test_runner import CALL, Says, config, play
 def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
     texts = [
         CALL.format("python", "{\"code\": \"open('a.txt', 'w').write('7'); print(6 * 7)\"}"),
-        CALL.format("shell", '{"command": "cat a.txt; sleep 1000 & echo; ls /home; id -u"}'),
+        CALL.format("shell", '{"command": "cat a.txt; sleep 1013 & echo; ls /home; id -u"}'),
         "42",
     ]
     settings = config(
@@ -27,4 +27,4 @@ def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
     assert answers[1].startswith("7\n")
     assert sample.episode.info.tool_calls == {"ok": 2} and sample.text == "42"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    assert not any("sleep" in (process.info["cmdline"] or []) for process in left)
+    assert not any(process.info["cmdline"] == ["sleep", "1013"] for process in left), "other tests sleep, too"

@@ -10,14 +10,14 @@ from megarl.environments.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.sandboxes import limits
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 ADDS = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
 
 
 @pytest.fixture(scope="module")
 def pool(provider) -> Iterator[FunctionPool]:
     """provider: without bubblewrap there would be another message."""
-    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, sandbox=limits(wall_s=2.0, cpu_s=2))
+    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, sandbox=limits(wall_s=6.0, cpu_s=2))
     yield pool
     pool.close()
 
@@ -39,10 +39,10 @@ def test_programs_run_against_tests_and_pairs(pool):
 
 
 def test_a_program_that_is_slow_on_many_inputs_is_wrong_and_no_failure(provider):
-    """It would take a minute, and a call has four seconds."""
+    """It would take a minute, and a call has eight seconds."""
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     pairs = [{"input": "1", "output": "1"}] * 100
-    pool = FunctionPool(["code_stdin_stdout"], None, 1, 4.0, sandbox=limits(wall_s=2.0))
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, 8.0, sandbox=limits(wall_s=6.0))
     try:
         assert pool.call("code_stdin_stdout", "", slow, pairs).result() == Result(0.0, "0.0")
         assert pool.call("code_stdin_stdout", "", slow, pairs[:1]).result() == Result(1.0, "1.0")
