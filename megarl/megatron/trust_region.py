@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megarl.config.algorithm_schema import TrustRegion
 from megarl.core import device
@@ -116,8 +118,10 @@ class Shards:
         self.chunks, self._optimizer = chunks, optimizer
         self._parts = parts_of(optimizer)
         self._parameters = [parameter for part in self._parts for parameter in part.get_parameters()]
-        counted = {id(grad) for part in self._parts for grad in part.get_main_grads_for_grad_norm()}
-        self._counts = [id(parameter.grad) in counted for parameter in self._parameters]
+        self._counts = [
+            param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+            for parameter in self._parameters
+        ]
         """Whether each shard comes to a dot product: of those that several ranks have, one does."""
 
     def gradient(self) -> Vector:
