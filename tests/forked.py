@@ -20,7 +20,7 @@ import megarl.megatron.workers.critic
 import megarl.megatron.workers.implicit_reward
 import megarl.megatron.workers.reward_model  # noqa: F401  imported here, so that no rank imports it again
 
-DEADLINE_S = 240
+DEADLINE_S = 480
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
