@@ -13,10 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from megarl.ops import shared_attention
 from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask
-from tests.closeness import relative_error
+from tests.closeness import TOLERANCE, relative_error
 from tests.packing import Trees, documents
-
-TOLERANCE = 2e-6
 
 PACKS: dict[str, Trees] = {
     "one token": [(1, [0])],
