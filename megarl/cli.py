@@ -92,7 +92,7 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
-        from megarl.run.loop import exit_status
+        from megarl.run.context import exit_status
         from megarl.run.preflight import print_checks
 
         raise typer.Exit(exit_status(print_checks, config, scratch))

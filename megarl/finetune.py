@@ -19,7 +19,7 @@ from megarl.core.types import Sample
 from megarl.data.model_folder import model_paths
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
-from megarl.run.loop import Loop, exit_status
+from megarl.run.context import RunContext, exit_status
 from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
@@ -36,7 +36,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data, given) as loop:
+    with RunContext.prepare(config, found.models, found.data, given) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
             elapsed.print("Ray: started")
@@ -44,7 +44,7 @@ def run(config: Config, scratch: Path) -> None:
         print(f"report: {report.write(loop.folder.path)}")
 
 
-def learn(session: Session, config: Config, models: ModelFolders, loop: Loop) -> None:
+def learn(session: Session, config: Config, models: ModelFolders, loop: RunContext) -> None:
     """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
     elapsed = ElapsedTime()
@@ -65,7 +65,7 @@ def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path)
     actor.export(plan, out)
 
 
-def step(config: Config, trained: TrainedModels, loop: Loop) -> dict[str, float]:
+def step(config: Config, trained: TrainedModels, loop: RunContext) -> dict[str, float]:
     """Does one step: one update for every prompts_per_update rows. Returns its metrics."""
     watch = loop.stopwatch()
     rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)

@@ -19,13 +19,13 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
 from megarl.data.model_folder import model_paths
-from megarl.run.loop import Loop, exit_status
+from megarl.run.context import RunContext, exit_status
 from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
-from megarl.step.agreement import Agreement
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.evaluation import evaluate
+from megarl.step.logprob_check import LogprobCheck
 from megarl.step.metrics import step_metrics, update_rate, with_effective_share, with_explained_variance
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
@@ -43,7 +43,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with Loop.prepare(config, found.models, found.data, given, found.evaluation) as loop:
+    with RunContext.prepare(config, found.models, found.data, given, found.evaluation) as loop:
         elapsed = ElapsedTime()
         with Session(config, loop.folder.logs, scratch, loop.folder.nodes, found.models.experts) as session:
             elapsed.print("Ray: started")
@@ -52,21 +52,21 @@ def run(config: Config, scratch: Path) -> None:
         print(f"report: {report.write(loop.folder.path)}")
 
 
-def learn(config: Config, workers: Workers, loop: Loop) -> None:
+def learn(config: Config, workers: Workers, loop: RunContext) -> None:
     """Runs all steps, from the first refit of the engines, which may hold any weights, to the trained model."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
     elapsed = ElapsedTime()
-    workers.trained.present_actor()
+    workers.trained.stage_actor_for_sync()
     workers.refit.run(version=loop.state.step)
     elapsed.print(f"refit: by {workers.refit.transport}, the first")
-    agreement = Agreement(config, workers, loop.data)
-    agreement.begin()
+    logprob_check = LogprobCheck(config, workers, loop.data)
+    logprob_check.begin()
     queue = RolloutQueue(config, workers, loop.data, loop.state)
     if loop.resume_point.checkpoint is not None:
         queue.restore(loop.resume_point.checkpoint)
     loop.run(
         workers.trained,
-        lambda: step(config, workers, loop, queue, agreement),
+        lambda: step(config, workers, loop, queue, logprob_check),
         lambda: evaluate_due(config, workers, loop),
         queue.save,
     )
@@ -74,7 +74,9 @@ def learn(config: Config, workers: Workers, loop: Loop) -> None:
     workers.close()
 
 
-def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue, agreement: Agreement) -> dict[str, float]:
+def step(
+    config: Config, workers: Workers, loop: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
+) -> dict[str, float]:
     """Does one step: collects rollouts, trains, syncs weights. Returns its metrics; the engines' weight version is then
     its number. Rollouts that the queue has begun for later steps go on meanwhile, but stand still while models train
     that share devices with the engines."""
@@ -87,16 +89,16 @@ def step(config: Config, workers: Workers, loop: Loop, queue: RolloutQueue, agre
         metrics = train(config, workers, rollouts, number, loop.state.average)
     recorded = record_advantages(workers, file)
     with watch.phase("refit"):
-        workers.trained.present_actor()
+        workers.trained.stage_actor_for_sync()
         metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
-        agreement.check_step(metrics)
-        metrics |= agreement.after_refit(number)
+        logprob_check.check_step(metrics)
+        metrics |= logprob_check.after_refit(number)
     recorded.result()
     metrics |= workers.take_idle_shares()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 
-def evaluate_due(config: Config, workers: Workers, loop: Loop) -> dict[str, float]:
+def evaluate_due(config: Config, workers: Workers, loop: RunContext) -> dict[str, float]:
     """Evaluates what is due after a step, or before the first: between the refit, which gave the engines that step's
     weights, and the next rollouts. Returns its metrics."""
     return evaluate(config, workers, loop.state.step, loop.evaluation, loop.folder.evaluation)
@@ -133,7 +135,7 @@ def train_on_pairs(
     metrics = update_models(config, workers.trained, batches)
     num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
     follow_policy(config, workers.actor, number, metrics, num_pairs)
-    return metrics | {"preference/tied_share": Metric(1 - num_pairs / num_groups)}
+    return metrics | {"preference/tied_frac": Metric(1 - num_pairs / num_groups)}
 
 
 def prepare_updates(

@@ -56,7 +56,7 @@ class EstimatorReference(GrpoReference):
 @dataclass(frozen=True)
 class Divergence:
     """The KL as a reward: −coefficient · K of each token's log-ratio, or of their sum, which the last one has. credit:
-    whether all tokens of a sample are credited with all of it ("whole"), or with what comes after them ("to_go")."""
+    whether all tokens of a sample are credited with all of it ("whole"), or with what comes after them ("reward_to_go")."""
 
     coefficient: float = 0.0
     estimator: str = "k1"
@@ -87,7 +87,7 @@ def sample_estimate(compare: Compare, kl: Divergence = Divergence(), learned: To
             compared = compare(totals, lengths, group[0][0].prompt.id)
             for (sample, _), own, total, (value, scale) in zip(group, of_kl, totals, compared, strict=True):
                 advantages[sample.id] = [
-                    (total - value - sum(x for s, x in own.items() if s < t and kl.credit == "to_go")) / scale
+                    (total - value - sum(x for s, x in own.items() if s < t and kl.credit == "reward_to_go")) / scale
                     for t in range(len(sample.response_ids))
                 ]
             if learned is not None:
@@ -236,7 +236,7 @@ CASES: dict[str, EstimatorCase] = {
     ),
     "RLOO": compared("rloo", mean_of_others),
     "PRIME": EstimatorCase(
-        "rloo, credit: to_go",
+        "rloo, credit: reward_to_go",
         lambda kl, world: sample_estimate(mean_of_others, kl, world.lists("implicit_reward")),
         ("implicit_reward",),
     ),

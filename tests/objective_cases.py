@@ -97,7 +97,7 @@ class Case:
             f"algorithm.correction={{{self.correction}}}",
             f"algorithm.kl={{coefficient: {coefficient}{', ' if self.kl else ''}{self.kl}}}",
             *(
-                [f"agreement={{threshold: {self.threshold}, action: mask, mask: {self.left_out}}}"]
+                [f"logprob_check={{threshold: {self.threshold}, action: mask, mask: {self.left_out}}}"]
                 if self.left_out
                 else ()
             ),
@@ -306,7 +306,7 @@ class World:
             "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
             "mismatch/logprob_abs_mean": mismatch.mean(),
             "mismatch/logprob_abs_max": mismatch.max(),
-            "mismatch/beyond_share": (mismatch > case.threshold).double().mean(),
+            "mismatch/outlier_frac": (mismatch > case.threshold).double().mean(),
             "mismatch/kl": (weight - 1 - difference).mean(),
             "mismatch/weight_mean": weight.mean(),
             "mismatch/weight_square_mean": weight.square().mean(),
@@ -317,9 +317,9 @@ class World:
             found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()
             found["correction/weight_square_mean"] = factor.square().mean()
         if "mask" in case.correction:
-            found["correction/masked_share"] = (factor == 0).double().mean()
+            found["correction/masked_frac"] = (factor == 0).double().mean()
         if case.left_out is not None:
-            found["mismatch/masked_share"] = (factor == 0).double().mean()
+            found["mismatch/masked_frac"] = (factor == 0).double().mean()
         if case.reported is not None:
             name, divergence = case.reported
             of_each = [divergence(r) for r in responses]

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TypeVar, get_args
 
 from megarl.algorithms import advantages, objectives
-from megarl.algorithms.specs import COMPARISONS, EstimatorSpec, ObjectiveSpec, Rows
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Rows
 
 Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
 
@@ -38,7 +38,7 @@ def _specs(package: ModuleType, kind: type[Spec]) -> Iterator[Spec]:
 
 
 ESTIMATORS: Mapping[str, EstimatorSpec] = find(
-    advantages, EstimatorSpec, lambda spec: list(COMPARISONS).index(spec.comparison)
+    advantages, EstimatorSpec, lambda spec: list(BASELINE_KINDS).index(spec.comparison)
 )
 OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
     objectives, ObjectiveSpec, lambda spec: get_args(Rows).index(spec.rows[0])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
+def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
     """Returns G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample.
 
     reward       float32 [N]; rewards of tokens that are not trained on are not read

@@ -26,9 +26,9 @@ Options = Mapping[str, Option]
 Kind = Literal["sequence", "token"]
 """The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
 
-Comparison = Literal["none", "moving_average", "greedy", "group", "values"]
+BaselineKind = Literal["none", "moving_average", "greedy", "group", "values"]
 
-COMPARISONS: Mapping[Comparison, str] = {
+BASELINE_KINDS: Mapping[BaselineKind, str] = {
     "none": "no baseline",
     "moving_average": "the mean reward of earlier steps as its baseline",
     "greedy": "the reward of a greedy response as its baseline",
@@ -63,7 +63,7 @@ class EstimatorSpec:
     name: str
     formula: str
     paper: str
-    comparison: Comparison
+    comparison: BaselineKind
     arguments: Options = field(default_factory=dict)
     whitens: bool = False
     rules: tuple[Callable[[Options, int], str | None], ...] = ()
@@ -112,13 +112,13 @@ def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEstimator(SampleEstimator):
-    """Compares the samples of one prompt with each other; with credit=to_go, rewards of single tokens by themselves.
+    """Compares the samples of one prompt with each other; with credit=reward_to_go, rewards of single tokens by themselves.
 
     compare_tokens   (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards
     amplify          (groups of an update) -> the factor of all of its advantages
     """
 
-    comparison: Comparison = "group"
+    comparison: BaselineKind = "group"
     compare_tokens: Callable[..., list[tuple[float, float]]] = mean_of_tokens
     amplify: Callable[[Sequence[Sequence[Member]]], float] | None = None
 
@@ -161,7 +161,7 @@ class ObjectiveSpec:
 
     arguments         keyword argument of `loss` -> the value that null stands for, the paper's (None: nothing is
                       bounded)
-    rows              the values of data.rows that it learns from; prompts: from sampled responses
+    rows              the values of data.format that it learns from; prompts: from sampled responses
     reads_reference   whether its loss compares log-probs with those of the reference
     classifier        the kind of classifier that the actor is; None: a language model
     clips_log_ratio   whether clip_low and clip_high bound log ρ, which may be far below 0, and not ρ itself

@@ -146,8 +146,8 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
         return None
     folder = resolve(config.reward_model.path, key="reward_model.path")
     check_reward_model(config, hf_config, read_config(folder))
-    if config.reward_model.reads == "ids":
-        remedy = "reward_model.reads=text or chat, or take a model with the actor's tokenizer"
+    if config.reward_model.input_format == "ids":
+        remedy = "reward_model.input_format=text or chat, or take a model with the actor's tokenizer"
         _check_tokenizer(config, "reward_model.path", config.reward_model.path, folder, actor, f"set {remedy}")
     else:
         _check_reader(config, folder)
@@ -156,15 +156,15 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
 
 def _check_reader(config: Config, folder: Path) -> None:
     """Raises UserError for a tokenizer that cannot read samples as the config wants."""
-    tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.reads
+    tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.input_format
     if reads != "question" and not tokenizer.is_fast:
         raise UserError(
-            f"reward_model.reads={reads}: the tokenizer of {folder} does not tell which text a token is of; take a "
+            f"reward_model.input_format={reads}: the tokenizer of {folder} does not tell which text a token is of; take a "
             "model with a tokenizer.json"
         )
     if reads != "text" and tokenizer.chat_template is None:
-        remedy = "set reward_model.reads=text" if reads == "chat" else "take an instruction-tuned model"
-        raise UserError(f"reward_model.reads={reads}: the tokenizer of {folder} has no chat template; {remedy}")
+        remedy = "set reward_model.input_format=text" if reads == "chat" else "take an instruction-tuned model"
+        raise UserError(f"reward_model.input_format={reads}: the tokenizer of {folder} has no chat template; {remedy}")
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:

@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The values that processes answered, by name in the order of the calls, and the expendable processes that died."""
+    """The values that processes answered, by name in the order of the calls, and the may_fail processes that died."""
 
     values: dict[str, Any]
     lost: set[str]
@@ -41,10 +41,10 @@ class Pending(Generic[T]):
         phase: str,
         limit: str,
         timeout_s: float,
-        expendable: Collection[str] = (),
+        may_fail: Collection[str] = (),
     ):
         """limit: the key of cluster.timeouts that gives timeout_s."""
-        self.phase, self.limit, self.timeout_s, self.expendable = phase, limit, timeout_s, expendable
+        self.phase, self.limit, self.timeout_s, self.may_fail = phase, limit, timeout_s, may_fail
         self.deadline = time.monotonic() + timeout_s
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
@@ -97,8 +97,8 @@ class Pending(Generic[T]):
 
     @property
     def lost(self) -> set[str]:
-        """The expendable processes that died."""
-        return {name for name in self.expendable if is_loss(self.errors.get(name))}
+        """The may_fail processes that died."""
+        return {name for name in self.may_fail if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
         """Notes which of its calls have ended, with their values or errors."""
@@ -111,7 +111,7 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Returns the errors, by process, that end the run: those that do not follow from the loss of an expendable
+        """Returns the errors, by process, that end the run: those that do not follow from the loss of an may_fail
         one."""
         lost = self.lost
         if not lost:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
-from megarl.cluster.arrival import Arrival
-from megarl.cluster.groups.engines import EngineGroup, Incarnation
+from megarl.cluster.groups.engines import EngineGroup, Generation
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.session import Session
+from megarl.cluster.sync_verifier import SyncVerifier
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.metrics import Metric
@@ -23,7 +23,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.near_and_far import FarRendezvous, NearAndFar
+from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -43,8 +43,8 @@ class Refit:
         self._export_plan = export_plan
         self._quantises = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
-        self._arrival = None if verify == "off" else Arrival(self._checksums, verify, config.actor.frozen_patterns)
-        self._connected: Collection[Incarnation] = ()
+        self._arrival = None if verify == "off" else SyncVerifier(self._checksums, verify, config.actor.frozen_patterns)
+        self._connected: Collection[Generation] = ()
         self._plan: Plan | None = None
         self._compact: CompactPlan | None = None
         self._rendezvous: Rendezvous | None = None
@@ -57,15 +57,15 @@ class Refit:
 
         rate: the learning rate of the updates since the last refit, 0 where nothing was learned.
 
-        Raises RunFailure where that fails, where the weights do not arrive (see Arrival), or where the last engine is
+        Raises RunFailure where that fails, where the weights do not arrive (see SyncVerifier), or where the last engine is
         lost.
         """
-        self._engines.admit()
+        self._engines.rejoin_restarted()
         if self._quantises or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
         expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
         while True:
-            if self._connected != self._engines.incarnations:
+            if self._connected != self._engines.generations:
                 self._plan = None
             if self._plan is None or (self._reads_on_gpu and self._parameters_move):
                 self._connect()
@@ -73,7 +73,7 @@ class Refit:
                     continue
             sending = self._trainers.start_sending() if self._sends else {}
             calls = sending | self._engines.start_refit(version, expected)
-            answers = self._session.submit(calls, "refit", "refit", expendable=self._engines.expendable).result()
+            answers = self._session.submit(calls, "refit", "refit", may_fail=self._engines.may_fail).result()
             if not answers.lost:
                 break
             self._engines.drop(answers.lost, "refit")
@@ -96,7 +96,7 @@ class Refit:
         """Returns metrics of the sent bytes. parts: the reports of the trainers' ranks, where they send something."""
         metrics = {"refit/sent_gb": Metric(sum(part.num_bytes for part in parts) / 1e9)} if parts else {}
         if compared := sum(part.compared for part in parts):
-            metrics["refit/changed_share"] = Metric(sum(part.changed for part in parts) / compared)
+            metrics["refit/changed_frac"] = Metric(sum(part.changed for part in parts) / compared)
         return metrics
 
     @property
@@ -138,7 +138,7 @@ class Refit:
                 self._rendezvous = self._meet()
                 self._trainers.connect(self._compact, self._rendezvous).result()
         connected = self._engines.connect(self._compact, self._channel()).result()
-        self._connected = self._engines.incarnations if connected else ()
+        self._connected = self._engines.generations if connected else ()
 
     def _channel(self) -> Channel:
         if self._config.sends_weights:
@@ -148,7 +148,7 @@ class Refit:
             near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
         else:
             near = SharedMemory(self._trainers.publish(for_refit=True).result())
-        return NearAndFar(near, self._rendezvous) if self._sends else near
+        return HybridTransport(near, self._rendezvous) if self._sends else near
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib

@@ -28,7 +28,9 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     Raises UserError for a recipe without engines, and for a model that does not fit it, or is not on this machine.
     """
     if config.is_offline:
-        raise UserError(f"data.rows={config.data.rows}: the recipe has no engines, whose weights would be planned for")
+        raise UserError(
+            f"data.format={config.data.format}: the recipe has no engines, whose weights would be planned for"
+        )
     speeds = read_speeds(ranks_per_node, bandwidth)
     try:
         hf_config = config_here(config.model.path, revision=config.model.revision)

@@ -20,14 +20,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
 from megarl.cluster.network import interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
-from megarl.cluster.nodes.meeting import PACKAGES, Invitation, Meeting, Report
+from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
 from megarl.config.huggingface import Experts
-from megarl.config.schema import Config, Limit
+from megarl.config.schema import Config, TimeoutKind
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.versions import installed_versions
@@ -64,11 +64,11 @@ class Session:
         config: Config,
         logs: Path,
         scratch: Path,
-        meeting: Path | None = None,
+        rendezvous: Path | None = None,
         routed: Experts | None = None,
     ):
         """scratch   the folder for files that are not needed after the run
-        meeting   the folder where the nodes of a run of several meet
+        rendezvous   the folder where the nodes of a run of several meet
         routed    the experts of the actor, whose numbers samples may have
 
         Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
@@ -110,14 +110,14 @@ class Session:
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
         """Ray's id of each node, by its number."""
         self._others: Sequence[Report] = ()
-        self._meeting = None if address is None else Meeting(meeting)
+        self._meeting = None if address is None else NodeRendezvous(rendezvous)
         if self._meeting is not None:
             with ExitStack() as stack:
                 stack.push(self.__exit__)  # a run whose nodes do not come ends as any other
                 self._gather(self._meeting, config, store_bytes)
                 stack.pop_all()
 
-    def _gather(self, meeting: Meeting, config: Config, store_bytes: int) -> None:
+    def _gather(self, rendezvous: NodeRendezvous, config: Config, store_bytes: int) -> None:
         """Waits until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
         print(f"Ray: its head is at {host}:{port}", flush=True)
@@ -133,9 +133,9 @@ class Session:
             logs=str(self.logs),
             grace_s=config.checkpoint.grace_s,
         )
-        meeting.invite(invitation)
+        rendezvous.invite(invitation)
         run_folder = str(self.logs.parents[1])
-        self._others = gather(meeting, config.cluster.nodes - 1, self._timeouts.start, run_folder)
+        self._others = gather(rendezvous, config.cluster.nodes - 1, self._timeouts.start, run_folder)
         addresses = alive_nodes()
         self._ray_ids += [addresses[node.address] for node in self._others]
 
@@ -171,15 +171,15 @@ class Session:
         self,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
-        limit: Limit,
-        expendable: Collection[str] = (),
+        limit: TimeoutKind,
+        may_fail: Collection[str] = (),
     ) -> Pending[Answers]:
         """Returns the future of remote calls, by the name of the process that runs each.
 
         limit        the key of cluster.timeouts that bounds the wait
-        expendable   processes whose loss is no failure; nor are the errors that follow from it in others
+        may_fail   processes whose loss is no failure; nor are the errors that follow from it in others
         """
-        pending = Pending(self, calls, phase, limit, self._timeouts.seconds(limit), expendable)
+        pending = Pending(self, calls, phase, limit, self._timeouts.seconds(limit), may_fail)
         self._under_way.append(pending)
         return pending
 

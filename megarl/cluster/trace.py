@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.cluster.groups.group import Answer
+    from megarl.cluster.groups.group import TimedResult
     from megarl.cluster.pending import Answers
 
 FILE = "trace.jsonl"
@@ -42,7 +42,7 @@ class Trace:
 
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
         """Writes the times of the answers. Returns their values, by process."""
-        timed: dict[str, Answer] = answers.values
+        timed: dict[str, TimedResult] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
         self._write(spans)
         for span in spans:

@@ -43,11 +43,11 @@ class TrainedModels:
             for other in self.sharing[role]:
                 if other in under_way:
                     under_way[other].result()
-            self.leave_to(role)
+            self.offload_others(role)
             under_way[role] = self._begin(role, task, parts)
         return {role: pending.result() for role, pending in under_way.items()}
 
-    def leave_to(self, role: Role) -> None:
+    def offload_others(self, role: Role) -> None:
         """Leaves the devices of this model to it: moves what the keys of others there name to host memory, and frees
         what they keep for reuse."""
         leaving = [self.groups[other].offload(PARTS) for other in self.sharing[role]]
@@ -60,10 +60,10 @@ class TrainedModels:
         returning = [group.onload(parts)] if group.offloads.intersection(parts) else []
         return join([*returning, task()]).then(lambda results: results[-1])
 
-    def present_actor(self) -> None:
+    def stage_actor_for_sync(self) -> None:
         """Has the actor's weights on its devices, to be read, and the gradients and optimizers away that keys name:
         engines that share the devices wake to take weights."""
-        self.leave_to("actor")
+        self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         leaving = [group.offload(UNREAD) for group in groups]
         actor = self.groups["actor"]

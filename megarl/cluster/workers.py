@@ -63,10 +63,10 @@ class Workers:
         return self.trained.groups.get("implicit_reward")
 
     def export(self, out: Path) -> None:
-        self.trained.present_actor()
+        self.trained.stage_actor_for_sync()
         self.actor.export(self.export_plan, out)
 
-    def leave_to_engines(self) -> dict[str, Metric]:
+    def switch_to_rollout(self) -> dict[str, Metric]:
         """Leaves the devices to the engines, which wake when they sample, as far as the trained models' keys `offload`
         say. Returns the bytes that are free for them, as metrics."""
         offloaded = self.trained.leave_all().result()
@@ -86,7 +86,7 @@ class Workers:
         if self.rewards_need_room:
             self.engines.resume().result()
 
-    def leave_to_trainers(self) -> None:
+    def switch_to_training(self) -> None:
         """Makes the engines sleep after the last round of a step, if they do not yet. A refit comes before they sample
         again."""
         if not self.rewards_need_room:

@@ -18,7 +18,7 @@ KLEstimatorName = Literal[tuple(KL_ESTIMATORS)]
 Aggregation = Literal[tuple(AGGREGATIONS)]
 
 
-class Chosen(Section):
+class RegistryOptions(Section):
     """A choice from a registry by its name, with the options of every entry. An option that is None has the value that
     the chosen entry's spec gives it; an option that this does not read is None."""
 
@@ -36,13 +36,13 @@ class Chosen(Section):
         return {name: self.option(name) for name in (self.spec.options if names is None else names)}
 
 
-class Advantage(Chosen):
+class Advantage(RegistryOptions):
     estimator: EstimatorName
     gamma: Share | None
     gae_lambda: Share | None
     critic_lambda: Share | None
     length_alpha: PositiveFloat | None
-    credit: Literal["whole", "to_go"] | None
+    credit: Literal["whole", "reward_to_go"] | None
     whiten: bool | None
     whiten_over: Literal["update", "step"] | None
     whiten_std: Literal["sample", "population", "none"] | None
@@ -61,10 +61,10 @@ class Advantage(Chosen):
     @property
     def credits_to_go(self) -> bool:
         """Whether rewards of single tokens count for the tokens up to theirs, instead of for the whole sample."""
-        return "credit" not in self.spec.options or self.option("credit") == "to_go"
+        return "credit" not in self.spec.options or self.option("credit") == "reward_to_go"
 
 
-class Objective(Chosen):
+class Objective(RegistryOptions):
     name: ObjectiveName
     clip_low: PositiveFloat | None
     clip_high: PositiveFloat | None

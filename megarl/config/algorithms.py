@@ -10,7 +10,7 @@ from typing import Any, get_args
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import COMPARISONS, EstimatorSpec, ObjectiveSpec, Options
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options
 from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
 from megarl.core.errors import UserError
@@ -37,7 +37,7 @@ def _estimator(spec: EstimatorSpec) -> Iterator[str]:
     yield f"  advantage    {spec.formula}"
     yield "  in which     r_i is the reward of sample i, r_t that of token t"
     yield f"  paper        {spec.paper}"
-    yield f"  compares     {COMPARISONS[spec.comparison]}"
+    yield f"  compares     {BASELINE_KINDS[spec.comparison]}"
     yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {spec.name}", *_comments(spec.options))
 
 
@@ -47,7 +47,7 @@ def _objective(spec: ObjectiveSpec) -> Iterator[str]:
     if spec.is_policy_objective:
         yield "  in which     ρ = π / π_old, and A is the advantage"
     yield f"  paper        {spec.paper}"
-    yield f"  learns from  data.rows={' or '.join(spec.rows)}"
+    yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield _RECIPE
     if spec.rows[0] != "prompts":  # the value in base.yaml
         yield from ("data:", f"  rows: {spec.rows[0]}")
@@ -78,11 +78,11 @@ def _advantages() -> Iterator[str]:
     yield "algorithm.advantage.estimator, with r_i the reward of sample i, and its options in algorithm.advantage"
     for name, estimator in ESTIMATORS.items():
         yield f"  {name}: {estimator.formula}"
-        yield f"    {estimator.paper}; {COMPARISONS[estimator.comparison]}"
+        yield f"    {estimator.paper}; {BASELINE_KINDS[estimator.comparison]}"
         yield f"    {_given(estimator.options)}"
     always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
-    yield "  credit=whole | to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
-    yield f"    a KL in the reward; {always}: always to_go"
+    yield "  credit=whole | reward_to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
+    yield f"    a KL in the reward; {always}: always reward_to_go"
 
 
 def _objectives() -> Iterator[str]:
@@ -90,7 +90,7 @@ def _objectives() -> Iterator[str]:
     for name, objective in OBJECTIVES.items():
         yield f"  {name}: {objective.formula}"
         yield f"    {objective.paper}"
-        yield f"    data.rows={' | '.join(objective.rows)}; {_given(objective.options)}"
+        yield f"    data.format={' | '.join(objective.rows)}; {_given(objective.options)}"
     yield "algorithm.objective, beside any that learns from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
     yield f"    {_choices(Objective, 'empty_samples')} (of sft, process_reward_model and token_reward_model, too)"

@@ -30,7 +30,7 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
     rewards = {"judge": None, "overlong_buffer": None}
     if given.functions is not None:
         rewards["functions"] = given.functions
-    environment: dict[str, Any] = {"failures_in_a_row": None}
+    environment: dict[str, Any] = {"max_consecutive_failures": None}
     if given.environment is not None:
         environment |= given.environment.model_dump()
     rollout = {

@@ -162,7 +162,7 @@ class Actor(Trained):
 class Critic(Trained):
     section = "critic"
 
-    trunk: Literal["own", "actor"]
+    shared_backbone: bool
     path: Annotated[str, Field(min_length=1)] | None
     warmup_steps: NonNegativeInt
 
@@ -194,7 +194,7 @@ class RewardModel(Section):
 
     engine: Literal["megatron", "vllm"]
     path: Annotated[str, Field(min_length=1)] | None
-    reads: Literal["ids", "text", "chat", "question"]
+    input_format: Literal["ids", "text", "chat", "question"]
     judge: Judge
     context_length: PositiveInt | None
     weight: FiniteFloat
@@ -210,7 +210,7 @@ class RewardModel(Section):
     @property
     def judges(self) -> bool:
         """Whether it is a language model, which answers questions about samples; else it is a classifier."""
-        return self.reads == "question"
+        return self.input_format == "question"
 
 
 Placed = Trained | RewardModel

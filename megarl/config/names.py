@@ -38,7 +38,7 @@ VERL = {
     "grad_offload": "actor.offload",
     "ground_truth": "data.answer_column",
     "hybrid_engine": "cluster.placement",
-    "input_tokenizer": "reward_model.reads (ids, text, chat or question)",
+    "input_tokenizer": "reward_model.input_format (ids, text, chat or question)",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": "algorithm.kl.estimator (low_var_kl: k3 with limit=10)",
     "kl_penalty": "algorithm.kl.estimator",
@@ -66,7 +66,7 @@ VERL = {
     "n_agent": "batch.samples_per_prompt",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
-    "over_sample_rate": "batch.oversampling (over 1, with rollout.too_old=drop)",
+    "over_sample_rate": "batch.oversampling (over 1, with rollout.on_stale=drop)",
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
     "pipeline_model_parallel_size": "actor.layout.pp",
@@ -112,14 +112,21 @@ WITHOUT_KEY = {
 """Names of verl's keys, and of programs on it, that have none here -> the reason."""
 
 
-EARLIER = {
+RENAMED = {
+    "agreement": "logprob_check",
+    "critic.trunk": "critic.shared_backbone (own: false, actor: true)",
+    "data.rows": "data.format",
+    "failures_in_a_row": "max_consecutive_failures",
     "megatron_extra": "megatron_overrides",
+    "reward_model.reads": "reward_model.input_format",
+    "rollout.keys_values": "rollout.kv_cache_on_update",
+    "rollout.too_old": "rollout.on_stale",
     "start_timeout_s": "timeouts.start",
     "step_timeout_s": "timeouts (rollout, rewards, passes, update, refit, checkpoint)",
     "untrained_samples": "empty_samples (counted: include, left_out: exclude)",
     "vllm_extra": "vllm_overrides",
 }
-"""Earlier names of keys -> their names now."""
+"""Former names of keys -> their present names."""
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -134,8 +141,8 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 def suggest(key: str) -> str:
     """Returns advice on what to write instead of an unknown key, as the end of a sentence."""
     for name in _suffixes(key):
-        if name in EARLIER:
-            return f"{name} is now {EARLIER[name]}"
+        if name in RENAMED:
+            return f"{name} was renamed to {RENAMED[name]}"
         if name in VERL:
             return f"verl's {name} is {VERL[name]} here"
         if name in WITHOUT_KEY:

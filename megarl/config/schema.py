@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megarl.config.agreement_schema import Agreement, Tolerance
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import (
@@ -24,6 +23,7 @@ from megarl.config.fields import (
     RewardFunction,
     Section,
 )
+from megarl.config.logprob_check_schema import LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
     Critic,
@@ -42,8 +42,8 @@ class Rollout(Section):
     replicas: PositiveInt
     tp: PositiveInt
     max_staleness: NonNegativeInt
-    too_old: Literal["wait", "drop"]
-    keys_values: Literal["keep", "recompute"]
+    on_stale: Literal["wait", "drop"]
+    kv_cache_on_update: Literal["keep", "recompute"]
     longest_first: bool
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
@@ -79,7 +79,7 @@ class Environment(EnvironmentClass):
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
     agent_timeout_s: PositiveFloat
-    failures_in_a_row: PositiveInt | None
+    max_consecutive_failures: PositiveInt | None
 
 
 class Batch(Section):
@@ -98,7 +98,7 @@ class Data(Section):
     source_weights: dict[str, PositiveFloat]
     options: dict[str, Any]
     stages: list[dict[str, Any]]
-    rows: Literal["prompts", "messages", "preferences", "labels"]
+    format: Literal["prompts", "messages", "preferences", "labels"]
     size: PositiveInt | None
     prompt_column: str
     system_prompt: Annotated[str, Field(min_length=1)] | None
@@ -154,7 +154,7 @@ class Rewards(Section):
     memory_mib: PositiveInt | None
     overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]
-    failures_in_a_row: PositiveInt | None
+    max_consecutive_failures: PositiveInt | None
 
 
 class Sandbox(Section):
@@ -182,7 +182,7 @@ class Checkpoint(Section):
         return self.every_steps is not None or self.on_signal
 
 
-Limit = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
+TimeoutKind = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
 """The keys of Timeouts. Each wait of the driver for a process of the run is bounded by one of them."""
 
 
@@ -195,13 +195,13 @@ class Timeouts(Section):
     refit: PositiveFloat
     checkpoint: PositiveFloat
 
-    def seconds(self, limit: Limit) -> float:
+    def seconds(self, limit: TimeoutKind) -> float:
         return getattr(self, limit)
 
     @property
     def longest(self) -> float:
         """The bound of waits between processes that belong to several phases."""
-        return max(map(self.seconds, get_args(Limit)))
+        return max(map(self.seconds, get_args(TimeoutKind)))
 
 
 Devices = Annotated[
@@ -250,7 +250,7 @@ class Config(Section):
     reward_model: RewardModel
     implicit_reward: ImplicitReward
     rollout: Rollout
-    agreement: Agreement
+    logprob_check: LogprobCheck
     environment: Environment
     algorithm: Algorithm
     batch: Batch
@@ -278,7 +278,7 @@ class Config(Section):
     @property
     def is_offline(self) -> bool:
         """Whether the responses are in the data, so that nothing is sampled."""
-        return self.data.rows != "prompts"
+        return self.data.format != "prompts"
 
     @property
     def has_environment(self) -> bool:
@@ -299,7 +299,7 @@ class Config(Section):
     @property
     def drops_rollouts(self) -> bool:
         """Whether rollouts of training are dropped where they are too old, not waited for."""
-        return self.rollout.too_old == "drop" and not self.is_offline
+        return self.rollout.on_stale == "drop" and not self.is_offline
 
     @property
     def most_checkpoints(self) -> int:
@@ -325,11 +325,11 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Whether the critic is a model of its own; the other critic is a head on the actor."""
-        return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "own"
+        return self.algorithm.advantage.spec.comparison == "values" and not self.critic.shared_backbone
 
     @property
     def actor_has_values(self) -> bool:
-        return self.algorithm.advantage.spec.comparison == "values" and self.critic.trunk == "actor"
+        return self.algorithm.advantage.spec.comparison == "values" and self.critic.shared_backbone
 
     @property
     def num_detailed_groups(self) -> int:
@@ -380,17 +380,17 @@ class Config(Section):
     @property
     def tolerance(self) -> Tolerance:
         """How far an engine's log-prob of one token may be from the trainer's."""
-        return self.agreement.tolerance(self.precision)
+        return self.logprob_check.tolerance(self.precision)
 
     @property
     def agreement_limit(self) -> float | None:
         """The mean difference of the log-probs that a step may have; None where there is no limit."""
-        return self.agreement.limit_of(self.precision, self.rollout.max_staleness)
+        return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
 
     @property
     def canary_limit(self) -> float:
         """The mean difference that canary prompts may have, whose weights are always the trainer's."""
-        return self.agreement.canary_limit_of(self.precision, self.rollout.max_staleness)
+        return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
 
     def placed(self, role: MegatronRole) -> Placed:
         """Returns the section of a model that runs in Megatron."""

@@ -58,7 +58,7 @@ def text_ends(
         begin, first = start - skipped, num_prompt_tokens
     if not tokenizer.is_fast:
         raise UserError(
-            f"data.rows=labels: the model's tokenizer, {type(tokenizer).__name__}, does not say which text a token is "
+            f"data.format=labels: the model's tokenizer, {type(tokenizer).__name__}, does not say which text a token is "
             "of; take a model with a tokenizer.json"
         )
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]

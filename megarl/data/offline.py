@@ -89,11 +89,11 @@ def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | It
     data = config.data
     seed, size = config.run.seed, data.size or DEFAULT_SIZE
     procedural = data.source == "arithmetic"
-    if data.rows == "messages":
+    if data.format == "messages":
         if procedural:
             return arithmetic_messages(seed, size)
         return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
-    if data.rows == "labels":
+    if data.format == "labels":
         if procedural:
             return arithmetic_labels(seed, size)
         columns = (data.prompt_column, data.steps_column, data.labels_column)

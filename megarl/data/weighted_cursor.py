@@ -56,7 +56,7 @@ class WeightedCursor:
         if not self._rates:
             return {}
         return {
-            "data/seen_share": len(self._rates) / self._num_prompts,
+            "data/seen_frac": len(self._rates) / self._num_prompts,
             "data/solve_rate_mean": fmean(self._rates.values()),
         }
 

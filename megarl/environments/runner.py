@@ -88,7 +88,7 @@ class RolloutRunner:
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
-        UserError if environment.failures_in_a_row rollouts have failed, unless that is None."""
+        UserError if environment.max_consecutive_failures rollouts have failed, unless that is None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None
@@ -118,10 +118,10 @@ class RolloutRunner:
     def _count(self, outcome: Outcome) -> None:
         settings = self.config.environment
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if outcome.failure is not None else 0
-        if self._num_failed_in_a_row == settings.failures_in_a_row:
+        if self._num_failed_in_a_row == settings.max_consecutive_failures:
             raise UserError(
                 f"environment.class={settings.name}: {self._num_failed_in_a_row} rollouts in a row failed "
-                f"(environment.failures_in_a_row), the last one: {outcome.failure}"
+                f"(environment.max_consecutive_failures), the last one: {outcome.failure}"
             )
 
 

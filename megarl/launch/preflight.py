@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megarl.cluster.network import address_towards, interface_of, listen, own_address
-from megarl.cluster.nodes.meeting import PACKAGES
+from megarl.cluster.nodes.rendezvous import PACKAGES
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.nodes.meeting import NODES, Meeting
+from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
@@ -144,7 +144,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
-    lost = Meeting(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
+    lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
     cause = cause or f"megarl train ended with status {status}; see {run / 'logs'}"
     status = _judge(folder, verdict, cause, lost)
     print(f"job: {effective_time(run)}", flush=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.algorithms.relative import sample_advantages, token_advantages
-from megarl.algorithms.returns import at_last_token, sum_of_sample, to_go
+from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
 from megarl.algorithms.specs import TokenEstimator
 from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.config.algorithm_schema import Advantage, Algorithm
@@ -64,7 +64,7 @@ def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]
 
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
     """Compares the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
-    compared by themselves and count for the tokens up to theirs (credit=to_go). So is the KL."""
+    compared by themselves and count for the tokens up to theirs (credit=reward_to_go). So is the KL."""
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
     for rewards in (batch.implicit_reward, batch.process_reward):
@@ -80,7 +80,7 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
     elif batch.kl_reward is not None:
         reward = reward + _sample_sums(batch, batch.kl_reward)
     advantage = sample_advantages(reward, batch.baseline, batch.scale)[rows]
-    advantage = advantage + to_go(token_rewards, batch.mask, rows, config.option("gamma"))
+    advantage = advantage + reward_to_go(token_rewards, batch.mask, rows, config.option("gamma"))
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 
 

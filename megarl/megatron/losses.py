@@ -13,8 +13,8 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
-from megarl.config.agreement_schema import Tolerance
 from megarl.config.algorithm_schema import KL, Algorithm, Correction, Objective, Value
+from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import sum_over_ranks
@@ -62,7 +62,7 @@ def policy_loss(
         log_ratio = start - _at_trained(batch, batch.rollout_logprobs, start)
         left_out = corrections.disagreeing(log_ratio, samples, tolerance.threshold, tolerance.mask)
         factor = factor.masked_fill(left_out, 0.0)
-        sums["mismatch/masked_share"] = mean(left_out, batch.mask)
+        sums["mismatch/masked_frac"] = mean(left_out, batch.mask)
     loss = (batch.weight * factor * policy.loss).sum()
     sums |= _correction_metrics(batch, correction)
     if objective.imitation_coefficient:
@@ -70,7 +70,7 @@ def policy_loss(
         loss = loss + objective.imitation_coefficient * imitation
         sums["policy/imitation_loss"] = total(imitation)
     if batch.selected is not None:
-        sums["policy/selected_share"] = mean(batch.selected, batch.in_loss)
+        sums["policy/selected_frac"] = mean(batch.selected, batch.in_loss)
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (batch.weight * entropy).sum()
     if batch.reference is not None:
@@ -142,7 +142,7 @@ def value_loss(config: Value, batch: TokenBatch, scored: torch.Tensor) -> tuple[
         "value/mean": mean(value, batch.mask),
         "value/return_mean": mean(batch.returns, batch.mask),
         "value/error_abs_mean": mean((value - batch.returns).abs(), batch.mask),
-        "value/clip_share": mean(error.clipped, batch.mask),
+        "value/clip_frac": mean(error.clipped, batch.mask),
         **_moments(batch),
     }
 
@@ -281,9 +281,9 @@ def _correction_metrics(batch: TokenBatch, correction: corrections.Factors) -> S
         sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
         sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
         sums["correction/weight_max"] = largest(correction.weight, batch.mask)
-        sums["correction/limited_share"] = mean(correction.limited, batch.mask)
+        sums["correction/limited_frac"] = mean(correction.limited, batch.mask)
     if correction.masked is not None:
-        sums["correction/masked_share"] = mean(correction.masked, batch.mask)
+        sums["correction/masked_frac"] = mean(correction.masked, batch.mask)
     return sums
 
 
@@ -296,7 +296,7 @@ def _truncation_metrics(batch: TokenBatch) -> Sums:
     outside = (batch.candidate_ids != batch.targets[:, None]).all(1)
     return {
         "policy/candidates_mean": mean(listed.float(), batch.mask & (listed > 0)),
-        "policy/outside_candidates_share": mean(outside, batch.mask & (listed > 0)),
+        "policy/outside_candidates_frac": mean(outside, batch.mask & (listed > 0)),
     }
 
 
@@ -305,8 +305,8 @@ def _policy_metrics(batch: TokenBatch, policy: PolicyLoss, log_prob, entropy) ->
         "policy/entropy": mean(entropy, batch.mask),
         "policy/ratio_mean": mean(policy.ratio, batch.mask),
         "policy/ratio_max": largest(policy.ratio, batch.mask),
-        "policy/clip_low_share": mean(policy.clipped_low, batch.mask),
-        "policy/clip_high_share": mean(policy.clipped_high, batch.mask),
+        "policy/clip_low_frac": mean(policy.clipped_low, batch.mask),
+        "policy/clip_high_frac": mean(policy.clipped_high, batch.mask),
     }
 
 
@@ -330,7 +330,7 @@ def _start_metrics(batch: TokenBatch, log_prob: torch.Tensor, has_moved: bool, t
         weight = ratio_of(log_ratio).double()
         sums["mismatch/logprob_abs_mean"] = mean(log_ratio.abs(), batch.mask)
         sums["mismatch/logprob_abs_max"] = largest(log_ratio.abs(), batch.mask)
-        sums["mismatch/beyond_share"] = mean(log_ratio.abs() > tolerance.threshold, batch.mask)
+        sums["mismatch/outlier_frac"] = mean(log_ratio.abs() > tolerance.threshold, batch.mask)
         # The engine sampled: its mean over tokens is KL(engine ‖ trainer).
         sums["mismatch/kl"] = mean(kl.k3(-log_ratio), batch.mask)
         sums["mismatch/weight_mean"] = mean(weight, batch.mask)

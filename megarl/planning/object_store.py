@@ -70,7 +70,7 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
     if experts is not None and config.actor.experts.replay_routes:
         tokens += context * experts.route_bytes
     reading = 0.0
-    if config.has_reward_model and config.reward_model.reads != "ids":  # the sample in tokens of its own
+    if config.has_reward_model and config.reward_model.input_format != "ids":  # the sample in tokens of its own
         _, longest = config.context_of(config.reward_model)
         reading = longest * (ID_BYTES + TEXT_BYTES + LOGPROB_BYTES + FLAG_BYTES) + OBJECT_BYTES
     return tokens + reading + (1 + num_scores) * OBJECT_BYTES

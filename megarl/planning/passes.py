@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.algorithms.specs import COMPARISONS
+from megarl.algorithms.specs import BASELINE_KINDS
 from megarl.config.algorithm_schema import KL
 from megarl.config.schema import Config
 
@@ -48,9 +48,9 @@ def _critic_values(config: Config) -> Pass:
     advantage = config.algorithm.advantage
     if not config.algorithm.objective.spec.is_policy_objective:
         return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
-    reason = f"{advantage.estimator} takes {COMPARISONS[advantage.spec.comparison]}"
+    reason = f"{advantage.estimator} takes {BASELINE_KINDS[advantage.spec.comparison]}"
     if config.actor_has_values:
-        reason = "critic.trunk=actor: they come with the old log-probs"
+        reason = "critic.shared_backbone=true: they come with the old log-probs"
     return Pass("critic values", config.has_critic, reason)
 
 
@@ -82,7 +82,7 @@ def _old_log_probs(config: Config) -> Pass:
         reason = "chooses tokens by their covariance over a whole update"
         return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
     if config.actor_has_values:
-        return Pass("old log-probs", True, "critic.trunk=actor: the critic's values come with them")
+        return Pass("old log-probs", True, "critic.shared_backbone=true: the critic's values come with them")
     if from_rollout:
         reason = "algorithm.correction.old=rollout: the engine's log-probs stand for them, an approximation"
         return Pass("old log-probs", False, reason)

@@ -81,11 +81,11 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
     recomputed: nothing else goes there."""
     best, config = planned.best, planned.best.config
     if config.is_offline:
-        raise UserError(f"--simulate: with data.rows={config.data.rows} nothing is sampled; leave it out")
+        raise UserError(f"--simulate: with data.format={config.data.format} nothing is sampled; leave it out")
     workload, times = best.workload, best.times
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
-    recomputes = config.is_colocated or config.rollout.keys_values == "recompute"
+    recomputes = config.is_colocated or config.rollout.kv_cache_on_update == "recompute"
     speeds = Speeds(
         replicas=config.rollout.replicas,
         concurrent=min(times.rollout.concurrent, most_sequences(config.rollout)),

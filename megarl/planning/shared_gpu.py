@@ -104,7 +104,7 @@ def engine_loads(
 ) -> list[Load]:
     """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
     actor is saved, and last while it samples. In the first, and in a save, nothing but a model's weights is back that
-    may leave (TrainedModels.present_actor, Saver.save); they leave before the KV cache wakes.
+    may leave (TrainedModels.stage_actor_for_sync, Saver.save); they leave before the KV cache wakes.
 
     models     the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
     engine     bytes of the engine's weights

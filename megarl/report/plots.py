@@ -107,7 +107,7 @@ CHARTS = (
     Chart(
         "Truncated responses",
         "Share that reached the token limit before it ended.",
-        (("response/truncated_share", "truncated"),),
+        (("response/truncated_frac", "truncated"),),
         share=True,
     ),
     Chart("Entropy", "Of the policy, in nats a token.", (("policy/entropy", "entropy"),)),
@@ -132,7 +132,7 @@ CHARTS = (
     Chart(
         "Effective sample size",
         "Of the engine's tokens as samples of the trainer's policy, as a share of their number.",
-        (("mismatch/effective_share", "effective"),),
+        (("mismatch/effective_frac", "effective"),),
         share=True,
     ),
     Chart(

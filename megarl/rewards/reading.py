@@ -62,7 +62,7 @@ class Reader:
         classifier's tokens of the response's text. Raises Unreadable."""
         text = self._text(sample)
         encoded = self._tokenizer(
-            text, add_special_tokens=self._settings.reads == "text", return_offsets_mapping=True, verbose=False
+            text, add_special_tokens=self._settings.input_format == "text", return_offsets_mapping=True, verbose=False
         )
         ids, spans = encoded["input_ids"], encoded["offset_mapping"]
         if not ids:
@@ -108,7 +108,7 @@ class Reader:
         return whole[len(before) :]
 
     def _text(self, sample: Sample) -> str:
-        if self._settings.reads == "chat":
+        if self._settings.input_format == "chat":
             return self._rendered(sample, sample.text)
         return self._prompt_text(sample) + sample.text
 
@@ -127,7 +127,7 @@ class Reader:
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
         """Returns where the response begins and ends in the text, and how many of its first characters the text
         lacks."""
-        if self._settings.reads == "text":
+        if self._settings.input_format == "text":
             return len(text) - len(sample.text), len(text), 0
         found = response_span(text, self._rendered(sample, MARK), sample.text)
         if found is None:

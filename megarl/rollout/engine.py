@@ -75,7 +75,7 @@ class TurnRequest(Sampling):
 
 
 @dataclass(frozen=True, slots=True)
-class Refitted:
+class SyncStats:
     """The report of an engine's worker on a refit.
 
     num_bytes      bytes written into its parameters
@@ -87,7 +87,7 @@ class Refitted:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """What an engine says of itself, to be compared with the trainer.
 
     head_dtype   the dtype that its logits are computed in
@@ -111,7 +111,7 @@ class Engine(Protocol):
         last call. Raises RuntimeError if version is None.
 
         Other calls are done while it waits for its samples. After a refit the samples go on with the new weights, and
-        with the keys and values that rollout.keys_values says: those of the older weights, or others that the new ones
+        with the keys and values that rollout.kv_cache_on_update says: those of the older weights, or others that the new ones
         compute of the same tokens. After a failed refit they go on when another has succeeded. Their versions tell
         which weights made which tokens. Who cancels it ends the work on them.
         """
@@ -155,7 +155,7 @@ class Engine(Protocol):
         places.
         """
 
-    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Writes new weights into the live engine and sets its version last. Returns what each worker says.
 
         expected: the checksums that are to be found afterwards (None: not verified). Raises RuntimeError where it is
@@ -166,5 +166,5 @@ class Engine(Protocol):
         """Returns a line for each region of the live weights that is not what is expected; None where weights are not
         kept as they arrive, and cannot be compared."""
 
-    def facts(self, texts: Sequence[str]) -> EngineFacts:
+    def facts(self, texts: Sequence[str]) -> EngineInfo:
         """Returns what it computes with. texts: to be tokenised, special tokens as they stand."""

@@ -49,7 +49,7 @@ class EffectiveShare:
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += of_step["time/step"]
-        return {"cluster/effective_share": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
+        return {"cluster/goodput": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
 
 
 def _lasted_s(run: Path) -> float:

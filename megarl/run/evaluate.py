@@ -27,7 +27,7 @@ from megarl.core.files import replace_text
 from megarl.core.timing import ElapsedTime
 from megarl.data.model_folder import resolve
 from megarl.data.weights_hash import weights_hash
-from megarl.run.loop import exit_status
+from megarl.run.context import exit_status
 from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets
 
@@ -110,8 +110,8 @@ def with_engines_alone(config: Config) -> Config:
     rollout = {
         "sleep": False,
         "max_staleness": 0,
-        "too_old": "wait",
-        "keys_values": "keep",
+        "on_stale": "wait",
+        "kv_cache_on_update": "keep",
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 import megarl
-from megarl.cluster.nodes.meeting import NODES
+from megarl.cluster.nodes.rendezvous import NODES
 from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT

@@ -35,7 +35,7 @@ COLUMNS = (  # title, least width, what is shown
     ("ETA", 6, "{eta}"),
     ("reward±std", 12, "{reward/mean:.3f}±{reward/std:.3f}"),
     ("length", 7, "{response/length_mean:.1f}"),
-    ("cut", 4, "{response/truncated_share:.0%}"),
+    ("cut", 4, "{response/truncated_frac:.0%}"),
     ("entropy", 7, "{policy/entropy:.3f}"),
     ("|grad|", 7, "{policy/grad_norm:.3g}"),
     ("Δlogp", 7, "{mismatch/logprob_abs_mean:.1e}"),

@@ -237,7 +237,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
 
 
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
-    size = f"{len(data):,} {config.data.rows}"
+    size = f"{len(data):,} {config.data.format}"
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:
         return size

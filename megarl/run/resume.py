@@ -24,7 +24,7 @@ from megarl.run.model_paths import moved_models, with_present_paths
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class PendingPrompt:
     """A row of the data whose rollouts have been begun and not yet trained on. version: that of the weights when they
     were begun first, or again after they had been dropped."""
 
@@ -40,31 +40,31 @@ class RunState:
     cursor: PromptCursor | WeightedCursor
     average: MovingAverage = field(default_factory=MovingAverage)
     """The moving average of the rewards, for estimators that take it as their baseline."""
-    under_way: list[UnderWay] = field(default_factory=list)
+    under_way: list[PendingPrompt] = field(default_factory=list)
     """The rows whose rollouts are under way, in their order."""
-    again: list[UnderWay] = field(default_factory=list)
+    again: list[PendingPrompt] = field(default_factory=list)
     """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
     lengths: dict[int, float] = field(default_factory=dict)
     """The mean tokens of a row's responses when it was last trained on, with rollout.longest_first."""
 
-    def draw(self, n: int, version: int) -> list[UnderWay]:
+    def draw(self, n: int, version: int) -> list[PendingPrompt]:
         """Returns the next n rows, whose rollouts are under way from now on. version: that of the weights."""
         rows, self.again = self.again[:n], self.again[n:]
-        rows += [UnderWay(row, version) for row in self.cursor.take(n - len(rows))]
+        rows += [PendingPrompt(row, version) for row in self.cursor.take(n - len(rows))]
         self.under_way += rows
         return rows
 
-    def take_up(self, item: UnderWay) -> None:
+    def take_up(self, item: PendingPrompt) -> None:
         """Notes that the rollouts of a row that would come again are there."""
         self.again.remove(item)
         self.under_way.append(item)
 
-    def put_back(self, items: Sequence[UnderWay], version: int) -> None:
+    def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
         """Makes rows whose rollouts were dropped come again, before others. version: that of the next step's
         weights."""
         for item in items:
             self.under_way.remove(item)
-        self.again += [UnderWay(item.row, version) for item in items]
+        self.again += [PendingPrompt(item.row, version) for item in items]
 
     def dump(self) -> dict[str, Any]:
         """Returns the state as JSON values."""
@@ -86,7 +86,7 @@ class RunState:
             cursor = PromptCursor.restore(saved["cursor"])
         rows = saved.get("under_way", ())  # earlier formats have none
         versions = saved.get("under_way_since", [saved["step"]] * len(rows))
-        again = [UnderWay(row, version) for row, version in zip(rows, versions, strict=True)]
+        again = [PendingPrompt(row, version) for row, version in zip(rows, versions, strict=True)]
         again.sort(key=lambda item: item.version)  # whose turn is first
         lengths = {int(row): length for row, length in saved.get("lengths", {}).items()}
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
@@ -174,7 +174,7 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
-            f"data.source={config.data.source}: its {config.data.rows} have changed since {path} was saved (hash "
+            f"data.source={config.data.source}: its {config.data.format} have changed since {path} was saved (hash "
             f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with "
             "resume=never and a new run.name"
         )

@@ -9,7 +9,7 @@ from megarl.config.schema import Config
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.run.resume import ResumePoint
-from megarl.step import agreement, passes, queue
+from megarl.step import logprob_check, passes, queue
 
 
 def print_run_summary(
@@ -19,5 +19,5 @@ def print_run_summary(
         print(f"an earlier run of this name is now at {resume_point.folder.moved}")
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
     dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
-    print(f"model: {model_folder}\n{config.data.rows}: {len(data)}{dropped}\nprocesses: {placement}")
-    print("\n".join([*queue.describe(config), *passes.describe(config), *agreement.announce(config)]), flush=True)
+    print(f"model: {model_folder}\n{config.data.format}: {len(data)}{dropped}\nprocesses: {placement}")
+    print("\n".join([*queue.describe(config), *passes.describe(config), *logprob_check.announce(config)]), flush=True)

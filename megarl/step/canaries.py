@@ -20,7 +20,7 @@ from megarl.data.packing import Lengths, schedule
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizer import load_tokenizer
 from megarl.resharding.verification import regions
-from megarl.rollout.engine import EngineFacts, SamplingRequest
+from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
 
 NUM_PROMPTS, NUM_TOKENS = 4, 16
@@ -80,7 +80,7 @@ class Canaries:
         """Makes every engine answer, greedily and as the run samples, and leaves the devices to the trained models.
         Returns the answers by engine."""
         workers = self.workers
-        workers.leave_to_engines()
+        workers.switch_to_rollout()
         found = workers.engines.generate_on_each(self._requests).result()
         workers.leave_until_rollouts()
         return {name: Answers.of(samples) for name, samples in found.items()}
@@ -98,7 +98,7 @@ class Canaries:
         rescored = dict(zip(others, found, strict=True))
         texts = [prompt.text for prompt in self.prompts]
         facts = workers.engines.facts(texts).result()
-        workers.trained.present_actor()
+        workers.trained.stage_actor_for_sync()
         differing = workers.refit.differing()
         workers.leave_until_rollouts()
         tokenizer = load_tokenizer(workers.model_folder)
@@ -108,7 +108,7 @@ class Canaries:
         own_routes = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
         [other_routes] = self._differences(answers, own_routes) or [{}]
 
-        def explained(name: str, evidence: Evidence, found: EngineFacts) -> Evidence:
+        def explained(name: str, evidence: Evidence, found: EngineInfo) -> Evidence:
             pairs = zip(texts, own_ids, found.token_ids, strict=True)
             return replace(
                 evidence,

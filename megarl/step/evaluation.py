@@ -76,7 +76,7 @@ def evaluate(
         return {}
     watch = Stopwatch()
     with watch.phase("evaluation"):
-        workers.leave_to_engines()
+        workers.switch_to_rollout()
         environments = workers.evaluation_environments
         results = evaluate_sets(config, due, workers.engines, environments, workers.rewards, number, prompts, file)
         workers.leave_until_rollouts()

@@ -64,7 +64,7 @@ def with_effective_share(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     first, second = (metrics[name].value for name in names)
     rest = {name: metric for name, metric in metrics.items() if name not in names}
     share = min(1.0, first**2 / second) if second else 0.0  # weights may all be too small for a number
-    return rest | {"mismatch/effective_share": Metric(share, metrics[names[0]].weight)}
+    return rest | {"mismatch/effective_frac": Metric(share, metrics[names[0]].weight)}
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: i
     shares = {f"weights/staleness_{age}_share": fmean(a == age for a in ages) for age in range(max_staleness + 1)}
     return {
         "weights/staleness_max": max(ages),
-        "weights/mixed_share": fmean(info.version_oldest != info.version_newest for info in infos),
+        "weights/mixed_frac": fmean(info.version_oldest != info.version_newest for info in infos),
         **(shares if max_staleness else {}),
     }
 
@@ -88,7 +88,7 @@ def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
         "response/length_mean": fmean(lengths),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
-        "response/truncated_share": fmean(info.finish_reason == "length" for info in infos),
+        "response/truncated_frac": fmean(info.finish_reason == "length" for info in infos),
     }
 
 
@@ -110,13 +110,13 @@ def _rollout_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
             for reason in StopReason
         },
         "environment/tool_calls": num_calls / len(rollouts),
-        "environment/tool_error_share": 1 - calls["ok"] / num_calls if num_calls else 0.0,
+        "environment/tool_error_frac": 1 - calls["ok"] / num_calls if num_calls else 0.0,
         **{
             f"environment/tool_{status}": count / len(rollouts)
             for status, count in sorted(calls.items())
             if status != "ok"
         },
-        "environment/prefix_hit_share": sum(rollout.num_cached_tokens for rollout in rollouts) / num_context
+        "environment/prefix_hit_frac": sum(rollout.num_cached_tokens for rollout in rollouts) / num_context
         if num_context
         else 0.0,
     }

@@ -17,7 +17,7 @@ from megarl.core.metrics import Metric
 from megarl.data.prompts import PromptSet
 from megarl.planning.schedule import RolloutSchedule
 from megarl.rollout.engine import SamplingRequest
-from megarl.run.resume import RunState, UnderWay
+from megarl.run.resume import PendingPrompt, RunState
 from megarl.step.requests import requests
 
 WAITING = "rollouts/waiting.pickle"
@@ -34,7 +34,7 @@ class Group:
     place   its place among those that are submitted together
     """
 
-    item: UnderWay
+    item: PendingPrompt
     order: int
     names: Sequence[str]
     pending: Pending[list[Sampled]]
@@ -125,7 +125,7 @@ class RolloutQueue:
             group = self._schedule.take(number - 1, wanted - len(taken))
             if group is None:
                 awaited = self._schedule.awaited(number - 1, wanted - len(taken))
-                self.workers.engines.take_over([group.names for group in awaited])
+                self.workers.engines.reassign_stragglers([group.names for group in awaited])
                 first([group.pending for group in self._schedule.unfinished], meanwhile)
             else:
                 taken.append(group)
@@ -168,7 +168,7 @@ class RolloutQueue:
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
                 names = list(dict.fromkeys(sample.info.rollout_id for sample in samples))
-                group = Group(UnderWay(row, version), self._num_begun, names, ready([samples]))
+                group = Group(PendingPrompt(row, version), self._num_begun, names, ready([samples]))
                 self._num_begun += 1
                 self.state.take_up(group.item)
                 self._schedule.begin(group, version)
@@ -190,7 +190,7 @@ class RolloutQueue:
             self._dropped = Dropped()
         return metrics
 
-    def _in_order(self, items: Sequence[UnderWay]) -> list[int]:
+    def _in_order(self, items: Sequence[PendingPrompt]) -> list[int]:
         """Returns the places of the rows in the order in which they are submitted."""
         places, lengths = list(range(len(items))), self.state.lengths
         if not self.config.rollout.longest_first or not lengths:
@@ -226,7 +226,7 @@ def describe(config: Config) -> list[str]:
     if config.drops_rollouts:
         lines.append(
             f"rollouts: each step begins {ahead} prompts beside the {config.batch.prompts_per_step} that it takes, "
-            f"those that end first. What is older than {staleness} versions then is dropped (rollout.too_old=drop); "
+            f"those that end first. What is older than {staleness} versions then is dropped (rollout.on_stale=drop); "
             "its prompt begins again, and is waited for"
         )
         lines.append(

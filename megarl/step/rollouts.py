@@ -59,7 +59,7 @@ def collect_rollouts(
     process_rewards: Scores = {}
     rounds = num_informative = 0
     with watch.phase("rollout"):
-        offloaded = workers.leave_to_engines()
+        offloaded = workers.switch_to_rollout()
     while num_informative < wanted and rounds < config.batch.sampling_rounds:
         further = further_prompts(wanted - num_informative, num_informative, len(sampled), wanted)
         with watch.phase("rollout"):
@@ -80,7 +80,7 @@ def collect_rollouts(
         rounds, num_informative = rounds + 1, sum(map(is_informative, scored))
     with watch.phase("rollout"):
         queue.drop(number)
-        workers.leave_to_trainers()
+        workers.switch_to_training()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
     metrics |= queue.metrics()
     return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics, solve_rates(config, scored))

@@ -57,7 +57,7 @@ def select(
 ) -> tuple[list[list[ScoredSample]], Metrics]:
     """Joins samples with their scores, by group; the last rollout of a group may be a greedy one, which is not trained
     on. A sample whose reward or environment failed is left out, and counted, and so are those whose greedy response has
-    no reward; above rewards.failure_limit, or with rewards.failures_in_a_row, which are of rewards alone, the run
+    no reward; above rewards.failure_limit, or with rewards.max_consecutive_failures, which are of rewards alone, the run
     stops."""
     infos = [sample.info for group in groups for sample in group]
     of_rewards = [score for info, score in zip(infos, scores, strict=True) if not info.has_failed]
@@ -93,13 +93,13 @@ def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
 
 
 def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) -> None:
-    limit, failed = config.rewards.failures_in_a_row, 0
+    limit, failed = config.rewards.max_consecutive_failures, 0
     for score in scores:
         failed = 0 if score.failure is None else failed + 1
         if failed == limit:
             raise UserError(
                 f"{score.failure} ({failed} samples of the step in a row failed, which are "
-                f"rewards.failures_in_a_row={limit}; mend the function, or raise it)"
+                f"rewards.max_consecutive_failures={limit}; mend the function, or raise it)"
             )
 
 
@@ -138,6 +138,6 @@ def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], judged: Sequence[J
     return parts | {
         "reward/mean": Metric(fmean(rewards)),
         "reward/std": Metric(pstdev(rewards)),
-        "reward/failed_share": Metric(1 - len(rewards) / len(scores)),
+        "reward/failed_frac": Metric(1 - len(rewards) / len(scores)),
         "reward/zero_std_groups": Metric(fmean(not is_informative(group) for group in groups)),
     }

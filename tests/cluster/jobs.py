@@ -73,7 +73,7 @@ class Launched:
     @property
     def effective_shares(self) -> list[float]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["cluster/effective_share"] for line in lines]
+        return [json.loads(line)["cluster/goodput"] for line in lines]
 
     @property
     def resumed(self) -> list[int]:

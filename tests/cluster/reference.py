@@ -13,7 +13,7 @@ from tests.paths import ROOT
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 RUN_S = 400
-MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "agreement/")
+MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "logprob_check/")
 """Metrics that no two runs share, or that say how weights travel."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]

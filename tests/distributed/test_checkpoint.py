@@ -495,7 +495,7 @@ def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, r
     ("role", "overrides"),
     [
         ("critic", ["critic.frozen=['model.layers.[01].*']", "critic.layout.tp=2"]),
-        ("actor", ["critic.trunk=actor", "model.dtype=bfloat16"]),
+        ("actor", ["critic.shared_backbone=true", "model.dtype=bfloat16"]),
         ("implicit_reward", ["implicit_reward.coefficient=1.0", "implicit_reward.frozen=['model.layers.[0-2].*']"]),
     ],
 )

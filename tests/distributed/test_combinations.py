@@ -42,7 +42,7 @@ CORRECTIONS: list[tuple[str, plain.Factor]] = [
 ]
 KLS = [
     None,
-    *product(("loss", "whole", "to_go"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True)),
+    *product(("loss", "whole", "reward_to_go"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True)),
 ]
 """A loss, or the credit of a reward; level, estimator, and whether its gradient is straight-through."""
 
@@ -68,7 +68,7 @@ def case(world: World, i: int, j: int) -> Case:
     placed, level, estimator, straight_through = form
     in_reward, options = placed != "loss", ESTIMATORS[estimator_case.name].options
     if in_reward and ("credit" in keys or "credit" not in options):
-        placed = "to_go"  # as these have it
+        placed = "reward_to_go"  # as these have it
     elif in_reward:
         with_objective = replace(with_objective, estimator=f"estimator: {keys}, credit: {placed}")
     placement, where = ("reward", f"reward_{placed}") if in_reward else ("loss", "loss")

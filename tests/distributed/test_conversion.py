@@ -240,16 +240,16 @@ def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_p
     assert all(torch.equal(imported[key], reshaped[key]) for key in imported)
 
 
-PAIRS = ["data={source: pairs.jsonl, rows: preferences}", "rollout.temperature=1", "actor.tokens_per_microbatch=128"]
+PAIRS = ["data={source: pairs.jsonl, format: preferences}", "rollout.temperature=1", "actor.tokens_per_microbatch=128"]
 RUNS: dict[str, tuple[Role, list[str]]] = {
     "a reward model": ("actor", ["algorithm.objective={name: reward_model}", *PAIRS]),
     "a process reward model": (
         "actor",
-        ["algorithm.objective={name: process_reward_model}", *PAIRS, "data.rows=labels"],
+        ["algorithm.objective={name: process_reward_model}", *PAIRS, "data.format=labels"],
     ),
     "DPO": ("actor", ["algorithm.objective={name: dpo}", *PAIRS]),
     "a reference that follows": ("actor", ["algorithm.kl={coefficient: 0.1, renew_steps: 1, renew_share: 0.5}"]),
-    "an actor with values": ("actor", ["algorithm.advantage.estimator=gae", "critic.trunk=actor"]),
+    "an actor with values": ("actor", ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true"]),
     "an implicit reward": ("implicit_reward", ["implicit_reward.coefficient=1.0"]),
 }
 

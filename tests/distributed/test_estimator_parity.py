@@ -61,7 +61,7 @@ KINDS = {
         whitened(token_estimate(0.9, Divergence(0.5, "k1", "token"))),
     ),
     "tokens, compared within the group": (
-        ["algorithm.advantage={estimator: rloo, credit: to_go}"],
+        ["algorithm.advantage={estimator: rloo, credit: reward_to_go}"],
         sample_estimate(mean_of_others, learned=TOKEN_REWARDS),
     ),
 }

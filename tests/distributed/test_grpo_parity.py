@@ -85,4 +85,4 @@ def test_truncated_policies_equal_plain_torch(folder, layout):
         sum(len(kept) for _, kept in trained) / len(trained)
     )
     outside = sum(target not in kept for target, kept in trained) / len(trained)
-    assert metrics["policy/outside_candidates_share"].value == pytest.approx(outside)
+    assert metrics["policy/outside_candidates_frac"].value == pytest.approx(outside)

@@ -115,7 +115,7 @@ def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
     policy_metrics = {
         "policy/loss",
         "policy/entropy",
-        "policy/clip_low_share",
+        "policy/clip_low_frac",
         "correction/weight_max",
         "kl/coefficient",
     }
@@ -123,20 +123,20 @@ def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
         assert_never_waits(result, objective, policy_metrics)
 
 
-GIVEN = "data={source: rows.jsonl, rows: preferences}"
+GIVEN = "data={source: rows.jsonl, format: preferences}"
 ROLES = {
-    "SFT": ("actor", ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"], "policy/nll"),
+    "SFT": ("actor", ["algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"], "policy/nll"),
     "reward model": ("actor", ["algorithm.objective.name=reward_model", GIVEN], "preference/accuracy"),
     "process reward model": (
         "actor",
-        ["algorithm.objective.name=process_reward_model", "data={source: rows.jsonl, rows: labels}"],
+        ["algorithm.objective.name=process_reward_model", "data={source: rows.jsonl, format: labels}"],
         "label/accuracy",
     ),
     "DPO": ("actor", ["algorithm.objective={name: dpo, length_normalised: true}", GIVEN], "preference/accuracy"),
     "IPO, online": ("actor", ["algorithm.objective.name=ipo"], "mismatch/logprob_abs_max"),
     "SLiC, online": ("actor", ["algorithm.objective.name=slic"], "preference/margin"),
-    "critic": ("critic", ["algorithm.value.clip=0.2"], "value/clip_share"),
-    "critic on the actor": ("actor", ["critic.trunk=actor", "algorithm.value.clip=0.2"], "value/clip_share"),
+    "critic": ("critic", ["algorithm.value.clip=0.2"], "value/clip_frac"),
+    "critic on the actor": ("actor", ["critic.shared_backbone=true", "algorithm.value.clip=0.2"], "value/clip_frac"),
     "implicit reward": ("implicit_reward", ["implicit_reward.coefficient=1.0"], "implicit_reward/accuracy"),
 }
 

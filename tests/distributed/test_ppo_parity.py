@@ -286,9 +286,11 @@ def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
 
 def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *overrides: str) -> None:
     coefficient, settings = 0.7, EVERYTHING
-    shared = ("critic.trunk=actor", "algorithm.value.coefficient=0.7", *overrides)
+    shared = ("critic.shared_backbone=true", "algorithm.value.coefficient=0.7", *overrides)
     config = ppo_config(actor, None, (layout, None), settings, *shared)
-    start = run_ranks(1, value_head, ppo_config(actor, None, ("{}", None), settings, "critic.trunk=actor"), actor)[0]
+    start = run_ranks(
+        1, value_head, ppo_config(actor, None, ("{}", None), settings, "critic.shared_backbone=true"), actor
+    )[0]
     ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
     reference = SharedTrunkReference(actor, start, settings, coefficient)
     for updates in steps:

@@ -201,4 +201,4 @@ def test_a_first_small_update_moves_rounded_weights_by_the_rate_on_average(round
     assert abs(arrived.mean() - rate) < 5 * error < rate
     changed = sum(int((ran.after[name] != weight).sum()) for name, weight in ran.before.items())
     num_elements = sum(weight.numel() for weight in ran.before.values())
-    assert ran.metrics[0]["update/changed_share"].value == pytest.approx(changed / num_elements, rel=1e-9)
+    assert ran.metrics[0]["update/changed_frac"].value == pytest.approx(changed / num_elements, rel=1e-9)

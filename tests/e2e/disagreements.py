@@ -18,8 +18,8 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.prompts import load_prompts
-from megarl.run.loop import Loop
-from megarl.step.agreement import Agreement
+from megarl.run.context import RunContext
+from megarl.step.logprob_check import LogprobCheck
 
 
 def perturb_a_weight(worker) -> None:
@@ -40,10 +40,10 @@ def in_vllm(workers: Workers, function: Callable) -> None:
     engines._submit("break", "refit", "break", lambda engine: engine._llm.collective_rpc(function) and None).result()
 
 
-def said(config: Config, workers: Workers, loop: Loop) -> str | None:
+def said(config: Config, workers: Workers, loop: RunContext) -> str | None:
     """Returns what the gate says."""
     try:
-        Agreement(config, workers, loop.data).begin()
+        LogprobCheck(config, workers, loop.data).begin()
     except RunFailure as failure:
         return str(failure)
     return None
@@ -56,7 +56,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
     with supervised() as scratch:
         models = find_models(config)
         with (
-            Loop.prepare(config, models, load_prompts(config, models.actor)) as loop,
+            RunContext.prepare(config, models, load_prompts(config, models.actor)) as loop,
             Session(config, loop.folder.logs, scratch) as session,
         ):
             workers = launch_workers(session, config, models, loop.placement, None)

@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     "GRPO": estimator("grpo", in_test=True, has_control=True),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
-    "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.keys_values=recompute", FEW_AT_ONCE)),
+    "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.kv_cache_on_update=recompute", FEW_AT_ONCE)),
     **{f"GRPO, seed {seed}": estimator("grpo", f"run.seed={seed}") for seed in OTHER_SEEDS},
     **{
         f"GRPO, rollouts a step ahead, seed {seed}": estimator("grpo", *ahead(1, APART), f"run.seed={seed}")
@@ -126,14 +126,16 @@ CASES: dict[str, Case] = {
     ),
     "PRIME": estimator(
         "rloo",
-        "algorithm.advantage={credit: to_go, whiten: true}",
+        "algorithm.advantage={credit: reward_to_go, whiten: true}",
         "implicit_reward={coefficient: 1.0, success_above: 0.3, threads: 1}",
         "implicit_reward.optimizer.lr=0.001",
         "implicit_reward.tokens_per_microbatch=1024",
     ),
-    "RLOO, token rewards": estimator("rloo", "algorithm.advantage.credit=to_go", task=ScoredDigits(), has_control=True),
+    "RLOO, token rewards": estimator(
+        "rloo", "algorithm.advantage.credit=reward_to_go", task=ScoredDigits(), has_control=True
+    ),
     "GRPO, step rewards": estimator(
-        "grpo", "algorithm.advantage.credit=to_go", "reward_model.step_end='0'", task=ScoredDigits()
+        "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),

@@ -159,7 +159,7 @@ class Answers(Task):
         if shuffled:
             random.Random(0).shuffle(said)
         rows = [{"messages": self.messages(*pair)} for pair in zip(asked, said, strict=True)]
-        return [f"data={{rows: messages, source: {write_rows(folder / 'conversations.jsonl', rows)}}}"]
+        return [f"data={{format: messages, source: {write_rows(folder / 'conversations.jsonl', rows)}}}"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
         return [self.probability(folder) for folder in (start, run / "model")]
@@ -205,7 +205,7 @@ class Preferences(Task):
             dict(zip(("prompt", "chosen", "rejected"), (prompt, *RESPONSES[:: 1 if wins else -1]), strict=True))
             for (prompt, _), wins in zip(asked, first_wins, strict=True)
         ]
-        return [f"data={{rows: preferences, source: {write_rows(folder / 'preferences.jsonl', rows)}}}"]
+        return [f"data={{format: preferences, source: {write_rows(folder / 'preferences.jsonl', rows)}}}"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
         best = torch.tensor([self.best(share) for share in PREFERRED.values()])
@@ -247,7 +247,7 @@ class Labels(Task):
             {"prompt": prompt, "steps": RESPONSES, "labels": [first, not first]}
             for (prompt, _), first in zip(asked, right, strict=True)
         ]
-        return [f"data={{rows: labels, source: {write_rows(folder / 'labels.jsonl', rows)}}}"]
+        return [f"data={{format: labels, source: {write_rows(folder / 'labels.jsonl', rows)}}}"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
         model = AutoModelForTokenClassification.from_pretrained(run / "model")

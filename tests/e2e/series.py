@@ -25,7 +25,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
-from megarl.run.loop import Loop
+from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
 from tests.paths import ROOT
 
@@ -88,7 +88,7 @@ class Stage:
         models = find_models(config)
         load_data = load_offline_data if config.is_offline else load_prompts
         sets = load_evaluation_sets(config, models.actor)
-        with Loop.prepare(config, models, load_data(config, models.actor), evaluation=sets) as loop:
+        with RunContext.prepare(config, models, load_data(config, models.actor), evaluation=sets) as loop:
             self._session.logs = loop.folder.logs.resolve()
             self._session.trace = Trace(self._session.logs)
             if config.is_offline:
@@ -96,7 +96,7 @@ class Stage:
             else:
                 self._run_with_engines(config, models, loop)
 
-    def _run_with_engines(self, config: Config, models: ModelFolders, loop: Loop) -> None:
+    def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext) -> None:
         rollout = config.rollout.model_dump_json(exclude=OF_THE_DRIVER)
         asked = (
             f"{models.actor} {config.model.dtype} {config.model.head_dtype} {config.run.seed} {config.pauses_rollouts} "

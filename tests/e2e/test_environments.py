@@ -195,7 +195,7 @@ def test_metrics_of_environments(run):
     for step in metrics_of(run)[1:]:
         assert step["environment/stop_failed"] == pytest.approx(0.25)
         assert step["environment/samples_per_rollout"] == pytest.approx(1.25)
-        assert step["reward/failed_share"] == pytest.approx(0.25)
+        assert step["reward/failed_frac"] == pytest.approx(0.25)
         assert step["mismatch/logprob_abs_max"] <= 1e-4
 
 

@@ -177,10 +177,10 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
         [line] = lines_of_loss(run)
         assert line.startswith("refit: engine-1 died, ")
         check_samples(run, 3)
-        assert ["refit/changed_share" in step for step in run.metrics[:3]] == [False, True, True]
+        assert ["refit/changed_frac" in step for step in run.metrics[:3]] == [False, True, True]
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
-        assert ["refit/changed_share" in step for step in run.metrics[joined : joined + 3]] == [False, True, True]
+        assert ["refit/changed_frac" in step for step in run.metrics[joined : joined + 3]] == [False, True, True]
         check_samples(run, joined + 3)
         assert run.output.count("refit: engine-1 is back; the run goes on with 2 of 2 engines") == 1
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 ANSWER_TOKENS = 6
 HIGHEST = 40
 KEYS = (
-    "reward_model={reads: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128, kv_cache_gib: 0.05}",
+    "reward_model={input_format: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128, kv_cache_gib: 0.05}",
     f"reward_model.judge={{scale: [0, {HIGHEST}], max_new_tokens: {ANSWER_TOKENS}}}",
     "reward_model.judge.template='Is {response} to {prompt} {answer}?'",
 )
@@ -100,7 +100,7 @@ def test_a_run_is_rewarded_by_a_judge(series, model, tmp_path):
         tmp_path,
         model,
         "run.steps=1",
-        "rewards={functions: [], failure_limit: 1.0, failures_in_a_row: null}",
+        "rewards={functions: [], failure_limit: 1.0, max_consecutive_failures: null}",
         f"reward_model.path={folder}",
         "reward_model.layout.dp=2",
         *KEYS,

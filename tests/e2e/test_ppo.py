@@ -101,7 +101,7 @@ def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(ser
 
 @pytest.mark.exhaustive
 def test_the_critic_may_be_a_head_on_the_actor(series, model, tmp_path):
-    overrides = ["algorithm.advantage.estimator=gae", "critic.trunk=actor", "actor.layout.pp=2"]
+    overrides = ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true", "actor.layout.pp=2"]
     run = train_in(series, tmp_path, model, "run.steps=3", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]

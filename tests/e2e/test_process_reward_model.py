@@ -48,7 +48,12 @@ def test_steps_are_rewarded_by_what_has_been_trained_to_score_them(series, model
         series,
         tmp_path,
         model,
-        *("run.steps=1", "rewards.functions=[]", "algorithm.advantage.credit=to_go", "batch.samples_per_prompt=32"),
+        *(
+            "run.steps=1",
+            "rewards.functions=[]",
+            "algorithm.advantage.credit=reward_to_go",
+            "batch.samples_per_prompt=32",
+        ),
         f"reward_model={{path: {trained / 'model'}, step_end: {STEP_END}, tokens_per_microbatch: 1024}}",
     )
     classifier = AutoModelForTokenClassification.from_pretrained(trained / "model", attn_implementation="eager")

@@ -30,12 +30,12 @@ def rows_of(folder: Path) -> dict[int, list[dict]]:
     "keys",
     [
         (f"rollout.max_staleness={MAX_STALENESS}", "cluster.placement=disaggregated"),
-        ("rollout.too_old=drop", "batch.oversampling=2"),
+        ("rollout.on_stale=drop", "batch.oversampling=2"),
     ],
     ids=["ahead", "oversampled"],
 )
 def test_each_prompt_is_trained_on_once(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    recipe, goes_ahead = write_recipe(tmp_path), "rollout.too_old=drop" not in keys
+    recipe, goes_ahead = write_recipe(tmp_path), "rollout.on_stale=drop" not in keys
     lines = [json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) for i in range(200)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     every = (*keys, "data.shuffle=false", "checkpoint.every_steps=1", "resume=auto", "rollout.max_new_tokens=40")

@@ -39,7 +39,7 @@ def test_quickstart_learns_in_bfloat16_at_the_same_rate(tmp_path):
     """Steps of 1e-5 are a fiftieth of a weight's rounding cell and less: they arrive on average."""
     steps = run(["train", "configs/quickstart.yaml", "model.dtype=bfloat16"], tmp_path)
     assert fmean(step["reward/mean"] for step in steps[-3:]) >= 0.85
-    assert all(0.01 < step["update/changed_share"] < 0.2 for step in steps)
+    assert all(0.01 < step["update/changed_frac"] < 0.2 for step in steps)
 
 
 def test_the_readmes_own_run(tmp_path):

@@ -62,4 +62,4 @@ def test_online_dpo_of_pairs_that_a_judge_prefers(series, model, tmp_path):
     assert all(step["reward/mean"] == step["reward/judge"] == pytest.approx(0.5) for step in steps)
     assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # it is still its reference
     assert steps[2]["policy/loss"] < 0.68 and steps[2]["preference/accuracy"] > 0.5
-    assert all(step["preference/tied_share"] < 0.5 and step["mismatch/logprob_abs_max"] < 1e-4 for step in steps)
+    assert all(step["preference/tied_frac"] < 0.5 and step["mismatch/logprob_abs_max"] < 1e-4 for step in steps)

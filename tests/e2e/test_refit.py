@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.config.agreement_schema import ROUNDING
 from megarl.config.load import load
+from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
@@ -171,12 +171,12 @@ class EngineSide:
         samples = asyncio.run(self.engine.generate(requests(prompts, greedy=True)))
         return [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in samples]
 
-    def sample_through_a_refit(self, prompts, version, keys_values="keep", pauses=False, greedy=False):
+    def sample_through_a_refit(self, prompts, version, kv_cache_on_update="keep", pauses=False, greedy=False):
         """Samples of which some have been begun before the refit, and samples that are asked for after it while those
         are still under way. pauses: the trainer has the devices from before the others are asked for until after the
         refit; an engine that recomputes keys and values gives their memory back."""
         engine = self.engine
-        engine._config = engine._config.model_copy(update={"keys_values": keys_values})
+        engine._config = engine._config.model_copy(update={"kv_cache_on_update": kv_cache_on_update})
 
         async def sample():
             steps, step = [], engine._step
@@ -188,7 +188,7 @@ class EngineSide:
             tokens = self._tokens_under_way()
             if pauses:
                 engine.pause()
-                if keys_values == "recompute":
+                if kv_cache_on_update == "recompute":
                     engine.sleep(keeps_weights=False)
             else:
                 engine.refit(version)
@@ -563,12 +563,12 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     if (name, tp) in IN_FLIGHT:
         for remote in engines:
             remote.call("connect", ordered(make_plan(trainers.holders, targets)), shared_memory, targets)
-        for version, keys_values, pauses in ((7, "recompute", False), (8, "recompute", True), (9, "keep", True)):
+        for version, kv_cache_on_update, pauses in ((7, "recompute", False), (8, "recompute", True), (9, "keep", True)):
             trainers.call("update", engine.call("sample", prompts()))
-            sampled = engine.call("sample_through_a_refit", prompts(), version, keys_values, pauses, True)
+            sampled = engine.call("sample_through_a_refit", prompts(), version, kv_cache_on_update, pauses, True)
             fresh.call("refit", version)
             old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / f"{version}")
-            check_greedy_samples(*sampled, keys_values, fresh, remotes(FORK, TwoModels, old, exported))
+            check_greedy_samples(*sampled, kv_cache_on_update, fresh, remotes(FORK, TwoModels, old, exported))
     check_a_lost_worker_is_noticed(engine, tp)
 
 
@@ -601,13 +601,13 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
 
 
 def check_greedy_samples(
-    samples: list[Sample], asked_later: list[Sample], keys_values: str, fresh: Remote, reference: Remote
+    samples: list[Sample], asked_later: list[Sample], kv_cache_on_update: str, fresh: Remote, reference: Remote
 ) -> None:
     """fresh: an engine of the new weights, which has been asked for nothing since it has them."""
     answers = [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in asked_later]
     for (ids, log_probs), (fresh_ids, fresh_log_probs) in zip(answers, fresh.call("greedy", prompts()), strict=True):
         assert ids == fresh_ids and difference(log_probs, fresh_log_probs) <= 1e-5
-    through, keeps = [sample for sample in samples[:4] if len(sample.versions) > 1], keys_values == "keep"
+    through, keeps = [sample for sample in samples[:4] if len(sample.versions) > 1], kv_cache_on_update == "keep"
     assert len(through) >= 3
     whole = [sample.prompt.token_ids.tolist() + sample.response_ids.tolist() for sample in through]
     begun = [len(sample.prompt.token_ids) + STEPS_BEFORE_REFIT for sample in through]

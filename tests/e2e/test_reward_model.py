@@ -102,7 +102,7 @@ def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(series, 
         "rewards.functions=[]",
         f"reward_model.path={tmp_path / 'reward'}",
         f"reward_model.engine={engine}",
-        "reward_model={reads: chat, context_length: 200, tokens_per_microbatch: 256, kv_cache_gib: 0.05}",
+        "reward_model={input_format: chat, context_length: 200, tokens_per_microbatch: 256, kv_cache_gib: 0.05}",
     )
     rows = rows_of(run)
     assert len(rows) == 64

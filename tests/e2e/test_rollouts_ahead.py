@@ -14,7 +14,7 @@ from tests.e2e.test_train import OFFLOAD, evaluation_rows, lines_of, metrics_of,
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS, SAMPLES = 12, 8, 8
 KEYS = (
-    "rollout={max_staleness: 1, keys_values: recompute, sleep: true}",
+    "rollout={max_staleness: 1, kv_cache_on_update: recompute, sleep: true}",
     "rollout.vllm_overrides={max_num_seqs: 16}",  # so that rollouts are under way when a step has its samples
     "evaluation={every_steps: 6, sets: [{name: greedy, size: 6}]}",
     "checkpoint.every_steps=6",
@@ -38,7 +38,7 @@ def test_it_learns_from_each_prompt_once(run):
         ages = [number - 1 - run["version"] for row in of_step for run in row["version"]]
         assert step["weights/version"] == number and step["weights/staleness_max"] == max(ages) <= 1
         assert step["rollout/groups_ahead"] == (PROMPTS if number < STEPS else 0)
-    assert sum(step["weights/mixed_share"] for step in steps) > 0, "none was under way when weights came"
+    assert sum(step["weights/mixed_frac"] for step in steps) > 0, "none was under way when weights came"
     rewards = [step["reward/mean"] for step in steps]
     assert fmean(rewards[-3:]) >= fmean(rewards[:3]) + 0.3
     saved = [json.loads(file.read_text()) for file in sorted(run.glob("checkpoints/step_*/manifest.json"))]

@@ -167,7 +167,7 @@ def test_every_step_has_its_metrics(learned):
         assert set(step) >= METRICS
         assert step["step"] == step["weights/version"] == number
         assert step["mismatch/logprob_abs_max"] <= 1e-4
-        assert step["weights/staleness_max"] == step["weights/mixed_share"] == 0
+        assert step["weights/staleness_max"] == step["weights/mixed_frac"] == 0
         assert 0 < step["time/rollout"] + step["time/train"] + step["time/refit"] <= step["time/step"]
 
 
@@ -223,7 +223,7 @@ def test_a_set_may_have_an_environment_where_training_has_none(learned):
     for line in (lines_of(learned)[0], lines_of(learned)[-1]):
         rows = evaluation_rows(learned, "agents", line["step"])
         assert [len(row["mask"]) for row in rows] == [3, 1] * 3, "two conversations"
-        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_share"] == 0
+        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_frac"] == 0
         values = [row["parts"]["environment"] + row["parts"][f"{REWARD}:digit_share"] for row in rows]
         assert [row["reward"] for row in rows] == pytest.approx(values)
         assert line["evaluation/agents/avg@1"] == pytest.approx(fmean(values))

@@ -34,7 +34,7 @@ OF_8B = (
 )
 RUNS = {
     "in turns": (1, (*COLOCATED,)),
-    "in turns, rollouts ahead": (1, (*COLOCATED, "rollout.max_staleness=1", "rollout.keys_values=recompute")),
+    "in turns, rollouts ahead": (1, (*COLOCATED, "rollout.max_staleness=1", "rollout.kv_cache_on_update=recompute")),
     "fp8 blocks": (1, (*COLOCATED, "model.dtype=bfloat16", "rollout.quantization=fp8_block")),
     "an engine over two": (2, (*COLOCATED, "actor.layout.dp=2", "rollout.tp=2")),
     "sent": (2, ("cluster.placement=disaggregated",)),
@@ -112,7 +112,7 @@ def test_rollouts_ahead_stand_still_on_a_gpu_while_models_train(tmp_path):
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3, 4]
     assert max(step["weights/staleness_max"] for step in steps) == 1
-    assert sum(step["weights/mixed_share"] for step in steps) > 0
+    assert sum(step["weights/mixed_frac"] for step in steps) > 0
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])

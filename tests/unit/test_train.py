@@ -46,7 +46,7 @@ def test_a_failed_reward_is_left_out_and_not_a_zero():
     groups, metrics = select(config("rewards.failure_limit=0.25"), GROUPS, [*map(score, [1.0, None, 1.0, 0.0])])
     assert [[item.reward for item in group] for group in groups] == [[1.0], [1.0, 0.0]]
     assert values(metrics)["reward/mean"] == pytest.approx(2 / 3)
-    assert values(metrics)["reward/failed_share"] == 0.25
+    assert values(metrics)["reward/failed_frac"] == 0.25
     assert values(metrics)["reward/zero_std_groups"] == 0.5
 
 
@@ -375,7 +375,7 @@ def test_rewards_of_tokens_are_part_of_the_samples_or_compared_by_themselves():
         Score(1.0, {}, token_reward_totals=TokenTotals(1, -1.0, 1.0)),
     ]
     learned = {"1.0.0": TokenTotals(4, 1.0, 1.0), "1.0.1": TokenTotals(4, 8.0, 16.0)}
-    for credit, center, token_center in (("whole", 6.5, 0.0), ("to_go", 1.5, 10 / 11)):
+    for credit, center, token_center in (("whole", 6.5, 0.0), ("reward_to_go", 1.5, 10 / 11)):
         settings = config(f"algorithm.advantage={{estimator: opo, credit: {credit}}}")
         groups, _ = select(settings, GROUPS[:1], scores)
         for item in attach_baselines(settings, groups, learned, {}, MovingAverage()):
@@ -421,7 +421,7 @@ def test_groups_are_compared_by_rewards_with_their_kl():
     ] == [-1.5, -1.5]
 
 
-@pytest.mark.parametrize("credit", ["whole", "to_go"])
+@pytest.mark.parametrize("credit", ["whole", "reward_to_go"])
 def test_gpg_makes_up_for_groups_of_equal_rewards_whatever_their_kl(credit):
     settings = config(
         "algorithm.kl={placement: reward, coefficient: 0.1}",
@@ -448,7 +448,7 @@ def test_online_dpo_learns_from_the_best_and_the_worst_of_each_group():
     metrics = train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
     assert actor.calls == ["reference", "train"]
     assert [[item.sample_id for item in update] for update in actor.updates] == [["1.0.2", "1.0.1"]]
-    assert values(metrics)["preference/tied_share"] == 0.75
+    assert values(metrics)["preference/tied_frac"] == 0.75
 
 
 def test_pairs_are_handed_out_side_by_side_with_one_weight():

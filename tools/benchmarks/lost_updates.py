@@ -192,7 +192,7 @@ def config_of(folder: Path, dtype: str, rate: float) -> Config:
         "model.path": folder,
         "model.dtype": dtype,
         "data.source": folder / "none.jsonl",
-        "data.rows": "messages",
+        "data.format": "messages",
         "algorithm.objective.name": "sft",
         "actor.optimizer.lr": rate,
         "actor.tokens_per_microbatch": SAMPLES * LENGTH,

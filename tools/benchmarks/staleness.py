@@ -58,7 +58,7 @@ def measure(max_staleness: int) -> dict[str, float]:
         "engines_idle": round(fmean(step["idle/engines"] for step in steps), 3),
         "actor_idle": round(fmean(step["idle/actor"] for step in steps), 3),
         "staleness_max": max(step["weights/staleness_max"] for step in steps),
-        "mixed_share": round(fmean(step["weights/mixed_share"] for step in steps), 3),
+        "mixed_share": round(fmean(step["weights/mixed_frac"] for step in steps), 3),
     }
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cluster.groups.engines import EngineGroup
-from megarl.cluster.groups.group import Answer, ProcessActor
+from megarl.cluster.groups.group import ProcessActor, TimedResult
 from megarl.cluster.groups.ranks import Started
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.placement import Process, place
@@ -43,7 +43,7 @@ from megarl.planning.token_cost import TokenCost
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.p2p import Sent
-from megarl.rollout.engine import Refitted
+from megarl.rollout.engine import SyncStats
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 GPUS_PER_NODE = 8
@@ -94,8 +94,8 @@ class StubWorker:
     def send(self) -> Sent:
         return Sent()
 
-    def refit(self, *_: Any) -> list[Refitted]:
-        return [Refitted(0, 0) for _ in self._shards]
+    def refit(self, *_: Any) -> list[SyncStats]:
+        return [SyncStats(0, 0) for _ in self._shards]
 
 
 @ray.remote(num_cpus=0, max_concurrency=64)
@@ -112,16 +112,16 @@ class StubProcess(ProcessActor):
         """Makes what these ranks will tell of themselves."""
         self._holders = {rank: self._holder(rank) for rank in ranks}
 
-    def open_store(self, rank: int) -> Answer:
-        return Answer(("127.0.0.1", 1), time.time(), time.time())
+    def open_store(self, rank: int) -> TimedResult:
+        return TimedResult(("127.0.0.1", 1), time.time(), time.time())
 
-    def start(self, rank: int, *_: Any) -> Answer:
+    def start(self, rank: int, *_: Any) -> TimedResult:
         started = Started(rank, self._holders[rank], PACKING, "stub") if rank in self._holders else None
-        return Answer(started, time.time(), time.time())
+        return TimedResult(started, time.time(), time.time())
 
-    def run(self, rank: int, function: bytes, *arguments: Any) -> Answer:
+    def run(self, rank: int, function: bytes, *arguments: Any) -> TimedResult:
         """Runs what has an answer. What takes a part of the plan is the work of ranks, and has none."""
-        return super().run(function, *arguments) if len(arguments) < 2 else Answer(None, time.time(), time.time())
+        return super().run(function, *arguments) if len(arguments) < 2 else TimedResult(None, time.time(), time.time())
 
 
 class StubHandle:

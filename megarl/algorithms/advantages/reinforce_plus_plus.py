@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.returns import to_go
+from megarl.algorithms.returns import reward_to_go
 from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def reinforce_plus_plus(
     mask         bool [N], the trained tokens
     row_sample   int64 [N], not decreasing
     """
-    return TokenAdvantages(to_go(reward, mask, row_sample, gamma))
+    return TokenAdvantages(reward_to_go(reward, mask, row_sample, gamma))
 
 
 SPEC = TokenEstimator(

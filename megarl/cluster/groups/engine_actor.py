@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer
+from megarl.cluster.groups.group import CALLS_AT_ONCE, TimedResult
 from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -73,13 +73,13 @@ class EngineActor(VllmActor):
         """The calls of `generate` under way, by the names of their first requests."""
         return engine
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
         with self._whole():
             return super().call(function, *arguments)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
-    ) -> list[Answer | Sample | None]:
+    ) -> list[TimedResult | Sample | None]:
         """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
         that this process puts into the store, outlives the process. The listener gets them as they come. Of a call that
         is aborted, Aborted stands for the infos."""
@@ -96,11 +96,11 @@ class EngineActor(VllmActor):
             with self._whole():
                 samples = await call.samples
         except asyncio.CancelledError:
-            return [Answer(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
+            return [TimedResult(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
         finally:
             del self._generating[requests[0].sample_id]
         segments.note(own_scratch())  # vLLM makes some only when it generates
-        return [Answer([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+        return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
         """Ends the calls of `generate` whose first requests have these names, as far as they are under way here."""

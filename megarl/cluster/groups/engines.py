@@ -19,7 +19,7 @@ from megarl.cluster.groups.vllm import VllmGroup
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.config.schema import Config, Limit
+from megarl.config.schema import Config, TimeoutKind
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.model_folder import read_config
@@ -27,7 +27,7 @@ from megarl.resharding.families import huggingface_holder, quantised_destination
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
-from megarl.rollout.engine import EngineFacts, SamplingRequest
+from megarl.rollout.engine import EngineInfo, SamplingRequest
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -51,7 +51,7 @@ RESTARTS = 3
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a worker's parameters."""
 
-Incarnation = tuple[str, int]
+Generation = tuple[str, int]
 """The name of an engine's process, and the number of processes of this name that were lost before it."""
 
 
@@ -90,7 +90,7 @@ class Load:
 
 
 class EngineGroup(VllmGroup["VllmEngine"]):
-    """All replicas. Requests are dealt out by group, so that the samples of one prompt share a prefix cache, to those
+    """All replicas. Requests are assigned out by group, so that the samples of one prompt share a prefix cache, to those
     that have the least to do, with rollout.max_staleness slower ones less than others.
 
     When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
@@ -202,10 +202,10 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _submit_expendable(
-        self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]
+        self, phase: str, limit: TimeoutKind, task: str, calls: Mapping[str, ray.ObjectRef]
     ) -> Pending[Answers]:
         """Submits calls of engines, some of which may be lost."""
-        pending = self._session.submit(calls, phase, limit, expendable=self.expendable)
+        pending = self._session.submit(calls, phase, limit, may_fail=self.may_fail)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
 
     def _take_whole_tensors(self, reason: str, places: Sequence[str]) -> None:
@@ -233,7 +233,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return self._actors
 
     @property
-    def incarnations(self) -> list[Incarnation]:
+    def generations(self) -> list[Generation]:
         """The processes that are not lost: one that has been started again is another than the one before."""
         return [(name, self.losses[name]) for name in self._actors]
 
@@ -249,16 +249,16 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantised_destinations(self._hf_config, holders) if self._quantises else holders
 
-    def deal(self, sizes: Mapping[int, int], but: Collection[str] = ()) -> dict[str, list[int]]:
+    def assign(self, sizes: Mapping[int, int], but: Collection[str] = ()) -> dict[str, list[int]]:
         """Deals groups out to these processes, one by one to that which would be done with it first. sizes: the
         requests of each, by its number. but: processes that get none as long as there are others."""
         load, slowness = Counter(self.load), self._slowness()
-        dealt = {name: [] for name in [name for name in self._actors if name not in but] or self._actors}
+        assigned = {name: [] for name in [name for name in self._actors if name not in but] or self._actors}
         for number, size in sizes.items():
-            name = min(dealt, key=lambda name: (load[name] + size) * slowness[name])
+            name = min(assigned, key=lambda name: (load[name] + size) * slowness[name])
             load[name] += size
-            dealt[name].append(number)
-        return {name: numbers for name, numbers in dealt.items() if numbers}
+            assigned[name].append(number)
+        return {name: numbers for name, numbers in assigned.items() if numbers}
 
     def _slowness(self) -> dict[str, float]:
         """Returns how many times slower each engine is than the fastest: 1 where that is less than SLOW."""
@@ -274,7 +274,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return Load(requests, {name: self.losses[name] for name in requests}, self)
 
     @property
-    def expendable(self) -> list[str]:
+    def may_fail(self) -> list[str]:
         """The processes without which the run goes on."""
         return self.names if len(self._actors) > 1 else []
 
@@ -294,7 +294,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         for actor in self._actors.values():
             actor.abort.remote(names)
 
-    def take_over(self, groups: Collection[Sequence[str]]) -> None:
+    def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
         """Has idle engines begin anew what is under way on much slower ones: of groups that were submitted each by
         itself and that somebody waits for, by the names of their requests."""
         slowness = self._slowness()
@@ -324,25 +324,25 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         """Samples the groups that are not done. done: the samples of the others, by the group's place in groups. but:
         engines from which groups are taken over."""
         left = [i for i in range(len(groups)) if i not in done]
-        dealt = self.deal({i: len(groups[i]) for i in left}, but)
-        asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in dealt.items()}
+        assigned = self.assign({i: len(groups[i]) for i in left}, but)
+        asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in assigned.items()}
         calls = {name: refs[0] for name, refs in asked.items()}
-        load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in dealt.items()})
+        load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in assigned.items()})
         firsts = [group[0].sample_id for group in groups]
         if len(groups) == 1:
-            self._places |= dict.fromkeys(firsts, *dealt)
+            self._places |= dict.fromkeys(firsts, *assigned)
 
         def collect(answers: Answers) -> list[Sampled] | Pending[list[Sampled]]:
             load.end()
             samples, slow = dict(done), set[str]()
             for name, infos in answers.values.items():
                 if isinstance(infos, Aborted):
-                    taken_over = {i for i in dealt[name] if firsts[i] in self._moving - self._aborted}
-                    samples |= {i: infos for i in dealt[name] if i not in taken_over}
+                    taken_over = {i for i in assigned[name] if firsts[i] in self._moving - self._aborted}
+                    samples |= {i: infos for i in assigned[name] if i not in taken_over}
                     slow |= {name} if taken_over else set()
                     continue
                 found = map(RemoteSample, infos, asked[name][1:])
-                samples |= {i: [next(found) for _ in groups[i]] for i in dealt[name]}
+                samples |= {i: [next(found) for _ in groups[i]] for i in assigned[name]}
             self.drop(load.still_there(answers.lost), "rollout")
             unwanted = {i for i, first in enumerate(firsts) if first in self._aborted}
             samples |= {i: Aborted(0) for i in unwanted if i not in samples}  # of a lost engine
@@ -377,7 +377,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
         return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
 
-    def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineFacts]]:
+    def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
         """Asks every engine what it computes with, see Engine.facts; by name."""
         return self._ask_each("facts", lambda engine, texts: engine.facts(texts), texts)
 
@@ -453,7 +453,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             calls.append(self._call(actor, "sleep", cloudpickle.dumps(lambda engine: engine.sleep(keeps))))
         self._starting[name] = actor, calls
 
-    def admit(self) -> None:
+    def rejoin_restarted(self) -> None:
         """Takes the engines that have started again among the others, before a refit: they hold no weights yet."""
         for name, (actor, calls) in list(self._starting.items()):
             ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from megarl.cluster.groups.engines import EngineGroup, RemoteSample
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer, Group, ProcessActor
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -128,14 +128,16 @@ class EnvironmentActor(ProcessActor):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
 
-    async def start(self, config: Config, model_folder: Path) -> Answer:
+    async def start(self, config: Config, model_folder: Path) -> TimedResult:
         begin = time.time()
         address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
         self._worker = EnvironmentWorker(config, load_tokenizer(model_folder), self._process.threads, address)
         await self._worker.start()
-        return Answer(None, begin, time.time())
+        return TimedResult(None, begin, time.time())
 
-    async def train(self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle) -> Answer:
+    async def train(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
+    ) -> TimedResult:
         """Makes rollouts with this engine. Returns the samples of each, or None if the engine was lost. The listener
         gets them as they come."""
 
@@ -146,7 +148,7 @@ class EnvironmentActor(ProcessActor):
         turns = self._turns_in(engine)
         return await _answer(self._worker.train(requests, turns.sample, made), turns)
 
-    async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> Answer:
+    async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> TimedResult:
         """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
         turns = self._turns_in(engine)
         return await _answer(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
@@ -158,14 +160,14 @@ class EnvironmentActor(ProcessActor):
         return self._turns[engine]
 
 
-async def _answer(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> Answer:
+async def _answer(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> TimedResult:
     begin = time.time()
     try:
         samples = await rollouts
         await turns.end_abandoned()
-        return Answer(samples, begin, time.time())
+        return TimedResult(samples, begin, time.time())
     except RayActorError:
-        return Answer(None, begin, time.time())
+        return TimedResult(None, begin, time.time())
 
 
 def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
@@ -173,7 +175,7 @@ def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
 
 
 class EnvironmentGroup(Group[EnvironmentWorker]):
-    """The processes that make rollouts, each with the engine of its number. Groups of rollouts are dealt out as those
+    """The processes that make rollouts, each with the engine of its number. Groups of rollouts are assigned out as those
     of single responses are, so that they share a prefix cache."""
 
     def __init__(
@@ -226,16 +228,16 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
     ) -> Pending[list[list[RemoteSample]]]:
         left = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
-        by_engine = self._engines.deal({i: len(groups[i]) for i in left})
-        dealt = {name: by_engine[engine] for (engine, _), (name, _) in pairs if engine in by_engine}
+        by_engine = self._engines.assign({i: len(groups[i]) for i in left})
+        assigned = {name: by_engine[engine] for (engine, _), (name, _) in pairs if engine in by_engine}
         calls = {}
         for (_, engine), (name, actor) in pairs:
-            if name in dealt:
-                requests = [request for i in dealt[name] for request in groups[i]]
+            if name in assigned:
+                requests = [request for i in assigned[name] for request in groups[i]]
                 calls[name] = ask(actor, requests, engine)
         engine_of = {name: engine for (engine, _), (name, _) in pairs}
         load = self._engines.add_load(
-            {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in dealt.items()}
+            {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in assigned.items()}
         )
 
         def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
@@ -245,7 +247,7 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
                 if rollouts is None:
                     continue
                 made = iter(rollouts)
-                for i in dealt[name]:
+                for i in assigned[name]:
                     done[i] = [sample for _ in groups[i] for sample in next(made)]
             lost = [engine_of[name] for name, rollouts in values.items() if rollouts is None]
             if not lost:

@@ -17,7 +17,7 @@ from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
-from megarl.config.schema import Limit
+from megarl.config.schema import TimeoutKind
 
 CALLS_AT_ONCE = 100_000
 """The calls that one event loop may have under way. Prompts that are begun ahead are a call each, and others must get
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedResult:
     """The value that a call returned, and when it ran: seconds since the epoch, by the clock of the process."""
 
     value: Any
@@ -50,15 +50,15 @@ class ProcessActor:
         self._process = process
         self._worker: Any = None
 
-    def run(self, function: bytes, *arguments: Any) -> Answer:
+    def run(self, function: bytes, *arguments: Any) -> TimedResult:
         """Runs function(worker, *arguments), of a pickled function."""
         return self.call(cloudpickle.loads(function), *arguments)
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
         """Runs function(worker, *arguments)."""
         begin = time.time()
         value = function(self._worker, *arguments)
-        return Answer(value, begin, time.time())
+        return TimedResult(value, begin, time.time())
 
 
 class Group(Generic[W]):
@@ -81,7 +81,7 @@ class Group(Generic[W]):
         return 1 - sum(busy) / (len(busy) * elapsed)
 
     def _submit(
-        self, phase: str, limit: Limit, task: str, function: Callable[..., T], *arguments: Any
+        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], *arguments: Any
     ) -> Pending[list[T]]:
         """Runs function(worker, *arguments) in every process. The result has their return values, in their order.
 
@@ -92,7 +92,7 @@ class Group(Generic[W]):
         return self._read(phase, limit, task, self._calls(task, function, *arguments))
 
     def _submit_each(
-        self, phase: str, limit: Limit, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
+        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
     ) -> Pending[list[T]]:
         """Runs function(worker, *arguments) as _submit does, in each process with its own arguments."""
         pickled = cloudpickle.dumps(function)
@@ -103,7 +103,7 @@ class Group(Generic[W]):
         return self._read(phase, limit, task, calls)
 
     def _submit_to_first(
-        self, phase: str, limit: Limit, task: str, function: Callable[..., T], *arguments: Any
+        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], *arguments: Any
     ) -> Pending[T]:
         """Runs function(worker, *arguments) as _submit does, in the first process only."""
         name, actor = next(iter(self._actors.items()))
@@ -119,7 +119,9 @@ class Group(Generic[W]):
         """Runs a pickled function(worker, *arguments): pickled once for all processes, not once for each."""
         return actor.run.options(name=f"{self._title}.{task}").remote(function, *arguments)
 
-    def _read(self, phase: str, limit: Limit, task: str, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:
-        """Submits calls whose answers are `Answer`s."""
+    def _read(
+        self, phase: str, limit: TimeoutKind, task: str, calls: Mapping[str, ray.ObjectRef]
+    ) -> Pending[list[Any]]:
+        """Submits calls whose answers are `TimedResult`s."""
         pending = self._session.submit(calls, phase, limit)
         return pending.then(lambda answers: list(self._session.trace.add(task, answers).values()))

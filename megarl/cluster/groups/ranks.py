@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
 
-from megarl.cluster.groups.group import Answer, Group, ProcessActor
+from megarl.cluster.groups.group import Group, ProcessActor, TimedResult
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
 from megarl.config.model_schema import MegatronRole
-from megarl.config.schema import Config, Limit
+from megarl.config.schema import Config, TimeoutKind
 from megarl.core.collector import imports
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
@@ -53,14 +53,14 @@ class RankActor(ProcessActor):
         self._config, self._role, self._model_folder = config, role, model_folder
         self._batches = FetchedBatches()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
         """Runs function(worker, *arguments), with the LocalBatch in place of a RankBatch that refers to it."""
         return super().call(function, *map(self._fetched, arguments))
 
     def _fetched(self, argument: Any) -> Any:
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
-    def open_store(self) -> Answer:
+    def open_store(self) -> TimedResult:
         """Opens, on rank 0, the rendezvous of the process group. Answers with its host and port."""
         begin = time.time()
         with imports():
@@ -68,9 +68,9 @@ class RankActor(ProcessActor):
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
         self._store = open_store(host, world_size, self._config.cluster.timeouts.start)
-        return Answer((host, self._store.port), begin, time.time())
+        return TimedResult((host, self._store.port), begin, time.time())
 
-    def start(self, host: str, port: int) -> Answer:
+    def start(self, host: str, port: int) -> TimedResult:
         """Builds the model and loads its weights. Answers with a Started."""
         begin = time.time()
         with imports():
@@ -83,7 +83,7 @@ class RankActor(ProcessActor):
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker = worker
         started = Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
-        return Answer(started, begin, time.time())
+        return TimedResult(started, begin, time.time())
 
 
 def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
@@ -150,7 +150,7 @@ class RankGroup(Group[W]):
     def _submit_batches(
         self,
         phase: str,
-        limit: Limit,
+        limit: TimeoutKind,
         task: str,
         function: Callable[[W, LocalBatch], T],
         batches: Sequence[RankBatch],

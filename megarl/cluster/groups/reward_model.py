@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.groups.group import Answer
+from megarl.cluster.groups.group import TimedResult
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, join_scores, put_scores
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RewardModelActor(RankActor):
     """One rank of a reward model. It scores samples once, and does not keep them."""
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
         answer = super().call(function, *arguments)
         self._batches.clear()
         return answer

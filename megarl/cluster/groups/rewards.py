@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.evaluation import EvaluationScorer
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Answer, Group, ProcessActor
+from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.model_folders import ModelFolders
@@ -48,10 +48,10 @@ class RewardActor(ProcessActor):
     """The process that scores samples. Its worker is a RewardWorker. As its methods are async, Ray runs all of them in
     one event loop: samples come in while others are scored."""
 
-    async def start(self, config: Config, models: ModelFolders) -> Answer:
+    async def start(self, config: Config, models: ModelFolders) -> TimedResult:
         begin = time.time()
         self._worker = RewardWorker(config, models, self._process.threads)
-        return Answer(None, begin, time.time())
+        return TimedResult(None, begin, time.time())
 
     async def begin(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -61,15 +61,15 @@ class RewardActor(ProcessActor):
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
 
-    async def score(self, *arguments: Any) -> Answer:
+    async def score(self, *arguments: Any) -> TimedResult:
         begin = time.time()
         value = await self._worker.score(*arguments)
-        return Answer(value, begin, time.time())
+        return TimedResult(value, begin, time.time())
 
-    async def evaluate(self, *arguments: Any) -> Answer:
+    async def evaluate(self, *arguments: Any) -> TimedResult:
         begin = time.time()
         value = await self._worker.evaluate(*arguments)
-        return Answer(value, begin, time.time())
+        return TimedResult(value, begin, time.time())
 
 
 class RewardWorker:
@@ -234,7 +234,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
     """Returns the reader of the samples' text, None where the reward model reads the sampled ids."""
     settings = config.reward_model
-    if settings.reads == "ids":
+    if settings.input_format == "ids":
         return None
     _, longest = config.context_of(settings)
     return Reader(_kind(folder), settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
@@ -269,7 +269,7 @@ class RewardGroup(Group[RewardWorker]):
         )
         session.watch(self._actors)
         self._model, self._config, self._models = model, config, models
-        self._reads_ids = config.reward_model.reads == "ids"
+        self._reads_ids = config.reward_model.input_format == "ids"
 
     @property
     def listener(self) -> ActorHandle:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.cluster.groups.group import Answer
+from megarl.cluster.groups.group import TimedResult
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 class TrainerActor(RankActor):
     """One rank of a model that the run trains. Its worker is a TrainerWorker."""
 
-    def end_epoch(self) -> Answer:
+    def end_epoch(self) -> TimedResult:
         """Lets go of the epoch's batches, as another one has its samples in other batches."""
         self._batches.clear()
         return self.call(lambda worker: worker.end_epoch())
 
-    def end_step(self) -> Answer:
+    def end_step(self) -> TimedResult:
         """Lets go of the step's batches, whose samples do not come back, then ends the worker's step, which gives back
         the batches' memory on the device."""
         self._batches.clear()

@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.groups.group import Answer, Group, ProcessActor, W
+from megarl.cluster.groups.group import Group, ProcessActor, TimedResult, W
 from megarl.cluster.nodes.gathering import VERDICT_S
 from megarl.cluster.pending import Pending, outcome
 from megarl.cluster.placement import Process
@@ -58,14 +58,14 @@ class VllmActor(ProcessActor):
         """Returns whether what it computes of a sequence must not depend on the others of a batch."""
         return False
 
-    def start(self) -> Answer:
+    def start(self) -> TimedResult:
         """Starts the engine, which is the actor's worker."""
         begin = time.time()
         with imports():
             arguments = self._arguments()
         self._worker = self._load(arguments | self._start_others(arguments))
         segments.note(own_scratch())
-        return Answer(None, begin, time.time())
+        return TimedResult(None, begin, time.time())
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.nodes.meeting import Meeting, Report
+from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 from megarl.core.errors import UserError
 
 POLL_S = 0.2
@@ -16,14 +16,14 @@ VERDICT_S = 30.0
 """The time in which Ray finds out that a node is lost, by its health checks: see session.HEALTH_CHECKS."""
 
 
-def gather(meeting: Meeting, count: int, timeout_s: float, run_folder: str) -> list[Report]:
+def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
     """Returns the reports of the first `count` other nodes, in the order of their names, once Ray has them all.
 
     Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
     """
     deadline, told = time.monotonic() + timeout_s, set[str]()
     while True:
-        reports = meeting.reports()
+        reports = rendezvous.reports()
         if problems := [report for report in reports if report.problem is not None]:
             kind = RunFailure if any(report.is_failure for report in problems) else UserError
             raise kind("\n".join(report.problem for report in problems))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.network import address_towards, interface_of, own_name, socket_environment
-from megarl.cluster.nodes.meeting import NODES, Invitation, Meeting, Report
+from megarl.cluster.nodes.rendezvous import NODES, Invitation, NodeRendezvous, Report
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
@@ -34,14 +34,14 @@ CONNECT_S, LOST_S = 2.0, 30.0
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
     """Takes part in the run of this folder. Returns the exit status: 0 once the run's driver has ended its part."""
     try:
-        join(Meeting(folder / NODES), scratch, timeout_s)
+        join(NodeRendezvous(folder / NODES), scratch, timeout_s)
     except RunFailure as failure:
         print(f"megarl: error: {failure}", file=sys.stderr)
         return 1
     return 0
 
 
-def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
+def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     """Takes part in a run until its driver ends it. scratch: a folder for files that are not needed after the run.
 
     A signal that ends the run is left to the driver, which may save first: this node stays until it has, or until
@@ -51,21 +51,21 @@ def join(meeting: Meeting, scratch: Path, timeout_s: float) -> None:
     node, or Ray ends here.
     """
     while True:
-        invitation = _await_invitation(meeting, timeout_s)
+        invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
-            _take_part(meeting, invitation, scratch)
+            _take_part(rendezvous, invitation, scratch)
         if interrupts.is_told:
             raise KeyboardInterrupt
-        if meeting.invitation() is None:
+        if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
         processes.end_descendants()  # the run's next attempt has begun
 
 
-def _take_part(meeting: Meeting, invitation: Invitation, scratch: Path) -> None:
+def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
     """Lends this node to one attempt of the run, until its driver withdraws the invitation or begins another."""
     report = _report(invitation)
-    meeting.report(report)
+    rendezvous.report(report)
     if report.problem is not None:
         raise UserError(report.problem)
     print(f"joins the run at {invitation.host} from {report.address} ({interface_of(report.address)})", flush=True)
@@ -79,21 +79,21 @@ def _take_part(meeting: Meeting, invitation: Invitation, scratch: Path) -> None:
             stderr=subprocess.STDOUT,
         )
         answered, first_node = 0, FirstNode(invitation)
-        while ray.poll() is None and _is_on(meeting, invitation) and first_node.answers():
+        while ray.poll() is None and _is_on(rendezvous, invitation) and first_node.answers():
             time.sleep(POLL_S)
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
-                meeting.report(report)
-            number, files = meeting.wanted_stacks()
+                rendezvous.report(report)
+            number, files = rendezvous.wanted_stacks()
             if number > answered:
                 answered = number
                 processes.ask_for_stacks(files)
-    if not _is_on(meeting, invitation):
+    if not _is_on(rendezvous, invitation):
         return
     if not first_node.answers():
         raise RunFailure(f"the first node, {invitation.host}, is lost")
     problem = f"node {report.name}: Ray ended here with status {ray.poll()}; see {log}"
-    meeting.report(replace(report, problem=problem, is_failure=True))
+    rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 
 
@@ -119,10 +119,10 @@ def _reaches(invitation: Invitation) -> bool:
     return False
 
 
-def _await_invitation(meeting: Meeting, timeout_s: float) -> Invitation:
+def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitation:
     """Waits for an invitation whose Ray answers: one of an attempt that was killed may have been left behind."""
     deadline = time.monotonic() + timeout_s
-    while (invitation := meeting.invitation()) is None or not _reaches(invitation):
+    while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
             raise UserError(
                 f"no run of several nodes has begun here in {timeout_s:g} s; start megarl train with cluster.nodes, "
@@ -146,8 +146,8 @@ def _report(invitation: Invitation) -> Report:
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 
-def _is_on(meeting: Meeting, invitation: Invitation) -> bool:
-    now = meeting.invitation()
+def _is_on(rendezvous: NodeRendezvous, invitation: Invitation) -> bool:
+    now = rendezvous.invitation()
     return now is not None and now.id == invitation.id
 
 

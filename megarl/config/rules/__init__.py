@@ -12,7 +12,6 @@ from typing import Any
 
 from megarl.config.rules import (
     advantage,
-    agreement,
     batch,
     cluster,
     correction,
@@ -23,6 +22,7 @@ from megarl.config.rules import (
     experts,
     kl,
     layout,
+    logprob_check,
     lora,
     objective,
     placed,
@@ -40,7 +40,7 @@ from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
 SECTIONS = (
-    *(batch, data, advantage, objective, correction, agreement, kl, rollout, vllm_overrides, lora, critic),
+    *(batch, data, advantage, objective, correction, logprob_check, kl, rollout, vllm_overrides, lora, critic),
     *(reward_model, rewards, environment, sandbox, evaluation, cluster, run, experts, trust_region),
 )
 

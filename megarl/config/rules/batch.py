@@ -28,7 +28,7 @@ def rows_come_again_with_the_data(config: Config) -> str | None:
     if epochs == 1 or not config.is_offline:
         return None
     return (
-        f"batch.epochs={epochs}: with data.rows={config.data.rows} nothing is sampled for a step, and rows come again "
+        f"batch.epochs={epochs}: with data.format={config.data.format} nothing is sampled for a step, and rows come again "
         "when all have been; set batch.epochs=1, and run.steps for as many epochs of the data"
     )
 
@@ -47,7 +47,7 @@ def oversampling_has_rollouts(config: Config) -> str | None:
     if config.batch.oversampling is None or not config.is_offline:
         return None
     return (
-        f"batch.oversampling={config.batch.oversampling:g}: with data.rows={config.data.rows} nothing is sampled; set "
+        f"batch.oversampling={config.batch.oversampling:g}: with data.format={config.data.format} nothing is sampled; set "
         "batch.oversampling=null"
     )
 
@@ -60,7 +60,7 @@ def what_is_begun_can_be_taken(config: Config) -> str | None:
     return (
         f"batch.oversampling={factor:g}: the {f'{most} steps' if staleness else 'one step'} that may train on a sample "
         f"with rollout.max_staleness={staleness} {'have' if staleness else 'has'} no room for more than {most} times "
-        f"the prompts of one; set rollout.too_old=drop, which ends the rest, or batch.oversampling={most} at most"
+        f"the prompts of one; set rollout.on_stale=drop, which ends the rest, or batch.oversampling={most} at most"
     )
 
 

@@ -10,10 +10,10 @@ from megarl.config.sources import OWN_TASKS, is_procedural
 
 
 def messages_have_a_chat_template(config: Config) -> str | None:
-    if config.data.rows != "messages" or config.data.chat_template:
+    if config.data.format != "messages" or config.data.chat_template:
         return None
     return (
-        "data.chat_template=false: with data.rows=messages it is the chat template that says how turns are written; "
+        "data.chat_template=false: with data.format=messages it is the chat template that says how turns are written; "
         "set data.chat_template=true"
     )
 
@@ -22,8 +22,8 @@ def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | No
     data = config.data
     if data.system_prompt is None:
         return None
-    if data.rows != "prompts" or data.source == OWN_TASKS:
-        rows = f"rows={data.rows}" if data.rows != "prompts" else f"source={data.source}"
+    if data.format != "prompts" or data.source == OWN_TASKS:
+        rows = f"format={data.format}" if data.format != "prompts" else f"source={data.source}"
         return (
             f"data.system_prompt: it stands before prompts of rows, and with data.{rows} there are none; remove it, "
             "and write system messages where the conversations come from"
@@ -51,7 +51,7 @@ def reasoning_tasks_are_prompts(config: Config) -> str | None:
     data = config.data
     if data.reasoning_task is None or not config.is_offline:
         return None
-    return f"data.rows={data.rows}: the rows of data.source={data.source} are prompts; set data.rows=prompts"
+    return f"data.format={data.format}: the rows of data.source={data.source} are prompts; set data.format=prompts"
 
 
 def stages_come_in_their_order(config: Config) -> str | None:
@@ -90,7 +90,7 @@ def order_is_of_prompts(config: Config) -> str | None:
     ):
         if getattr(data, key) != nothing and config.is_offline:
             return (
-                f"data.{key}={show(getattr(data, key))}: it is of prompts, and data.rows={data.rows}; set it to "
+                f"data.{key}={show(getattr(data, key))}: it is of prompts, and data.format={data.format}; set it to "
                 f"{show(nothing)}"
             )
     for column, key in data.ordering_columns.items():

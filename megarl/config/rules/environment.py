@@ -28,8 +28,8 @@ def environments_answer_what_is_sampled(config: Config) -> str | None:
     if not config.has_environment or not config.is_offline:
         return None
     return (
-        f"environment.class={config.environment.name}: with data.rows={config.data.rows} nothing is sampled that it "
-        "could answer; set environment.class=null, or data.rows=prompts"
+        f"environment.class={config.environment.name}: with data.format={config.data.format} nothing is sampled that it "
+        "could answer; set environment.class=null, or data.format=prompts"
     )
 
 

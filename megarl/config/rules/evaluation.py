@@ -23,7 +23,7 @@ def something_samples(config: Config) -> str | None:
     if not config.evaluation.sets or not config.is_offline:
         return None
     return (
-        f"evaluation.sets: with data.rows={config.data.rows} no engine starts that could sample; remove them, and "
+        f"evaluation.sets: with data.format={config.data.format} no engine starts that could sample; remove them, and "
         "evaluate the trained model with `megarl evaluate`"
     )
 

@@ -16,7 +16,7 @@ def replayed_routes_are_of_an_engine(config: Config) -> str | None:
     if not config.actor.experts.replay_routes or not config.is_offline:
         return None
     return (
-        f"{REPLAYED}: the routes are those of the engines that sampled, and with data.rows={config.data.rows} nothing "
+        f"{REPLAYED}: the routes are those of the engines that sampled, and with data.format={config.data.format} nothing "
         "is sampled; set actor.experts.replay_routes=false"
     )
 

@@ -38,8 +38,8 @@ def heads_are_trained_with_the_model(config: Config) -> str | None:
         )
     if config.actor_has_values:
         return (
-            f"actor.lora.rank={rank}: with critic.trunk=actor the actor has a new value head, which would not be "
-            "trained; set critic.trunk=own or actor.lora.rank=null"
+            f"actor.lora.rank={rank}: with critic.shared_backbone=true the actor has a new value head, which would not be "
+            "trained; set critic.shared_backbone=false or actor.lora.rank=null"
         )
     return None
 

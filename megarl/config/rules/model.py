@@ -67,8 +67,8 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     architectures = ", ".join(reward.get("architectures") or ["none"])
     if placed.judges and head is not None:
         raise UserError(
-            f"{_model(config, placed)}: its architecture is {architectures}, and reward_model.reads=question asks a "
-            "language model; take one (...ForCausalLM), or set reward_model.reads=ids, text or chat"
+            f"{_model(config, placed)}: its architecture is {architectures}, and reward_model.input_format=question asks a "
+            "language model; take one (...ForCausalLM), or set reward_model.input_format=ids, text or chat"
         )
     if placed.judges:
         raise_all(reward_violations)
@@ -77,13 +77,13 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
         raise UserError(
             f"{_model(config, placed)}: its architecture is {architectures}, without scores; take a classification "
             "checkpoint (...ForSequenceClassification or ...ForTokenClassification), or set "
-            "reward_model.reads=question, and it judges"
+            "reward_model.input_format=question, and it judges"
         )
     labels = has_one_label(config, placed, head.num_labels)
     kind_violations = [
         rule(config, head.kind) for rule in (steps_are_of_a_token_classifier, rewarded_tokens_are_the_sampled)
     ]
-    tokens = knows_every_token(config, placed, hf_config, reward) if placed.reads == "ids" else None
+    tokens = knows_every_token(config, placed, hf_config, reward) if placed.input_format == "ids" else None
     raise_all([*reward_violations, labels, *kind_violations, tokens])
 
 
@@ -385,12 +385,12 @@ def rewarded_tokens_are_the_sampled(config: Config, kind: str) -> str | None:
     """Scores of single tokens are of the sampled tokens: other tokens are no actions."""
     settings = config.reward_model
     outcome = settings.aggregation is not None or config.algorithm.advantage.estimator != "gae"
-    if settings.reads == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
+    if settings.input_format == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
         return None
     return (
-        f"reward_model.reads={settings.reads}: {_model(config, settings)} scores tokens of its own, whose positions "
+        f"reward_model.input_format={settings.input_format}: {_model(config, settings)} scores tokens of its own, whose positions "
         "are not those of the sampled ones that gae would reward; set reward_model.step_end, "
-        "reward_model.aggregation=mean or reward_model.reads=ids"
+        "reward_model.aggregation=mean or reward_model.input_format=ids"
     )
 
 

@@ -54,13 +54,13 @@ def objective_reads_its_options(config: Config) -> str | None:
 
 
 def objective_learns_from_the_rows(config: Config) -> str | None:
-    rows, objective = config.data.rows, config.algorithm.objective
+    rows, objective = config.data.format, config.algorithm.objective
     if rows in objective.spec.rows:
         return None
     learners = [name for name, spec in OBJECTIVES.items() if rows in spec.rows]
     return (
-        f"data.rows={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}; "
-        f"set data.rows to that, or take one of {', '.join(learners)}"
+        f"data.format={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}; "
+        f"set data.format to that, or take one of {', '.join(learners)}"
     )
 
 
@@ -74,7 +74,7 @@ def keys_of_advantages_have_a_reader(config: Config) -> str | None:
 def keys_of_rollouts_have_a_reader(config: Config) -> str | None:
     if not config.is_offline:
         return None
-    return _unread(config, ROLLOUT_KEYS, f"with data.rows={config.data.rows} nothing is sampled")
+    return _unread(config, ROLLOUT_KEYS, f"with data.format={config.data.format} nothing is sampled")
 
 
 def aggregation_has_a_reader(config: Config) -> str | None:
@@ -92,8 +92,8 @@ def aggregation_has_a_reader(config: Config) -> str | None:
         )
     if config.is_offline and mode == "sequence_mean_over_max_tokens":
         return (
-            f"algorithm.objective.aggregation={mode}: it divides by rollout.max_new_tokens, and with data.rows="
-            f"{config.data.rows} nothing is sampled; set aggregation=token_mean"
+            f"algorithm.objective.aggregation={mode}: it divides by rollout.max_new_tokens, and with data.format="
+            f"{config.data.format} nothing is sampled; set aggregation=token_mean"
         )
     return None
 

@@ -10,10 +10,10 @@ from megarl.config.schema import Config
 
 def sampled_ids_have_one_length(config: Config) -> str | None:
     settings = config.reward_model
-    if settings.context_length is None or settings.reads != "ids":
+    if settings.context_length is None or settings.input_format != "ids":
         return None
     return (
-        f"reward_model.context_length={settings.context_length}: with reward_model.reads=ids it reads the sampled "
+        f"reward_model.context_length={settings.context_length}: with reward_model.input_format=ids it reads the sampled "
         f"tokens, at most rollout.context_length={config.rollout.context_length}; set reward_model.context_length=null"
     )
 
@@ -44,7 +44,7 @@ def judge_is_in_vllm(config: Config) -> str | None:
     if not config.reward_model.judges or config.reward_model.engine == "vllm":
         return None
     return (
-        "reward_model.reads=question: a language model that answers needs an engine, and reward_model.engine="
+        "reward_model.input_format=question: a language model that answers needs an engine, and reward_model.engine="
         f"{config.reward_model.engine} computes scores only; set reward_model.engine=vllm"
     )
 
@@ -56,7 +56,7 @@ def judge_rates_whole_samples(config: Config) -> str | None:
     if not settings.judges or not others:
         return None
     return (
-        f"reward_model.reads=question: a judge gives a sample one rating, and {' and '.join(others)} are of scores of "
+        f"reward_model.input_format=question: a judge gives a sample one rating, and {' and '.join(others)} are of scores of "
         "its tokens; set " + " and ".join(f"{key}=null" for key in others)
     )
 

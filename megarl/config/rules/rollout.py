@@ -89,12 +89,12 @@ def engines_stay_awake_for_rollouts_ahead(config: Config) -> str | None:
 
 def keys_and_values_outlive_a_pause(config: Config) -> str | None:
     rollout = config.rollout
-    if not config.pauses_rollouts or not rollout.sleep or rollout.keys_values == "recompute":
+    if not config.pauses_rollouts or not rollout.sleep or rollout.kv_cache_on_update == "recompute":
         return None
     return (
-        f"rollout.keys_values={rollout.keys_values}: with rollout.sleep=true and {_staleness(config)} engines that "
+        f"rollout.kv_cache_on_update={rollout.kv_cache_on_update}: with rollout.sleep=true and {_staleness(config)} engines that "
         "share devices give the memory of keys and values back while models train, and what is under way loses them; "
-        "set rollout.keys_values=recompute"
+        "set rollout.kv_cache_on_update=recompute"
     )
 
 
@@ -110,16 +110,18 @@ def rollouts_ahead_are_compared_with_their_like(config: Config) -> str | None:
 def rollouts_ahead_are_sampled(config: Config) -> str | None:
     if config.rollout.max_staleness == 0 or not config.is_offline:
         return None
-    return f"{_staleness(config)}: with data.rows={config.data.rows} nothing is sampled; set rollout.max_staleness=0"
+    return (
+        f"{_staleness(config)}: with data.format={config.data.format} nothing is sampled; set rollout.max_staleness=0"
+    )
 
 
 def something_can_be_too_old(config: Config) -> str | None:
-    if config.rollout.too_old == "wait" or (config.prompts_ahead and not config.is_offline):
+    if config.rollout.on_stale == "wait" or (config.prompts_ahead and not config.is_offline):
         return None
     if config.is_offline:
-        return f"rollout.too_old=drop: with data.rows={config.data.rows} nothing is sampled; set rollout.too_old=wait"
+        return f"rollout.on_stale=drop: with data.format={config.data.format} nothing is sampled; set rollout.on_stale=wait"
     return (
-        "rollout.too_old=drop: no prompt is begun ahead; set rollout.too_old=wait, or rollout.max_staleness=1 or "
+        "rollout.on_stale=drop: no prompt is begun ahead; set rollout.on_stale=wait, or rollout.max_staleness=1 or "
         "batch.oversampling=1.25"
     )
 
@@ -128,9 +130,9 @@ def dropped_rollouts_can_be_ended(config: Config) -> str | None:
     if not config.drops_rollouts or not config.has_environment:
         return None
     return (
-        "rollout.too_old=drop: it ends rollouts in the middle, and those of "
+        "rollout.on_stale=drop: it ends rollouts in the middle, and those of "
         f"environment.class={config.environment.name} are not ended before their environment does; set "
-        "rollout.too_old=wait"
+        "rollout.on_stale=wait"
     )
 
 

@@ -25,7 +25,7 @@ def trust_region_goes_with_the_rest(config: Config) -> str | None:
             "it differentiates between weights that lie closer together than those of bfloat16",
         ),
         "actor.lora.rank": (config.actor.lora.rank, None, "its vectors are of whole weights"),
-        "critic.trunk": (config.critic.trunk, "own", "its divergence says nothing of values"),
+        "critic.shared_backbone": (config.critic.shared_backbone, False, "its divergence says nothing of values"),
         "algorithm.correction.old": (
             *(config.algorithm.correction.old, "trainer"),
             "the divergence from the old policy begins at 0",

@@ -15,7 +15,7 @@ from megarl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Belongs:
+class KeyRequirement:
     """Keys that belong to something.
 
     keys       names of single values or of whole sections
@@ -34,63 +34,69 @@ def _learns_values(config: Config) -> bool:
     return config.has_critic or config.actor_has_values
 
 
-def _of_tracker(name: TrackerName) -> Belongs:
-    return Belongs((f"trackers.{name}",), f"run.trackers=[{name}]", lambda config: name in config.run.trackers)
+def _of_tracker(name: TrackerName) -> KeyRequirement:
+    return KeyRequirement((f"trackers.{name}",), f"run.trackers=[{name}]", lambda config: name in config.run.trackers)
 
 
-BELONGS = (
-    Belongs(("algorithm.value", "critic"), "algorithm.advantage.estimator=gae", _learns_values),
-    Belongs(
+KEY_REQUIREMENTS = (
+    KeyRequirement(("algorithm.value", "critic"), "algorithm.advantage.estimator=gae", _learns_values),
+    KeyRequirement(
         ("algorithm.value.aggregation", "critic"),
-        "critic.trunk=own",
+        "critic.shared_backbone=false",
         lambda config: not config.actor_has_values,
-        but=("trunk", "warmup_steps"),  # the latter has a rule of its own
+        but=("shared_backbone", "warmup_steps"),  # the latter has a rule of its own
     ),
-    Belongs(("actor.lora",), "actor.lora.rank", lambda config: config.actor.adapters is not None),
-    Belongs(("agreement",), "data.rows=prompts", lambda config: not config.is_offline),
-    Belongs(("agreement.mask",), "agreement.action=mask", lambda config: config.agreement.action == "mask"),
-    Belongs(("environment",), "environment.class", lambda config: config.plays_in_environments),
-    Belongs(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
-    Belongs(("reward_model.judge",), "reward_model.reads=question", lambda config: config.reward_model.judges),
-    Belongs(
+    KeyRequirement(("actor.lora",), "actor.lora.rank", lambda config: config.actor.adapters is not None),
+    KeyRequirement(("logprob_check",), "data.format=prompts", lambda config: not config.is_offline),
+    KeyRequirement(
+        ("logprob_check.mask",), "logprob_check.action=mask", lambda config: config.logprob_check.action == "mask"
+    ),
+    KeyRequirement(("environment",), "environment.class", lambda config: config.plays_in_environments),
+    KeyRequirement(("reward_model",), "reward_model.path", lambda config: config.has_reward_model),
+    KeyRequirement(
+        ("reward_model.judge",), "reward_model.input_format=question", lambda config: config.reward_model.judges
+    ),
+    KeyRequirement(
         ("evaluation",),
         "evaluation.sets",
         lambda config: bool(config.evaluation.sets),
         but=("best.metric", "best.mode"),  # the first has a rule of its own
     ),
-    Belongs(
+    KeyRequirement(
         ("evaluation.best.mode",),
         "evaluation.best.metric",
         lambda config: config.evaluation.best.metric is not None,
     ),
-    Belongs(
+    KeyRequirement(
         ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
         "algorithm.correction.weight",
         lambda config: config.algorithm.correction.weight is not None,
     ),
-    Belongs(
+    KeyRequirement(
         ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
         "algorithm.correction.mask",
         lambda config: config.algorithm.correction.mask is not None,
     ),
-    Belongs(
+    KeyRequirement(
         ("algorithm.trust_region",),
         "algorithm.trust_region.kl_limit",
         lambda config: config.algorithm.trust_region.kl_limit is not None,
     ),
-    Belongs(("batch.epochs_kl_limit",), "batch.epochs above 1", lambda config: config.batch.epochs > 1),
-    Belongs(("rollout.keys_values",), "rollout.max_staleness", lambda config: config.rollout.max_staleness > 0),
-    Belongs(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),
-    Belongs(
+    KeyRequirement(("batch.epochs_kl_limit",), "batch.epochs above 1", lambda config: config.batch.epochs > 1),
+    KeyRequirement(
+        ("rollout.kv_cache_on_update",), "rollout.max_staleness", lambda config: config.rollout.max_staleness > 0
+    ),
+    KeyRequirement(("data.solved_above",), "data.solved_weight", lambda config: config.data.solved_weight is not None),
+    KeyRequirement(
         ("algorithm.kl.adaptive_horizon",),
         "algorithm.kl.adaptive_target",
         lambda config: config.algorithm.kl.adaptive_target is not None,
     ),
-    Belongs(
+    KeyRequirement(
         ("trackers.timeout_s", "trackers.project"), "run.trackers=[wandb]", lambda config: bool(config.run.trackers)
     ),
     *(_of_tracker(name) for name in ("wandb", "mlflow", "trackio")),
-    Belongs(("run.profile.ranks",), "run.profile.steps", lambda config: bool(config.run.profile.steps)),
+    KeyRequirement(("run.profile.ranks",), "run.profile.steps", lambda config: bool(config.run.profile.steps)),
 )
 
 
@@ -99,7 +105,7 @@ def unused_keys(config: Config, defaults: Mapping[str, Any]) -> list[str]:
     configured = config.model_dump()
     return [
         f"{key}={show(value)}: nothing reads it without {owner.to}; set that, or {key}={show(default)}"
-        for owner in BELONGS
+        for owner in KEY_REQUIREMENTS
         if not owner.is_there(config)
         for section in owner.keys
         for key, value, default in _changed(section, *(_at(values, section) for values in (configured, defaults)))

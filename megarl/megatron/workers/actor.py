@@ -93,7 +93,7 @@ class ActorWorker(TrainerWorker):
         """Adds the share of the trained elements that change in the parameters, and so for the engines, where these
         are rounded from main weights."""
         metrics, share = super().update(batch), self._changed_share.take()
-        return metrics | {"update/changed_share": Metric(share)} if metrics and share is not None else metrics
+        return metrics | {"update/changed_frac": Metric(share)} if metrics and share is not None else metrics
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         limits = self._config.algorithm.trust_region

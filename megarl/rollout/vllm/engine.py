@@ -31,7 +31,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
-from megarl.rollout.engine import EngineFacts, Refitted, Sampling, SamplingRequest, TurnRequest
+from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 from megarl.rollout.routes import of_layers_with_experts, whole_routes
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
@@ -279,14 +279,14 @@ class VllmEngine:
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._ask_workers(RefitExtension.connect, plan, channel, holders, by_loader)
 
-    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[Refitted]:
+    def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version = None
         # The KV cache sleeps on: the trainer may not have made room for it yet.
         self._wake("weights")
         self._end_steps()
         refitted = self._ask_workers(RefitExtension.refit, expected)
         self._num_refits += 1
-        if self._config.keys_values == "recompute":
+        if self._config.kv_cache_on_update == "recompute":
             self._forget_keys_and_values()
         else:
             self._begin_again()
@@ -298,10 +298,10 @@ class VllmEngine:
         found = self._ask_workers(RefitExtension.differing, expected)
         return None if None in found else [line for lines in found for line in lines]
 
-    def facts(self, texts: Sequence[str]) -> EngineFacts:
+    def facts(self, texts: Sequence[str]) -> EngineInfo:
         head_dtype = dtype_name(self._llm.llm_engine.vllm_config.model_config.head_dtype)
         ids = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return EngineFacts(head_dtype, tuple(ids), self._descriptions[0])
+        return EngineInfo(head_dtype, tuple(ids), self._descriptions[0])
 
     def hold(self, version: int) -> None:
         """Sets the version of the weights, and so of the tokens from now on."""

@@ -35,7 +35,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
-from megarl.rollout.engine import Refitted
+from megarl.rollout.engine import SyncStats
 from megarl.rollout.vllm import cpu_support
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from megarl.rollout.vllm.route_capture import RouteCapture
@@ -119,7 +119,7 @@ class RefitExtension:
         """See Engine.connect."""
         return _answer(self._connect, plan, channel, holders, by_loader)
 
-    def refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted | Failed:
+    def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
         """Writes this worker's parameters from the trainer's."""
         return _answer(self._load if self._by_loader else self._refit, expected)
 
@@ -130,16 +130,16 @@ class RefitExtension:
         self._writes = part.into(self._holder.name)
         self._transport = channel.open(self._holder.name, self._parameters(), part, in_place=not by_loader)
 
-    def _refit(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
+    def _refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
         num_bytes = execute(self._writes, self._parameters(), self._transport)
         if expected is not None:
             check_weights(self._holder, self._parameters(), expected)
         if _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype):
             self._transport.forget()
             self._is_rewritten = True
-        return Refitted(num_bytes, self._transport.staging_bytes)
+        return SyncStats(num_bytes, self._transport.staging_bytes)
 
-    def _load(self, expected: Mapping[Region, Checksum] | None) -> Refitted:
+    def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
         """Writes by vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into
         place."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
@@ -153,7 +153,7 @@ class RefitExtension:
         # Parameters that quantisation adds to a layer are not loaded, but made.
         if config.quantization is None and (left := sorted(names.difference(loaded))):
             raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
-        return Refitted(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
+        return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:
         """See Engine.differing."""

@@ -123,7 +123,7 @@ def test_its_options_are_keys_that_take_the_papers_values(spec):
     chosen = Advantage if isinstance(spec, EstimatorSpec) else Objective
     assert [option for option in spec.options if option not in chosen.model_fields] == []
     rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
-    keys = ["model.path=m", "data.source=rows.jsonl", f"data.rows={rows}", f"{key_of_name(spec)}={spec.name}"]
+    keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={rows}", f"{key_of_name(spec)}={spec.name}"]
     given = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
     for config in (load(BASE, keys), load(BASE, [*keys, *given])):
         algorithm = config.algorithm.advantage if isinstance(spec, EstimatorSpec) else config.algorithm.objective

@@ -24,7 +24,7 @@ from megarl.algorithms.pairs import margins as margins_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.relative import sample_advantages
-from megarl.algorithms.returns import at_last_token, to_go
+from megarl.algorithms.returns import at_last_token, reward_to_go
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
 from megarl.algorithms.whitening import mean_and_std, whiten
@@ -141,7 +141,7 @@ def token_rewards() -> torch.Tensor:
 
 
 def test_discounted_returns():
-    returns = to_go(token_rewards(), MASK, ROW_SAMPLE, GAMMA)
+    returns = reward_to_go(token_rewards(), MASK, ROW_SAMPLE, GAMMA)
     assert_equal(returns[MASK], theirs("torchrl", "to_go"))
     assert_equal(whitened(returns)[MASK], theirs("verl", "advantage/reinforce_plus_plus"))
 

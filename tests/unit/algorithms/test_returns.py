@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.returns import at_last_token, sum_of_sample, to_go
+from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
 
 ROWS = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 MASK = torch.tensor([True, False, True, True, False, True, True])
@@ -14,7 +14,8 @@ MASK = torch.tensor([True, False, True, True, False, True, True])
 def test_what_is_to_come_counts_trained_tokens_only():
     reward = torch.tensor([1.0, 50.0, 2.0, 4.0, 70.0, 8.0, 16.0])
     torch.testing.assert_close(
-        to_go(reward, MASK, ROWS, 0.5), torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0, 8 + 0.5 * 16, 16])
+        reward_to_go(reward, MASK, ROWS, 0.5),
+        torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0, 8 + 0.5 * 16, 16]),
     )
     assert sum_of_sample(reward, MASK, ROWS, 4).tolist() == [7.0, 0.0, 24.0, 0.0]
 
@@ -25,7 +26,7 @@ def test_a_token_sees_the_rest_of_its_own_sample(gamma):
     rows = sorted(source.randrange(6) for _ in range(60))
     mask = [source.random() < 0.7 for _ in rows]
     reward = [source.gauss(0, 1) for _ in rows]
-    found = to_go(torch.tensor(reward), torch.tensor(mask), torch.tensor(rows), gamma)
+    found = reward_to_go(torch.tensor(reward), torch.tensor(mask), torch.tensor(rows), gamma)
     for t in range(60):
         later = [s for s in range(t, 60) if rows[s] == rows[t] and mask[s]] if mask[t] else []
         expected = sum(gamma**distance * reward[s] for distance, s in enumerate(later))
@@ -42,4 +43,4 @@ def test_the_reward_stands_on_the_last_trained_token():
 def test_an_empty_pack_has_nothing():
     nothing, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert at_last_token(nothing, nothing.bool(), rows).shape == (0,)
-    assert to_go(nothing, nothing.bool(), rows, 0.9).shape == (0,)
+    assert reward_to_go(nothing, nothing.bool(), rows, 0.9).shape == (0,)

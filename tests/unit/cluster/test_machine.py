@@ -119,7 +119,7 @@ SHARING = ("rollout.sleep=true", "actor.layout={tp: 2, dp: 2}", "rollout={replic
         ("cluster.placement=disaggregated", "actor.layout.dp=7"),
         ("cluster.placement=disaggregated", "rollout={replicas: 3, tp: 2}", "actor.layout.dp=2"),
         ("cluster.placement=disaggregated", "rollout.transport=shared_memory"),
-        ("data.rows=messages", "algorithm.objective.name=sft", "actor.layout.dp=8"),
+        ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=8"),
     ],
 )
 def test_what_eight_gpus_allow(overrides: tuple[str, ...]) -> None:
@@ -161,7 +161,7 @@ def test_what_eight_gpus_allow(overrides: tuple[str, ...]) -> None:
             "set cluster.placement=colocated, or lower dp of the layouts",
         ),
         (
-            ("data.rows=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
+            ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
             "max(16 trainer) = 16 are needed, and this machine has 8",
         ),
     ],

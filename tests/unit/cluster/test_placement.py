@@ -112,7 +112,7 @@ def test_an_engine_sees_its_own_gpus_first_and_then_those_of_the_weights(where: 
 
 
 def test_offline_data_needs_gpus_for_the_model_only() -> None:
-    config = load(QUICKSTART, ["data.rows=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
+    config = load(QUICKSTART, ["data.format=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
     assert device_spans(config) == {"trainer": range(4)}
 
 

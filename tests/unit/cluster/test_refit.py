@@ -20,7 +20,7 @@ from megarl.config.load import load
 from megarl.core import device
 from megarl.planning.device_spans import reward_model_is_beside_engines
 from megarl.resharding.families import megatron_holders, vllm_holders
-from megarl.rollout.engine import Refitted
+from megarl.rollout.engine import SyncStats
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 from tests.unit.resharding.cases import config_of, layout_of
@@ -85,14 +85,14 @@ class FakeEngines:
         ]
 
     @property
-    def incarnations(self) -> list[tuple[str, int]]:
+    def generations(self) -> list[tuple[str, int]]:
         return [(name, self.losses) for name in self.names]
 
     @property
-    def expendable(self) -> list[str]:
+    def may_fail(self) -> list[str]:
         return self.names
 
-    def admit(self) -> None:
+    def rejoin_restarted(self) -> None:
         self.names, self.back = sorted(self.names + self.back), []
 
     def connect(self, plan, channel) -> Pending[bool]:
@@ -104,7 +104,7 @@ class FakeEngines:
 
     def start_refit(self, version, expected) -> dict:
         self._log.append("wake weights, refit")
-        return {name: lambda: [Refitted(1, 0)] for name in self.names}
+        return {name: lambda: [SyncStats(1, 0)] for name in self.names}
 
     def drop(self, lost, phase) -> None:
         self.losses += len(lost)
@@ -133,7 +133,7 @@ class FakeSession:
 
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
-    def submit(self, calls: dict, phase: str, limit: str, expendable) -> Pending[Answers]:
+    def submit(self, calls: dict, phase: str, limit: str, may_fail) -> Pending[Answers]:
         lost, self._engines.dying = self._engines.dying, set()
         return ready(Answers({name: call() for name, call in calls.items() if name not in lost}, lost))
 
@@ -181,7 +181,7 @@ def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepar
     workers, engines, log = prepare(on_gpus, "cluster.nodes=2", *(["actor.offload=[parameters]"] if on_gpus else []))
     engines.node_of = {"0": 0, "1": 1}
     publish = "publish on gpu for vllm:0.0, vllm:1.0" if on_gpus else "publish"
-    again = [publish, "connect NearAndFar"]
+    again = [publish, "connect HybridTransport"]
     for version in (1, 2):
         workers.refit.run(version)
     refit = ["send", "wake weights, refit"]
@@ -235,7 +235,7 @@ def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
 PARTS = "gradients, optimizer, parameters"
 ROUND = ["wake KV cache, generate", "score"]
 BESIDE = "reward_model={path: rm}"
-AHEAD = "rollout={max_staleness: 1, sleep: true, keys_values: recompute}"
+AHEAD = "rollout={max_staleness: 1, sleep: true, kv_cache_on_update: recompute}"
 ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
 
 
@@ -267,20 +267,20 @@ def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sa
     trainers = workers.actor
 
     def sync(version: int) -> None:
-        workers.trained.present_actor()
+        workers.trained.stage_actor_for_sync()
         workers.refit.run(version)
 
     sync(0)
     for version in (1, 2):
         log.append("step")
-        workers.leave_to_engines()
+        workers.switch_to_rollout()
         for number in range(rounds):
             if number:
                 workers.return_to_engines()
             engines.generate()
             workers.leave_to_rewards(is_last=number + 1 == rounds)
             log.append("score")
-        workers.leave_to_trainers()
+        workers.switch_to_training()
         workers.trained.run({"actor": lambda: trainers.do("train")})
         sync(version)
     refit = ["offload gradients, optimizer", "onload parameters", *PUBLISHED, "wake weights, refit"]

@@ -87,7 +87,7 @@ def test_the_transport_is_the_recipes(model: Path) -> None:
     [
         (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads do not divide by 4"),
         (["model.path=nobody/nothing"], r"^model.path=nobody/nothing: .* not been downloaded; give a folder that has"),
-        (["data.rows=messages", "algorithm.objective.name=sft"], r"^data.rows=messages: the recipe has no engines"),
+        (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
     ],
 )
 def test_what_cannot_be_planned_is_named(model: Path, overrides: list[str], message: str) -> None:

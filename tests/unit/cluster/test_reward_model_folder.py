@@ -26,13 +26,13 @@ def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: s
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save_pretrained(folder)
     required = [f"model.path={actor}", "data.source=arithmetic", "rollout.context_length=64"]
-    keys = ["rollout.max_new_tokens=16", f"reward_model.path={folder}", f"reward_model.reads={reads}"]
+    keys = ["rollout.max_new_tokens=16", f"reward_model.path={folder}", f"reward_model.input_format={reads}"]
     return find_models(load(BASE, [*required, *keys])).reward_model
 
 
 def test_ids_are_read_with_the_actors_tokenizer_only(actor, tmp_path):
     assert find(actor, tmp_path, tiny_tokenizer(300), "ids") == tmp_path
-    with pytest.raises(ValueError, match=r"its tokenizer is not that of .* set reward_model.reads=text or chat"):
+    with pytest.raises(ValueError, match=r"its tokenizer is not that of .* set reward_model.input_format=text or chat"):
         find(actor, tmp_path, merging_tokenizer(), "ids")
 
 
@@ -44,14 +44,14 @@ def test_text_and_conversations_are_read_with_any(actor, tmp_path):
 def test_a_conversation_needs_a_chat_template(actor, tmp_path):
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"has no chat template; set reward_model.reads=text"):
+    with pytest.raises(ValueError, match=r"has no chat template; set reward_model.input_format=text"):
         find(actor, tmp_path, tokenizer, "chat")
     assert find(actor, tmp_path, tokenizer, "text") == tmp_path
 
 
 def test_a_judge_needs_a_chat_template(actor, tmp_path):
     required = [f"model.path={actor}", "data.source=arithmetic", f"reward_model.path={tmp_path}"]
-    keys = ["reward_model={engine: vllm, reads: question, judge: {max_new_tokens: 16}}"]
+    keys = ["reward_model={engine: vllm, input_format: question, judge: {max_new_tokens: 16}}"]
     config = load(BASE, [*required, "rollout={context_length: 64, max_new_tokens: 16}", *keys])
     (tmp_path / "config.json").write_text((actor / "config.json").read_text())
     tokenizer = merging_tokenizer()

@@ -164,13 +164,13 @@ def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
         results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
 
 
-EXPENDABLE = ("engine-0", "engine-1")
+MAY_FAIL = ("engine-0", "engine-1")
 
 
 @pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
 def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
-    assert session.submit(calls, "rollout", "rollout", expendable=EXPENDABLE).result() == Answers(
+    assert session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result() == Answers(
         {"engine-1": "samples"}, {"engine-0"}
     )
     assert ray.now == 40, "the others' calls have ended"
@@ -180,7 +180,7 @@ def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -
     """The others' errors count for nothing even where they are seen before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
-    assert session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result() == Answers({}, {"engine-0"})
+    assert session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result() == Answers({}, {"engine-0"})
 
 
 def test_a_loss_on_another_node_may_be_heard_of_late(
@@ -191,14 +191,14 @@ def test_a_loss_on_another_node_may_be_heard_of_late(
     monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(10, ActorDiedError()), "engine-1": Call(19, "refitted")}
-    answers = session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
+    answers = session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
     assert answers == Answers({"engine-1": "refitted"}, {"engine-0"})
 
 
 def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
-        session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
+        session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
 def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
     with pytest.raises((RunFailure, UserError), match=f"^{message}$"):
-        session.submit(calls, "refit", "refit", expendable=EXPENDABLE).result()
+        session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
 
 
 def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
@@ -219,7 +219,7 @@ def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None
     with pytest.raises(
         RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs; .* raise cluster.timeouts.rollout$"
     ):
-        session.submit(calls, "rollout", "rollout", expendable=EXPENDABLE).result()
+        session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result()
 
 
 def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: Session, ray: FakeRay) -> None:

@@ -52,13 +52,13 @@ def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> Non
         return ready(None)
 
     always = names("implicit_reward", ALL) | names("actor", "parameters")
-    trained.present_actor()
+    trained.stage_actor_for_sync()
     assert on_devices == always, "an engine takes its weights now"
     trained.leave_all().result()
     assert on_devices == always, "engines sample now"
     trained.run({role: lambda role=role: look(f"{role} passes") for role in ("critic", "actor")}, ("parameters",))
     trained.run({role: lambda role=role: look(f"{role} update") for role in ("critic", "actor")})
-    trained.present_actor()
+    trained.stage_actor_for_sync()
     trained.run({role: lambda role=role: look(f"{role} saved") for role in trained.groups}, ("parameters",))
     assert seen == {
         "critic passes": always | names("critic", "parameters"),
@@ -75,7 +75,7 @@ def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> Non
 def test_engines_find_the_weights_of_the_actor_whoever_had_the_last_turn(in_last_turn: str) -> None:
     trained, on_devices = models_of(*ROLES[:2], actor=ALL, critic=ALL)
     trained.run({in_last_turn: lambda: ready(None)})
-    trained.present_actor()
+    trained.stage_actor_for_sync()
     assert on_devices == names("actor", "parameters")
 
 

@@ -53,6 +53,6 @@ def test_a_set_is_played_in_the_runs_environment_or_in_its_own() -> None:
         ("f.py:World", {"n": 1}),
     ]
     assert not c.has_environment
-    assert {(s.environment.max_turns, s.environment.failures_in_a_row) for s in (a, b)} == {(5, None)}
+    assert {(s.environment.max_turns, s.environment.max_consecutive_failures) for s in (a, b)} == {(5, None)}
     assert [(s.rollout.temperature, s.rollout.top_k) for s in (a, b, c)] == [(0.0, None), (0.0, None), (0.6, 7)]
-    assert config.environment.failures_in_a_row == 16
+    assert config.environment.max_consecutive_failures == 16

@@ -45,7 +45,7 @@ def test_epochs() -> None:
 
 def test_pairs_of_offline_data_and_of_samples() -> None:
     lines = explain(
-        load(BASE, [*RECIPE, "data={rows: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])
+        load(BASE, [*RECIPE, "data={format: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])
     ).splitlines()
     assert "step        16 rows x 2 samples = 32 samples" in lines
     assert "tokens      at most 32 samples x 256 = 8,192 per step" in lines

@@ -81,7 +81,7 @@ from tests.readme import text_of
         (
             "quux",
             "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
-            "agreement, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
+            "logprob_check, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
             "trackers",
         ),
     ],

@@ -21,7 +21,7 @@ def message(role: str, content: str) -> dict:
 
 def config_of(source: Path, rows: str, *overrides: str) -> Config:
     name = {"messages": "sft", "preferences": "dpo", "labels": "process_reward_model"}[rows]
-    required = [f"data.source={source}", f"data.rows={rows}", f"algorithm.objective.name={name}", "model.path=unused"]
+    required = [f"data.source={source}", f"data.format={rows}", f"algorithm.objective.name={name}", "model.path=unused"]
     return load(BASE, [*required, *overrides])
 
 

@@ -45,7 +45,7 @@ def test_what_is_solved_comes_less_often():
     cursor.note({0: 0.5, 1: 1.0, 2: 0.0})
     counts = Counter(cursor.take(1)[0] for _ in range(8000))
     assert [counts[i] / 8000 for i in range(4)] == pytest.approx([0.5 / 2.6, 0.1 / 2.6, 1 / 2.6, 1 / 2.6], abs=0.02)
-    assert cursor.metrics() == pytest.approx({"data/seen_share": 3 / 4, "data/solve_rate_mean": 0.5})
+    assert cursor.metrics() == pytest.approx({"data/seen_frac": 3 / 4, "data/solve_rate_mean": 0.5})
     assert WeightedCursor(2, 0).metrics() == {}
 
 

@@ -172,7 +172,7 @@ FAULTS = {
 def test_a_fault_costs_its_rollout(fault):
     """A process that ends costs those beside it, too, and another one takes its place."""
     beside = "fine" if fault != "exit" else "exit"
-    [failed], [other] = play(config("Counter", "environment.failures_in_a_row=9"), Says("12"), fault, beside)
+    [failed], [other] = play(config("Counter", "environment.max_consecutive_failures=9"), Says("12"), fault, beside)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
     assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
@@ -180,7 +180,7 @@ def test_a_fault_costs_its_rollout(fault):
 
 
 def test_a_process_that_is_stuck_is_replaced():
-    settings = config("Counter", "environment.failures_in_a_row=9")
+    settings = config("Counter", "environment.max_consecutive_failures=9")
 
     async def run() -> list[str | None]:
         pool = await HostPool.start(host_arguments(settings), 1)
@@ -199,7 +199,11 @@ def test_a_process_that_is_stuck_is_replaced():
 
 def test_failures_in_a_row_end_the_run():
     with pytest.raises(UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* ValueError: end < 0"):
-        play(config("Counter", "environment.options={end: -1}", "environment.failures_in_a_row=3"), Says("1"), *"abc")
+        play(
+            config("Counter", "environment.options={end: -1}", "environment.max_consecutive_failures=3"),
+            Says("1"),
+            *"abc",
+        )
 
 
 def test_a_rollout_without_a_turn_is_an_empty_sample():

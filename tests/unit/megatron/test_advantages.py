@@ -127,7 +127,7 @@ def test_rewards_of_steps_are_part_of_the_samples():
 
 def test_rewards_of_steps_count_for_what_led_to_them():
     """Compared by themselves: (2 − 1)/4 and (5 − 1)/4 for a's, 0 for b's, (3 − 1)/4 for c's."""
-    assert estimated(algorithm("grpo", "advantage.credit=to_go"), process_reward=STEPS) == [
+    assert estimated(algorithm("grpo", "advantage.credit=reward_to_go"), process_reward=STEPS) == [
         *([2.0, 0, 2.0, 1.75, 0], [-0.75], [0, 0.25, -0.25], [0, 0])
     ]
 
@@ -145,8 +145,8 @@ def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(
     """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
     whole = estimated(algorithm(estimator), process_reward=turn_rewards())
     assert whole == [[4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0]]
-    to_go = estimated(algorithm(estimator, "advantage.credit=to_go"), process_reward=turn_rewards())
-    assert to_go == [[2.0, 0, 1.75, 1.75, 0], [-0.75], [0, 0.25, 0.25], [0, 0]]
+    reward_to_go = estimated(algorithm(estimator, "advantage.credit=reward_to_go"), process_reward=turn_rewards())
+    assert reward_to_go == [[2.0, 0, 1.75, 1.75, 0], [-0.75], [0, 0.25, 0.25], [0, 0]]
 
 
 def test_rewards_of_turns_are_to_come():
@@ -160,14 +160,14 @@ def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample(level):
     """The KL is in units of the scale, 2; whatever it is estimated from."""
     of_tokens, of_samples = (
         estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}", f"advantage.credit={credit}"), kl_reward=KL_REWARDS)
-        for credit in ("to_go", "whole")
+        for credit in ("reward_to_go", "whole")
     )
     assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
     assert of_samples == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
 
 
 def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
-    settings = algorithm("rloo", "advantage.credit=to_go", IN_REWARD)
+    settings = algorithm("rloo", "advantage.credit=reward_to_go", IN_REWARD)
     group = [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))]
     [alone] = settings.advantage.spec.baselines(group, settings.advantage.options())
     scores = {

@@ -17,9 +17,9 @@ import torch
 
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.config.agreement_schema import Tolerance
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
+from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.core.types import NO_BASELINE, TrainingSample
@@ -207,7 +207,7 @@ def other_outcome(world: World, name: str) -> Outcome:
         config = load(BASE, [*COMMON, "implicit_reward={}"])
         return outcome(partial(implicit_reward_loss, config.implicit_reward), batch, world, members, slice(2))
     spec = OBJECTIVES[name]
-    keys = ["model.path=m", "data.source=rows.jsonl", f"data.rows={spec.rows[0]}", f"algorithm.objective.name={name}"]
+    keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={spec.rows[0]}", f"algorithm.objective.name={name}"]
     objective = load(BASE, keys).algorithm.objective
     if spec.learns_labels:
         return outcome(partial(label_loss, objective), batch, world, members, slice(1))

@@ -82,7 +82,7 @@ def test_an_evaluation_may_have_more_samples_than_a_step():
 
 
 def test_rows_of_offline_data_are_samples(tmp_path: Path):
-    pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, rows: preferences}"]
+    pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, format: preferences}"]
     assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16
 
 

@@ -191,10 +191,10 @@ def test_logits_of_all_sequences_in_float32(keys: tuple[str, ...], copies: float
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 2), (4, 2.25)])
 def test_a_judge_has_logits_as_an_engine_that_samples(tp: int, copies: float):
-    judge = f"reward_model={{path: rm, engine: vllm, reads: question, layout: {{tp: {tp}}}}}"
+    judge = f"reward_model={{path: rm, engine: vllm, input_format: question, layout: {{tp: {tp}}}}}"
     held = reserves.gpu_reserve(recipe(judge), {}, None, ModelShape.of(CONFIGS[DENSE]), 8)
     assert held["reward model: logits"] == copies * 1024 * 152064 * 4
-    scores = recipe(judge, "reward_model.reads=text")
+    scores = recipe(judge, "reward_model.input_format=text")
     assert "reward model: logits" not in reserves.gpu_reserve(scores, {}, None, ModelShape.of(CONFIGS[DENSE]), 8)
 
 

@@ -90,7 +90,7 @@ def test_ranks_of_other_models_on_the_same_gpu():
             {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
         ),
         (
-            "{path: rm, engine: vllm, kv_cache_gib: 3, reads: question}",
+            "{path: rm, engine: vllm, kv_cache_gib: 3, input_format: question}",
             {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
         ),
     ],

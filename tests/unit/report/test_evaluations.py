@@ -18,7 +18,7 @@ def evaluated(step: int) -> dict:
         f"{name}_{end}": value + off for name, value in values.items() for end, off in (("low", -0.1), ("high", 0.1))
     }
     named = {f"evaluation/a/{name}": value for name, value in (values | ends).items()}
-    return {"step": step, **named, "evaluation/a/failed_share": 0.0, "evaluation/version": step, "time/evaluation": 2.0}
+    return {"step": step, **named, "evaluation/a/failed_frac": 0.0, "evaluation/version": step, "time/evaluation": 2.0}
 
 
 @pytest.fixture

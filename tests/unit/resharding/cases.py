@@ -289,8 +289,8 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
         elif "q_proj" in name:
-            keys_values = [kv(checkpoint[name.replace("q_proj", x)]) for x in ("k_proj", "v_proj")]
-            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(tp)[rank], *keys_values])
+            kv_cache_on_update = [kv(checkpoint[name.replace("q_proj", x)]) for x in ("k_proj", "v_proj")]
+            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(tp)[rank], *kv_cache_on_update])
         elif "gate_proj" in name:
             halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
             tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])

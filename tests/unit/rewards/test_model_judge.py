@@ -22,7 +22,7 @@ SAMPLE = Sample(
 
 def judge(*overrides: str, longest: int = 100, own=OWN) -> ModelJudge:
     required = ["model.path=m", "data.source=arithmetic", "reward_model.path=r", "reward_model.engine=vllm"]
-    keys = ["reward_model.reads=question", "reward_model.judge.max_new_tokens=10", *overrides]
+    keys = ["reward_model.input_format=question", "reward_model.judge.max_new_tokens=10", *overrides]
     return ModelJudge(load(BASE, [*required, *keys]).reward_model, longest, own, ACTOR)
 
 

@@ -36,7 +36,7 @@ def settings(*overrides: str) -> RewardModel:
 
 
 def reader(reads: str, kind: str = "token", own=PAIRS, actor=ACTOR, longest: int = 100) -> Reader:
-    return Reader(kind, settings(f"reward_model.reads={reads}"), longest, own, actor)
+    return Reader(kind, settings(f"reward_model.input_format={reads}"), longest, own, actor)
 
 
 def ids_of(reading) -> list[int]:

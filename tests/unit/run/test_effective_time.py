@@ -37,7 +37,7 @@ def test_the_share_is_of_steps_that_lasted(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(ALLOCATED, "1100")
     share = EffectiveShare(run)
     monkeypatch.setattr("megarl.run.effective_time.time.time", lambda: 1170.0)
-    assert share.metrics({"time/step": 20.0}) == {"cluster/effective_share": pytest.approx(70 / 170)}
+    assert share.metrics({"time/step": 20.0}) == {"cluster/goodput": pytest.approx(70 / 170)}
 
 
 def test_a_run_outside_of_a_job_has_no_such_metric(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

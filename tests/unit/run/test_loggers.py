@@ -10,7 +10,7 @@ STEP = {
     "reward/mean": 0.1234,
     "reward/std": 0.3333,
     "response/length_mean": 7.21,
-    "response/truncated_share": 0.12,
+    "response/truncated_frac": 0.12,
     "policy/entropy": 0.8124,
     "policy/grad_norm": 12.3456,
     "mismatch/logprob_abs_mean": 1.2e-6,

@@ -10,7 +10,7 @@ import pytest
 from megarl.cluster.model_folders import ModelFolders
 from megarl.config.schema import Config
 from megarl.data.model_folder import model_paths
-from megarl.run.loop import Loop
+from megarl.run.context import RunContext
 from megarl.run.model_paths import find_model_paths
 from tests.unit.run.test_resume import PROMPTS, config
 
@@ -28,8 +28,8 @@ def model(folder: Path) -> Path:
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The model of the run `before`, to which runs/latest leads."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megarl.run.loop.print_run_summary", lambda *_: None)
-    monkeypatch.setattr("megarl.run.loop.checkpoint_bytes", lambda *_: 0)
+    monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
+    monkeypatch.setattr("megarl.run.context.checkpoint_bytes", lambda *_: 0)
     folder = model(tmp_path / "runs" / "before" / "model")
     (tmp_path / "runs" / "latest").symlink_to("before")
     return folder
@@ -43,7 +43,7 @@ def begin(given: Config) -> tuple[str, Mapping[str, str]]:
     """Begins a run as `megarl train` does. Returns the path of its model, and where others lie."""
     settings = find_model_paths(given)
     folders = ModelFolders(Path(settings.model.path), None, None, None)
-    with Loop.prepare(settings, folders, PROMPTS, model_paths(given)):
+    with RunContext.prepare(settings, folders, PROMPTS, model_paths(given)):
         return settings.model.path, model_paths(settings)
 
 

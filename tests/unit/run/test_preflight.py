@@ -125,7 +125,7 @@ def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, c
         capfd,
         "algorithm.objective.name=sft",
         "algorithm.objective.aggregation=token_mean",
-        "data={rows: messages, source: arithmetic, size: 8}",
+        "data={format: messages, source: arithmetic, size: 8}",
     )
     assert rows["data"] == "8 messages" and "rewards" not in rows
 

@@ -54,10 +54,10 @@ def test_a_result_has_failures_apart() -> None:
     scores = [Score(value, {}, None if value is not None else "f hung") for value in (1.0, 0.0, None, 1.0, 1.0, 1.0)]
     found = result(given, groups, scores)
     metrics = found.metrics()
-    assert metrics["evaluation/b/failed_share"] == pytest.approx(1 / 6)
+    assert metrics["evaluation/b/failed_frac"] == pytest.approx(1 / 6)
     assert metrics["evaluation/b/avg@3"] == 0.75, "a failed sample counts as none, not as a wrong one"
     assert metrics["evaluation/b/pass@3"] == 1.0, "of the prompt with three scores"
-    assert metrics["evaluation/b/truncated_share"] == pytest.approx(1 / 3)
+    assert metrics["evaluation/b/truncated_frac"] == pytest.approx(1 / 3)
     assert metrics["evaluation/b/length_mean"] == 4
     assert metrics["evaluation/b/avg@3_low"] < 0.75 < metrics["evaluation/b/avg@3_high"]
     assert found.describe().startswith("b (2 prompts × 3): avg@3 0.750 [")
@@ -68,8 +68,8 @@ def test_a_set_of_which_nothing_could_be_scored_has_no_value() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [[info("0.0", 2, "stop")]], [Score(None, {}, "f hung")])
     assert found.metrics() == {
-        "evaluation/a/failed_share": 1.0,
-        "evaluation/a/truncated_share": 0.0,
+        "evaluation/a/failed_frac": 1.0,
+        "evaluation/a/truncated_frac": 0.0,
         "evaluation/a/length_mean": 2.0,
     }
     assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by f hung"
@@ -103,7 +103,7 @@ def test_a_rollout_of_several_samples_counts_once_and_one_whose_environment_fail
 def test_a_set_whose_environment_always_fails_has_nothing_but_that() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
-    assert found.metrics() == {"evaluation/a/failed_share": 1.0}
+    assert found.metrics() == {"evaluation/a/failed_frac": 1.0}
     assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by environment: no server"
 
 

@@ -35,7 +35,7 @@ def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
 )
 def test_versions_older_than_the_one_that_is_trained_show(groups, staleness, mixed):
     metrics = step_metrics(load(QUICKSTART), groups, Stopwatch(), version=7)
-    assert (metrics["weights/staleness_max"], metrics["weights/mixed_share"]) == (staleness, mixed)
+    assert (metrics["weights/staleness_max"], metrics["weights/mixed_frac"]) == (staleness, mixed)
 
 
 def test_a_step_without_an_update_or_a_gradient_has_no_learning_rate():
@@ -57,5 +57,5 @@ def test_the_effective_share_is_kong_s_over_all_tokens() -> None:
     ]
     found = with_effective_share(merge(parts))
     expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
-    assert values(found) == {"mismatch/effective_share": pytest.approx(expected)}
+    assert values(found) == {"mismatch/effective_frac": pytest.approx(expected)}
     assert with_effective_share({"policy/loss": Metric(1.0)}) == {"policy/loss": Metric(1.0)}

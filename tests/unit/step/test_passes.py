@@ -46,7 +46,7 @@ def config(*overrides: str):
             "name=dpo; the reference is the model that the",
         ),
         (
-            ["algorithm.objective.name=sft", "data={source: rows.jsonl, rows: messages}"],
+            ["algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
             "reference log-probs",
             False,
             "name=sft: no term reads them",
@@ -62,8 +62,18 @@ def config(*overrides: str):
         ),
         (["batch.prompts_per_update=8"], "critic values", False, "grpo takes the group's rewards"),
         (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes a critic's values"),
-        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "critic values", False, "with the old log-probs"),
-        (["batch.prompts_per_update=8", GAE, "critic.trunk=actor"], "old log-probs", True, "critic's values come with"),
+        (
+            ["batch.prompts_per_update=8", GAE, "critic.shared_backbone=true"],
+            "critic values",
+            False,
+            "with the old log-probs",
+        ),
+        (
+            ["batch.prompts_per_update=8", GAE, "critic.shared_backbone=true"],
+            "old log-probs",
+            True,
+            "critic's values come with",
+        ),
         (
             ["batch.prompts_per_update=8", "algorithm.kl={placement: reward, coefficient: 0.1}"],
             "old log-probs",

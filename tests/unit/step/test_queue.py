@@ -19,7 +19,7 @@ from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.run.loop import Loop
+from megarl.run.context import RunContext
 from megarl.run.resume import RunState
 from megarl.step.queue import RolloutQueue, describe
 from tests.paths import BASE
@@ -52,7 +52,7 @@ class Rollouts:
         self.under_way.remove(pending)
         return pending
 
-    def take_over(self, groups):
+    def reassign_stragglers(self, groups):
         """Checks what a step waits for, by the names of samples: it is under way."""
         names = [[r.sample_id for r in group] for pending in self.under_way for group in pending.groups]
         assert groups and all(group in names for group in groups)
@@ -146,7 +146,7 @@ def test_samples_are_as_old_as_the_bound_and_no_older(max_staleness):
     assert max(oldest) == max_staleness
 
 
-DROPS = "rollout.too_old=drop"
+DROPS = "rollout.on_stale=drop"
 
 
 class Killed(Exception):
@@ -337,7 +337,7 @@ def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
     for until in (2, 4):
         trained, _ = attempt(config, Rollouts(random.Random(until)), state, until)
         for step in trained:
-            Loop.note_solved(loop, {info.prompt_id: 1.0 for info in step})
+            RunContext.note_solved(loop, {info.prompt_id: 1.0 for info in step})
         state = loop.state = RunState.restore(json.loads(json.dumps(state.dump())), config, DATA)
     assert state.cursor.state()["takes"] >= 2
     assert (

@@ -63,10 +63,10 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
     workers = SimpleNamespace(
         engines=engines,
         rewards=SimpleNamespace(score=score, listener="the rewards"),
-        leave_to_engines=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
+        switch_to_rollout=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
         leave_to_rewards=leave_to_rewards,
         return_to_engines=lambda: engines.turns.append("back"),
-        leave_to_trainers=lambda: engines.turns.append("to trainers"),
+        switch_to_training=lambda: engines.turns.append("to trainers"),
         rewards_need_room=False,
         environments=None,
     )
@@ -138,16 +138,14 @@ def test_what_is_too_much_is_left_out():
 )
 def test_samples_that_fail_in_a_row_stop_the_run(failed, limit, stops):
     keys = ["model.path=m", "data.source=arithmetic", "rewards.failure_limit=1"]
-    config = load(BASE, [*keys, f"rewards.failures_in_a_row={'null' if limit is None else limit}"])
+    config = load(BASE, [*keys, f"rewards.max_consecutive_failures={'null' if limit is None else limit}"])
     scores = [Score(None, {}, "f raised ValueError: no") if flag == "1" else Score(1.0, {}) for flag in failed]
     group = [RemoteSample(SampleInfo(str(i), "p", 1, 1, 1, "stop", 0, 0), ref=None) for i in range(len(failed))]
     if not stops:
         [scored], _ = select(config, [group], scores)
         assert len(scored) == failed.count("0")
         return
-    message = (
-        r"^f raised ValueError: no \(3 samples of the step in a row failed, which are rewards.failures_in_a_row=3; "
-    )
+    message = r"^f raised ValueError: no \(3 samples of the step in a row failed, which are rewards.max_consecutive_failures=3; "
     with pytest.raises(ValueError, match=message):
         select(config, [group], scores)
 

@@ -46,7 +46,7 @@ def test_grpo_compares_rollouts():
     assert metrics["reward/mean"].value == pytest.approx(0.5)
     assert metrics["reward/std"].value == pytest.approx(statistics.pstdev([1.0, 0.0, 0.5]))
     assert metrics["reward/environment"].value == pytest.approx(0.5)
-    assert metrics["reward/failed_share"].value == 0
+    assert metrics["reward/failed_frac"].value == 0
     based = attach_baselines(config(), [scored], {}, {}, MovingAverage())
     assert [item.sample.info.id for item in based] == [sample.info.id for sample in samples]
     for item in based:
@@ -110,7 +110,7 @@ def test_a_failed_environment_does_not_count_against_the_rewards_limit():
         config(), [[*samples, failed]], [*scores(samples), Score(None, {}, "environment: step raised")]
     )
     assert len(scored) == 6
-    assert metrics["reward/failed_share"].value == pytest.approx(1 / 4)
+    assert metrics["reward/failed_frac"].value == pytest.approx(1 / 4)
 
 
 def test_metrics_of_environments_count_rollouts():
@@ -122,6 +122,6 @@ def test_metrics_of_environments_count_rollouts():
     assert found["environment/samples_per_rollout"] == pytest.approx(2.0)
     assert found["environment/turns_mean"] == 4
     assert found["environment/tool_calls"] == 3 and found["environment/tool_raised"] == 1
-    assert found["environment/tool_error_share"] == pytest.approx(1 / 3)
-    assert found["environment/prefix_hit_share"] == pytest.approx(0.8)
+    assert found["environment/tool_error_frac"] == pytest.approx(1 / 3)
+    assert found["environment/prefix_hit_frac"] == pytest.approx(0.8)
     assert found["environment/stop_done"] == 1

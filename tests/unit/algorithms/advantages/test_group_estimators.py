@@ -80,11 +80,11 @@ def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
     assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
     assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
     tokens = [Member(reward, 2, TokenTotals.of([0.5] * 2)) for _ in equal]
-    for baseline in baselines(tokens, "grpo", credit="to_go", std=std, std_epsilon=0.0):
+    for baseline in baselines(tokens, "grpo", credit="reward_to_go", std=std, std_epsilon=0.0):
         assert (baseline.token_center, baseline.token_scale) == (0.5, 1.0)
 
 
-@pytest.mark.parametrize("credit", ["whole", "to_go"])
+@pytest.mark.parametrize("credit", ["whole", "reward_to_go"])
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit):
     [baseline] = baselines([Member(5.0, 2, TokenTotals.of([1.0]))], estimator, credit=credit)
@@ -128,11 +128,11 @@ def test_the_means_are_those_of_the_standard_library(rewards):
 def test_rewards_of_tokens_are_compared_by_themselves():
     """Two samples: tokens with the rewards 1, 3 and 8, their mean 4, and those of the sample means 2 and 8."""
     group = [Member(1.0, 2, TokenTotals.of([1.0, 3.0])), Member(0.0, 1, TokenTotals.of([8.0]))]
-    of_grpo = baselines(group, "grpo", credit="to_go", std_epsilon=0.5)
+    of_grpo = baselines(group, "grpo", credit="reward_to_go", std_epsilon=0.5)
     assert [(b.token_center, b.token_scale) for b in of_grpo] == [pytest.approx((4, 13**0.5 + 0.5))] * 2
-    of_rloo = baselines(group, "rloo", credit="to_go")
+    of_rloo = baselines(group, "rloo", credit="reward_to_go")
     assert [(b.token_center, b.token_scale) for b in of_rloo] == [(8.0, 1.0), (2.0, 1.0)]
-    of_opo = baselines(group, "opo", credit="to_go")
+    of_opo = baselines(group, "opo", credit="reward_to_go")
     assert [(b.token_center, b.token_scale) for b in of_opo] == [(4.0, 1.0)] * 2
 
 

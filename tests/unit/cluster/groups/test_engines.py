@@ -147,10 +147,10 @@ class FakeSession:
 
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
-    def submit(self, calls: dict, phase: str, limit: str, expendable: Sequence[str] = ()):
+    def submit(self, calls: dict, phase: str, limit: str, may_fail: Sequence[str] = ()):
         answers = {name: call() for name, call in calls.items()}
         lost = {name for name, answer in answers.items() if answer is DIED}
-        assert lost <= set(expendable)
+        assert lost <= set(may_fail)
         return ready(Answers({name: answer for name, answer in answers.items() if name not in lost}, lost))
 
 
@@ -219,19 +219,19 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
     waits for all, each gets what it would get in another run."""
     engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
     sizes = dict.fromkeys(range(18), 8)
-    assert [len(part) for part in engines.deal(sizes).values()] == [6, 6, 6]
+    assert [len(part) for part in engines.assign(sizes).values()] == [6, 6, 6]
     for latencies, shares in (((0.01, 0.04, 0.01), [8, 2, 8]), ((0.01, 0.012, 0.01), [6, 6, 6])):
         answers = [(10.0, round(10 / latency)) for latency in latencies]
         FakeActor.sampled = dict(zip(engines.names, answers, strict=True))
         for _ in range(8):
             engines.take_idle_share().result()
             waiting.take_idle_share().result()
-        assert [len(part) for part in engines.deal(sizes).values()] == shares
-        assert [len(part) for part in waiting.deal(sizes).values()] == [6, 6, 6]
-    assert list(engines.deal(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
+        assert [len(part) for part in engines.assign(sizes).values()] == shares
+        assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
+    assert list(engines.assign(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
-    assert list(engines.deal(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.deal(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], "there are no others"
+    assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
+    assert list(engines.assign(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], "there are no others"
 
 
 @pytest.mark.parametrize("unwanted", [False, True])
@@ -246,12 +246,12 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
     under_way = {name: ask(engines, [[name, f"{name}2"]]) for name in "abcde"}
     slow = FakeActor.seen["engine-1"][0]
     others = [under_way.pop(name) for name in FakeActor.seen["engine-0"][::2]]
-    engines.take_over([[slow]])
+    engines.reassign_stragglers([[slow]])
     assert FakeActor.aborted == [], "no engine is idle"
     for pending in others:
         pending.result()
     for _ in range(2):
-        engines.take_over([[slow]])
+        engines.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
     assert ("begin 1 of its prompts anew" in capsys.readouterr().out) == is_moved
@@ -272,7 +272,7 @@ def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
     assert len(FakeActor.seen["engine-0"]) == 4
     check_answers([under_way[0].result()[0]], [["a", "a"]])
     FakeActor.dying, FakeActor.is_up = set(), True
-    engines.admit()
+    engines.rejoin_restarted()
     assert engines.names == ["engine-0", "engine-1"]
     capsys.readouterr()
     for pending in under_way[1:]:
@@ -320,28 +320,28 @@ def test_a_group_that_nobody_wants_any_more_is_ended_and_asked_of_no_other(monke
 
 def test_the_last_engine_is_watched(start) -> None:
     engines = start(2)
-    assert engines.expendable == ["engine-0", "engine-1"]
+    assert engines.may_fail == ["engine-0", "engine-1"]
     assert engines._session.watched == []
     engines.drop({"engine-0"}, "rollout")
-    assert engines.expendable == []
+    assert engines.may_fail == []
     assert engines._session.watched == ["engine-1"]
     assert start(1)._session.watched == ["engine-0"]
 
 
 def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(start, capsys) -> None:
     engines = start(3, "rollout.sleep=true")
-    before = engines.incarnations
+    before = engines.generations
     engines.drop({"engine-1"}, "rollout")
-    engines.admit()
+    engines.rejoin_restarted()
     assert engines.names == ["engine-0", "engine-2"]
     capsys.readouterr()
     FakeActor.is_up = True
-    engines.admit()
+    engines.rejoin_restarted()
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
-    assert engines.incarnations != before, "who has weights must be seen"
+    assert engines.generations != before, "who has weights must be seen"
     assert FakeActor.asleep == ["engine-1"]
     assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
-    engines.admit()
+    engines.rejoin_restarted()
     assert not capsys.readouterr().out, "it joins once"
 
 
@@ -349,9 +349,9 @@ def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) ->
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up = True
-    engines.admit()
+    engines.rejoin_restarted()
     assert engines._session.watched == []
-    assert engines.expendable == ["engine-0", "engine-1"]
+    assert engines.may_fail == ["engine-0", "engine-1"]
 
 
 def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
@@ -359,11 +359,11 @@ def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up, FakeActor.start_fails = True, True
     capsys.readouterr()
-    engines.admit()
+    engines.rejoin_restarted()
     assert engines.names == ["engine-1"]
     line = "start of a lost engine: engine-0: OSError: full; see logs/engine-0.log; the run goes on with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
-    engines.admit()
+    engines.rejoin_restarted()
     assert not capsys.readouterr().out
 
 
@@ -373,7 +373,7 @@ def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
     losses = 0
     while "engine-0" in engines.names:
         engines.drop({"engine-0"}, "rollout")
-        engines.admit()
+        engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
     assert "is started again" not in capsys.readouterr().out.splitlines()[-1]

@@ -50,7 +50,7 @@ def config(kind: str, given: dict, *overrides: str) -> Config:
     return load(
         QUICKSTART,
         [
-            f"environment={{class: '{WORLDS}:Numbered', failures_in_a_row: 2}}",
+            f"environment={{class: '{WORLDS}:Numbered', max_consecutive_failures: 2}}",
             f"evaluation.sets={json.dumps([own])}",
             "rollout={max_new_tokens: 400, context_length: 500}",
             "actor.tokens_per_microbatch=4096",

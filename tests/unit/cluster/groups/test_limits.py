@@ -21,7 +21,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.refit import Refit
 from megarl.config.load import load
-from megarl.config.schema import Limit
+from megarl.config.schema import TimeoutKind
 from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of
 
@@ -57,7 +57,7 @@ class Hang:
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
 
     def __init__(self) -> None:
-        self.waits: list[tuple[str, Limit]] = []
+        self.waits: list[tuple[str, TimeoutKind]] = []
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
         return actor_class
@@ -70,7 +70,7 @@ class Hang:
     def unwatch(self, names: Any) -> None:
         pass
 
-    def submit(self, calls: dict, phase: str, limit: Limit, expendable: Any = ()) -> Pending:
+    def submit(self, calls: dict, phase: str, limit: TimeoutKind, may_fail: Any = ()) -> Pending:
         self.waits.append((phase, limit))
         return Pending(self, {"call": Handle()}, phase, limit, 1.0)
 
@@ -97,7 +97,7 @@ class Groups:
         self.refit = Refit(session, load(QUICKSTART, ["rollout.verify_refit=off"]), self.actor, self.engines, None)
 
 
-CASES: dict[str, tuple[Limit, Callable[[Groups, Path], Any]]] = {
+CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor rendezvous": ("start", lambda groups, _: groups.actor.start()),
     "actor start": ("start", lambda groups, _: groups.actor._start_ranks("host", 1)),
     "engine start": ("start", lambda groups, _: groups.engines.start()),
@@ -164,4 +164,4 @@ def test_waits_between_ranks_are_bounded_by_the_longest() -> None:
 
 
 def test_every_deadline_bounds_something() -> None:
-    assert {limit for limit, _ in CASES.values()} == set(get_args(Limit))
+    assert {limit for limit, _ in CASES.values()} == set(get_args(TimeoutKind))

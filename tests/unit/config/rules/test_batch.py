@@ -20,8 +20,8 @@ from tests.unit.config.rules.recipes import errors, recipe
             "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
         ),
         (
-            ["batch.epochs=3", "data={rows: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
-            "batch.epochs=3: with data.rows=messages nothing is sampled for a step, and rows come again when all have "
+            ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
+            "batch.epochs=3: with data.format=messages nothing is sampled for a step, and rows come again when all have "
             "been; set batch.epochs=1, and run.steps for as many epochs of the data",
         ),
         (
@@ -37,7 +37,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["batch.oversampling=1.5"],
             "batch.oversampling=1.5: the one step that may train on a sample with rollout.max_staleness=0 has no room "
-            "for more than 1 times the prompts of one; set rollout.too_old=drop, which ends the rest, or",
+            "for more than 1 times the prompts of one; set rollout.on_stale=drop, which ends the rest, or",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
@@ -60,7 +60,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["batch.prompts_per_update=8"],
         ["batch={epochs: 2, epochs_kl_limit: 0.1}"],
         ["batch.epochs=2", "algorithm.objective.name=dpo"],
-        ["batch.oversampling=1.5", "rollout.too_old=drop"],
+        ["batch.oversampling=1.5", "rollout.on_stale=drop"],
         ["batch.oversampling=3", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
     ],
 )

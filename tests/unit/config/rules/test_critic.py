@@ -13,8 +13,8 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
             "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
         ),
         (
-            [GAE, "critic.trunk=actor", "critic.warmup_steps=1"],
-            "critic.warmup_steps=1: with critic.trunk=actor the critic is not trained without the actor; set",
+            [GAE, "critic.shared_backbone=true", "critic.warmup_steps=1"],
+            "critic.warmup_steps=1: with critic.shared_backbone=true the critic is not trained without the actor; set",
         ),
     ],
 )

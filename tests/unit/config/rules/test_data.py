@@ -48,8 +48,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 
 
 def test_orders_are_of_prompts() -> None:
-    lines = errors(FILE, "data.rows=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
-    assert "data.solved_weight=0.1: it is of prompts, and data.rows=preferences; set it to null" in lines[0]
+    lines = errors(FILE, "data.format=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
+    assert "data.solved_weight=0.1: it is of prompts, and data.format=preferences; set it to null" in lines[0]
 
 
 def test_a_curriculum_is_one_of_these() -> None:
@@ -66,7 +66,10 @@ def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
     [
         (["data.chat_template=false"], "with data.chat_template=false nothing says how a system message is written"),
         (["data.source=environment", "environment.class=calculator"], "with data.source=environment there are none"),
-        (["algorithm.objective.name=sft", "data.rows=messages"], "with data.rows=messages there are none; remove it"),
+        (
+            ["algorithm.objective.name=sft", "data.format=messages"],
+            "with data.format=messages there are none; remove it",
+        ),
     ],
 )
 def test_elsewhere_it_is_refused(overrides: list[str], message: str) -> None:

@@ -37,5 +37,5 @@ def test_a_turn_fits_into_a_response() -> None:
 
 
 def test_nothing_answers_given_responses() -> None:
-    lines = errors(ECHO, "data.rows=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
-    assert any(line.startswith(f"{ECHO}: with data.rows=messages nothing is sampled") for line in lines)
+    lines = errors(ECHO, "data.format=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
+    assert any(line.startswith(f"{ECHO}: with data.format=messages nothing is sampled") for line in lines)

@@ -108,9 +108,9 @@ def test_what_is_refused(overrides: list[str], line: str) -> None:
 
 
 def test_offline_data_have_no_engine() -> None:
-    offline = ("data.rows=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
+    offline = ("data.format=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
     [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
-    assert found.startswith("evaluation.sets: with data.rows=messages no engine starts that could sample")
+    assert found.startswith("evaluation.sets: with data.format=messages no engine starts that could sample")
 
 
 @pytest.mark.parametrize(

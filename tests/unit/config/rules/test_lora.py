@@ -16,16 +16,16 @@ LORA = "actor.lora.rank=8"
             "actor.optimizer.no_weight_decay=['model.norm.*']: it names tensors of the model, which are frozen with",
         ),
         (
-            ["algorithm.objective.name=reward_model", "data.rows=preferences"],
+            ["algorithm.objective.name=reward_model", "data.format=preferences"],
             "actor.lora.rank=8: with algorithm.objective.name=reward_model the actor has a new score head, which would",
         ),
         (
-            ["algorithm.objective.name=token_reward_model", "data.rows=labels"],
+            ["algorithm.objective.name=token_reward_model", "data.format=labels"],
             "actor.lora.rank=8: with algorithm.objective.name=token_reward_model the actor has a new score head, which",
         ),
         (
-            ["algorithm.advantage.estimator=gae", "critic.trunk=actor"],
-            "actor.lora.rank=8: with critic.trunk=actor the actor has a new value head, which would not be trained",
+            ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true"],
+            "actor.lora.rank=8: with critic.shared_backbone=true the actor has a new value head, which would not be trained",
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],

@@ -348,20 +348,22 @@ def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list
 
 
 def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
-    judge = ["reward_model.path=rm", VLLM, "reward_model={reads: question, judge: {max_new_tokens: 64}}"]
+    judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
     with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without"):
         check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
-    with pytest.raises(ValueError, match=r"SequenceClassification, and reward_model.reads=question asks a language"):
+    with pytest.raises(
+        ValueError, match=r"SequenceClassification, and reward_model.input_format=question asks a language"
+    ):
         check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
     with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
         check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
 
 
 def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
-    whole = ["algorithm.objective.name=reward_model", "data.rows=preferences"]
-    steps = ["algorithm.objective.name=process_reward_model", "data.rows=labels"]
+    whole = ["algorithm.objective.name=reward_model", "data.format=preferences"]
+    steps = ["algorithm.objective.name=process_reward_model", "data.format=labels"]
     check_model(recipe(*whole), CLASSIFIER)
     check_model(recipe(*steps), TOKEN_CLASSIFIER)
     for keys in (whole, steps):
@@ -408,21 +410,25 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["reward_model.reads=ids"],
-        ["reward_model.reads=chat", "reward_model.step_end=."],
-        ["reward_model.reads=chat", "reward_model.aggregation=mean"],
-        ["reward_model.reads=chat", "algorithm.advantage.estimator=grpo"],
+        ["reward_model.input_format=ids"],
+        ["reward_model.input_format=chat", "reward_model.step_end=."],
+        ["reward_model.input_format=chat", "reward_model.aggregation=mean"],
+        ["reward_model.input_format=chat", "algorithm.advantage.estimator=grpo"],
     ],
 )
 def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
-    with pytest.raises(ValueError, match=r"reward_model.reads=text: reward_model.path=rm scores tokens of its own"):
-        check_reward_model(recipe("reward_model.path=rm", GAE, "reward_model.reads=text"), actor, TOKEN_CLASSIFIER)
+    with pytest.raises(
+        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores tokens of its own"
+    ):
+        check_reward_model(
+            recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
+        )
 
 
 def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_its_own() -> None:
-    read = ["reward_model.path=rm", "reward_model.reads=text", "reward_model.aggregation=mean"]
+    read = ["reward_model.path=rm", "reward_model.input_format=text", "reward_model.aggregation=mean"]
     check_reward_model(recipe(*read), SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
     long = recipe(*read, "reward_model.context_length=9000")
     with pytest.raises(ValueError, match=r"reward_model.context_length=9000: the model has 8192 positions"):
@@ -433,7 +439,7 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
     )
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (
-        "reward_model.context_length=512: with reward_model.reads=ids it reads the sampled tokens, at most "
+        "reward_model.context_length=512: with reward_model.input_format=ids it reads the sampled tokens, at most "
         "rollout.context_length=256; set reward_model.context_length=null"
     )
 

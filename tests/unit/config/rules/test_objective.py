@@ -11,9 +11,9 @@ from tests.paths import BASE
 from tests.unit.config.rules import recipes as rules
 
 GIVEN = {
-    "sft": ("algorithm.objective.name=sft", "data.rows=messages"),
-    "reward_model": ("algorithm.objective.name=reward_model", "data.rows=preferences"),
-    "dpo": ("algorithm.objective.name=dpo", "data.rows=preferences"),
+    "sft": ("algorithm.objective.name=sft", "data.format=messages"),
+    "reward_model": ("algorithm.objective.name=reward_model", "data.format=preferences"),
+    "dpo": ("algorithm.objective.name=dpo", "data.format=preferences"),
     "online": ("algorithm.objective.name=dpo",),
 }
 
@@ -46,17 +46,21 @@ def test_what_only_rollouts_read_is_no_hindrance():
     [
         (
             "sft",
-            ["data.rows=prompts"],
-            "data.rows=prompts: algorithm.objective.name=sft learns from messages; set data.rows to that, or take one "
+            ["data.format=prompts"],
+            "data.format=prompts: algorithm.objective.name=sft learns from messages; set data.format to that, or take one "
             "of cispo, clip,",
         ),
         (
             "sft",
             ["algorithm.objective.name=clip"],
-            "data.rows=messages: algorithm.objective.name=clip learns from prompts; set data.rows to that, or take one "
+            "data.format=messages: algorithm.objective.name=clip learns from prompts; set data.format to that, or take one "
             "of sft",
         ),
-        ("dpo", ["data.rows=messages"], "data.rows=messages: algorithm.objective.name=dpo learns from preferences or "),
+        (
+            "dpo",
+            ["data.format=messages"],
+            "data.format=messages: algorithm.objective.name=dpo learns from preferences or ",
+        ),
         (
             "sft",
             ["algorithm.objective.beta=0.1"],
@@ -78,8 +82,12 @@ def test_what_only_rollouts_read_is_no_hindrance():
             ["algorithm.advantage.estimator=gae"],
             "algorithm.advantage.estimator=gae: algorithm.objective.name",
         ),
-        ("sft", ["rollout.temperature=0.5"], "rollout.temperature=0.5: with data.rows=messages nothing is sampled, so"),
-        ("sft", ["reward_model.path=x"], "reward_model.path=x: with data.rows=messages nothing is sampled"),
+        (
+            "sft",
+            ["rollout.temperature=0.5"],
+            "rollout.temperature=0.5: with data.format=messages nothing is sampled, so",
+        ),
+        ("sft", ["reward_model.path=x"], "reward_model.path=x: with data.format=messages nothing is sampled"),
         (
             "dpo",
             ["algorithm.objective.aggregation=token_mean"],
@@ -95,7 +103,7 @@ def test_what_only_rollouts_read_is_no_hindrance():
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
             "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
         ),
-        ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.rows=messages it is the chat"),
+        ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.format=messages it is the chat"),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (
             "dpo",

@@ -25,9 +25,12 @@ def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> 
 
 
 def judge(*overrides: str) -> list[str]:
-    return ["reward_model.path=rm", VLLM, "reward_model.reads=question", "reward_model.judge.max_new_tokens=64"] + [
-        f"reward_model.{override}" for override in overrides
-    ]
+    return [
+        "reward_model.path=rm",
+        VLLM,
+        "reward_model.input_format=question",
+        "reward_model.judge.max_new_tokens=64",
+    ] + [f"reward_model.{override}" for override in overrides]
 
 
 @pytest.mark.parametrize(
@@ -35,12 +38,12 @@ def judge(*overrides: str) -> list[str]:
     [
         (
             ["engine=megatron"],
-            "reward_model.reads=question: a language model that answers needs an engine, and "
+            "reward_model.input_format=question: a language model that answers needs an engine, and "
             "reward_model.engine=megatron computes scores only; set reward_model.engine=vllm",
         ),
         (
             ["step_end=x", "aggregation=min"],
-            "reward_model.reads=question: a judge gives a sample one rating, and reward_model.step_end and "
+            "reward_model.input_format=question: a judge gives a sample one rating, and reward_model.step_end and "
             "reward_model.aggregation are of scores of its tokens; set reward_model.step_end=null and "
             "reward_model.aggregation=null",
         ),
@@ -72,4 +75,6 @@ def test_a_judge_may_have_a_context_of_its_own() -> None:
 
 def test_a_judge_without_questions_is_not_read() -> None:
     [line] = errors("reward_model.path=rm", "reward_model.judge.scale=[0, 1]")
-    assert line.startswith("reward_model.judge.scale=[0.0, 1.0]: nothing reads it without reward_model.reads=question;")
+    assert line.startswith(
+        "reward_model.judge.scale=[0.0, 1.0]: nothing reads it without reward_model.input_format=question;"
+    )

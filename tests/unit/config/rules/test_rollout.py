@@ -37,23 +37,23 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.max_staleness=1", "rollout.sleep=true"],
-            "rollout.keys_values=keep: with rollout.sleep=true and rollout.max_staleness=1 engines that share",
+            "rollout.kv_cache_on_update=keep: with rollout.sleep=true and rollout.max_staleness=1 engines that share",
         ),
         (
-            ["rollout.keys_values=recompute"],
-            "rollout.keys_values=recompute: nothing reads it without rollout.max_staleness; set that, or",
+            ["rollout.kv_cache_on_update=recompute"],
+            "rollout.kv_cache_on_update=recompute: nothing reads it without rollout.max_staleness; set that, or",
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
             "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares samples with a greedy response",
         ),
         (
-            ["rollout.too_old=drop"],
-            "rollout.too_old=drop: no prompt is begun ahead; set rollout.too_old=wait, or rollout.max_staleness=1 or",
+            ["rollout.on_stale=drop"],
+            "rollout.on_stale=drop: no prompt is begun ahead; set rollout.on_stale=wait, or rollout.max_staleness=1 or",
         ),
         (
-            ["rollout.too_old=drop", "batch.oversampling=2", "environment.class=calculator"],
-            "rollout.too_old=drop: it ends rollouts in the middle, and those of environment.class=calculator are not",
+            ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
+            "rollout.on_stale=drop: it ends rollouts in the middle, and those of environment.class=calculator are not",
         ),
         (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
     ],
@@ -70,9 +70,9 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],
-        ["rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.too_old=drop"],
+        ["rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.on_stale=drop"],
         ["rollout.max_staleness=1"],
-        ["rollout.max_staleness=1", "rollout.sleep=true", "rollout.keys_values=recompute"],
+        ["rollout.max_staleness=1", "rollout.sleep=true", "rollout.kv_cache_on_update=recompute"],
     ],
 )
 def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:

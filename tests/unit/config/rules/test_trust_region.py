@@ -46,9 +46,10 @@ def test_each_key_that_does_not_go_with_it_is_refused_by_name(override: str, rea
 
 
 def test_a_value_head_on_the_actor_is_refused() -> None:
-    (line,) = errors(*TRPO, GAE, "critic.trunk=actor")
+    (line,) = errors(*TRPO, GAE, "critic.shared_backbone=true")
     assert (
-        "critic.trunk=actor: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence says nothing of" in line
+        "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence says nothing of"
+        in line
     )
 
 

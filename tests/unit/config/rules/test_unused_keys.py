@@ -36,7 +36,11 @@ def recipe(*overrides: str) -> Config:
             "critic.optimizer.lr=1.0e-06",
         ),
         ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: nothing reads it without algorithm.advantage.estimator=gae"),
-        ("critic.trunk=actor", [GAE], "critic.trunk=actor: nothing reads it without algorithm.advantage.estimator=gae"),
+        (
+            "critic.shared_backbone=true",
+            [GAE],
+            "critic.shared_backbone=true: nothing reads it without algorithm.advantage.estimator=gae",
+        ),
         ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: nothing reads it without algorithm.adv"),
         ("reward_model.weight=2", ["reward_model.path=r"], "reward_model.weight=2.0: nothing reads it without"),
         (
@@ -66,12 +70,14 @@ def test_a_key_that_nothing_reads_is_an_error_until_something_does(key, to, line
 
 @pytest.mark.parametrize("key", ["critic.optimizer.lr=1.0", "critic.path=c", "algorithm.value.aggregation=token_mean"])
 def test_a_critic_on_the_actor_has_neither_a_model_nor_a_mean_of_its_own(key):
-    on_actor = (GAE, "critic.trunk=actor", "algorithm.objective.aggregation=token_mean")
+    on_actor = (GAE, "critic.shared_backbone=true", "algorithm.objective.aggregation=token_mean")
     recipe(*on_actor, "algorithm.value={coefficient: 0.5, clip: 0.2}")
     recipe(GAE, key)
     if "aggregation" in key:  # that is the base recipe's
         key = "algorithm.value.aggregation=sequence_mean_of_token_sums"
-    with pytest.raises(ValueError, match=rf"^{key}: nothing reads it without critic.trunk=own; set that, or"):
+    with pytest.raises(
+        ValueError, match=rf"^{key}: nothing reads it without critic.shared_backbone=false; set that, or"
+    ):
         recipe(*on_actor, key)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.unit.run.test_loop import loop
 
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
@@ -17,7 +18,6 @@ from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
 from tests.paths import BASE, ROOT
-from tests.unit.run.test_loop import loop
 
 WANDB = """
 import os, time
@@ -170,7 +170,7 @@ def test_one_that_is_not_installed_is_refused_with_the_command_that_installs_it(
 @pytest.mark.parametrize("failure", ["time.sleep(1000)", "raise OSError('no space left')", "os._exit(1)"])
 def test_a_run_does_all_its_steps_whatever_its_tracker_does(tmp_path: Path, stand_in, monkeypatch, failure) -> None:
     stand_in(log=failure)
-    monkeypatch.setattr("megarl.run.loop.print_run_summary", lambda *_: None)
+    monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
     begin = time.monotonic()
     with loop(tmp_path, "run.trackers=[wandb]", "trackers.timeout_s=2", "checkpoint.every_steps=null") as prepared:
         prepared.run(TrainedModels({}, {}), step=lambda: {"reward/mean": 1.0})

@@ -17,7 +17,7 @@ from megarl.step.causes import Evidence, describe, ranked
 from megarl.step.scoring import Metrics
 
 
-class Agreement:
+class LogprobCheck:
     """Watches the agreement of a run."""
 
     def __init__(self, config: Config, workers: Workers, data: PromptSet):
@@ -27,7 +27,7 @@ class Agreement:
         """Whether causes have been looked for, which a run that goes on does once."""
 
     def begin(self) -> None:
-        """Checks the canary prompts before the first step, if agreement.canaries says so. Raises RunFailure, with the
+        """Checks the canary prompts before the first step, if logprob_check.canaries says so. Raises RunFailure, with the
         ranked causes, where an engine is further from the trainer than the limit."""
         if self._has_gate:
             elapsed = ElapsedTime()
@@ -36,27 +36,27 @@ class Agreement:
 
     def after_refit(self, step: int) -> Metrics:
         """Checks them after a step's refit. Returns metrics, and raises RunFailure likewise."""
-        is_due = self._has_gate and self._config.agreement.canaries == "refits"
+        is_due = self._has_gate and self._config.logprob_check.canaries == "refits"
         return self._gate(f"after the refit of step {step}") if is_due else {}
 
     @property
     def _has_gate(self) -> bool:
         """Whether canaries are asked for; a tokenizer may make no tokens of them."""
-        return self._config.agreement.canaries != "off" and bool(self._canaries.prompts)
+        return self._config.logprob_check.canaries != "off" and bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warns where a step's tokens differ by more than the limit, the first time with the ranked causes, or raises
-        RunFailure with them if agreement.action=stop. metrics: those of the training; the engines have taken its
+        RunFailure with them if logprob_check.action=stop. metrics: those of the training; the engines have taken its
         weights since."""
         found = excess(self._config, metrics)
         if found is None:
             return
-        stops = self._config.agreement.action == "stop"
+        stops = self._config.logprob_check.action == "stop"
         if self._canaries.prompts and (stops or not self._is_explained):
             self._is_explained = True
             found = f"{found}. {self._explain()}"
         if stops:
-            raise RunFailure(f"agreement.action=stop: {found}")
+            raise RunFailure(f"logprob_check.action=stop: {found}")
         print(f"megarl: warning: {found}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
@@ -113,6 +113,6 @@ def tell(explained: Mapping[str, Evidence]) -> str:
 
 
 def _limit(config: Config) -> str:
-    if config.agreement.limit is not None:
-        return f"agreement.limit={config.agreement.limit:g}"
+    if config.logprob_check.limit is not None:
+        return f"logprob_check.limit={config.logprob_check.limit:g}"
     return f"what rounding of {config.precision} explains ({config.agreement_limit:g})"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.cluster.arrival import Arrival
+from megarl.cluster.sync_verifier import SyncVerifier
 from megarl.config.schema import Config
 from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
@@ -48,7 +48,7 @@ def steps(store, rank: int, config: Config, folder: Path, num_steps: int, fault:
     [engine] = vllm_holders(hf_config, 1, 1, dtype)
     weights = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in engine.shapes.items()}
     writes = make_plan([worker.holder], [engine]).into(engine.name)
-    arrival = Arrival(lambda wanted: worker.checksums(wanted, export_plan), "first", config.actor.frozen)
+    arrival = SyncVerifier(lambda wanted: worker.checksums(wanted, export_plan), "first", config.actor.frozen)
     rate, do_update = 0.0, worker.optimizer.step
     for number in range(num_steps + 1):
         if number:

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import place_here
 from megarl.cluster.model_folders import ModelFolders
-from megarl.cluster.nodes.meeting import Meeting
+from megarl.cluster.nodes.rendezvous import NodeRendezvous
 from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
@@ -63,7 +63,7 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class RunContext:
     """The loop of a run.
 
     resume_point   the point where the run begins, whose state moves on with the steps
@@ -86,7 +86,7 @@ class Loop:
         data: PromptSet | OfflineData,
         given: Mapping[str, str] = NONE_GIVEN,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
-    ) -> Iterator[Loop]:
+    ) -> Iterator[RunContext]:
         """Locks and opens the run's folder and prints the run's summary, before any process is started; at an early end
         prints how to go on. Raises UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk
         without room for the next checkpoint.
@@ -183,7 +183,7 @@ class Loop:
             state.step += 1
             begin = time.time()
             metrics = step() | {"data/dropped_rows": self.data.num_dropped} | evaluate()
-            others = Meeting(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
+            others = NodeRendezvous(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
             metrics |= effective_share.metrics(metrics)

@@ -31,7 +31,7 @@ class Tolerance:
     mask: MaskLevel | None = None
 
 
-class Agreement(Section):
+class LogprobCheck(Section):
     threshold: PositiveFloat | None
     limit: PositiveFloat | None
     action: Literal["warn", "stop", "mask"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.agreement_schema import ROUNDING
 from megarl.config.load import load
+from megarl.config.logprob_check_schema import ROUNDING
 from megarl.core.metrics import Metric
-from megarl.step.agreement import announce, excess, tell
 from megarl.step.causes import Evidence
+from megarl.step.logprob_check import announce, excess, tell
 from tests.paths import BASE
 
 KEYS = {
@@ -38,15 +38,15 @@ def test_a_difference_above_rounding_is_told(precision: str, share: float) -> No
 
 
 def test_a_limit_of_the_recipe_stands_in_place_of_rounding() -> None:
-    config = config_of("agreement.limit=0.4")
-    assert told(config, 0.3) is None and "above agreement.limit=0.4" in told(config, 0.5)
+    config = config_of("logprob_check.limit=0.4")
+    assert told(config, 0.3) is None and "above logprob_check.limit=0.4" in told(config, 0.5)
     assert config.canary_limit == 0.4
 
 
 def test_samples_of_earlier_weights_have_no_limit_but_the_recipe_s() -> None:
     """Canary prompts are of the trainer's weights there, too."""
     assert told(config_of(*AHEAD), 10.0) is None
-    config = config_of(*AHEAD, "agreement.limit=1")
+    config = config_of(*AHEAD, "logprob_check.limit=1")
     assert told(config, 2.0) is not None and config.canary_limit == ROUNDING["bfloat16"]
 
 
@@ -55,8 +55,8 @@ def test_a_step_that_does_not_train_the_policy_has_none() -> None:
 
 
 def test_the_start_says_what_is_left_out_of_the_loss() -> None:
-    assert announce(config_of()) == announce(config_of("agreement.action=stop")) == []
-    [line] = announce(config_of("agreement.action=mask", "agreement.mask=sample"))
+    assert announce(config_of()) == announce(config_of("logprob_check.action=stop")) == []
+    [line] = announce(config_of("logprob_check.action=mask", "logprob_check.mask=sample"))
     assert "samples with a token on which trainer and engine differ by more than 1.5 have no loss" in line
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.cluster import arrival
-from megarl.cluster.arrival import Arrival
 from megarl.cluster.failure import RunFailure
+from megarl.cluster.sync_verifier import SyncVerifier
 from megarl.resharding.piece import whole
 from megarl.resharding.verification import Checksum, Region, checksum
 
@@ -43,9 +43,9 @@ def trainers() -> FakeTrainers:
     return FakeTrainers()
 
 
-def watch(trainers: FakeTrainers, verify: str = "first", frozen: Sequence[str] = ()) -> Arrival:
+def watch(trainers: FakeTrainers, verify: str = "first", frozen: Sequence[str] = ()) -> SyncVerifier:
     """Returns the watch over arrivals after the refit at the start of a run."""
-    watched = Arrival(trainers.checksums, verify, frozen)
+    watched = SyncVerifier(trainers.checksums, verify, frozen)
     watched.expect(REGIONS, 0.0)
     return watched
 
@@ -97,7 +97,7 @@ def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
 def test_all_are_expected_at_first_then_a_sample_of_what_is_trained(trainers, monkeypatch):
     monkeypatch.setattr(arrival, "NUM_REGIONS", 3)
     monkeypatch.setattr(arrival, "NUM_ELEMENTS", 100)
-    watched = Arrival(trainers.checksums, "first", ["model.layers.[0-3].*"])
+    watched = SyncVerifier(trainers.checksums, "first", ["model.layers.[0-3].*"])
     first, later = watched.expect(REGIONS, 0.0), watched.expect(REGIONS, 0.0)
     assert first.keys() >= set(REGIONS) and first.keys() >= later.keys()
     assert len(later) == 3 and {region.tensor for region in later} <= set(NAMES[4:])

@@ -8,30 +8,30 @@ from megarl.config.schema import Config
 
 
 def masked_tokens_are_compared(config: Config) -> str | None:
-    if config.agreement.action != "mask" or config.algorithm.correction.old != "rollout":
+    if config.logprob_check.action != "mask" or config.algorithm.correction.old != "rollout":
         return None
     return (
-        "agreement.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare the "
+        "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare the "
         "engine's with; set old=trainer, or action=warn or stop"
     )
 
 
 def masked_tokens_have_losses_of_their_own(config: Config) -> str | None:
     objective = config.algorithm.objective
-    if config.agreement.action != "mask" or objective.spec.is_policy_objective or config.is_offline:
+    if config.logprob_check.action != "mask" or objective.spec.is_policy_objective or config.is_offline:
         return None
     return (
-        f"agreement.action=mask: algorithm.objective.name={objective.name} compares whole samples in pairs, of which "
+        f"logprob_check.action=mask: algorithm.objective.name={objective.name} compares whole samples in pairs, of which "
         "no part can be left out; set action=warn or stop"
     )
 
 
 def something_can_stop_the_run(config: Config) -> str | None:
-    if config.agreement.action != "stop" or config.agreement_limit is not None:
+    if config.logprob_check.action != "stop" or config.agreement_limit is not None:
         return None
     return (
-        f"agreement.action=stop: with rollout.max_staleness={config.rollout.max_staleness} samples of earlier weights "
-        "differ by more than rounding, and agreement.limit=null is none; set a limit, or action=warn"
+        f"logprob_check.action=stop: with rollout.max_staleness={config.rollout.max_staleness} samples of earlier weights "
+        "differ by more than rounding, and logprob_check.limit=null is none; set a limit, or action=warn"
     )
 
 

@@ -14,7 +14,7 @@ NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 """Regions in the sample, and elements of each: a million at most, whose checksums take some hundredths of a second."""
 
 
-class Arrival:
+class SyncVerifier:
     """Compares checksums at each refit: of all weights where rollout.verify_refit asks for it, else of a sample of the
     trained ones, the same elements every time.
 

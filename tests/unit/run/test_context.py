@@ -17,8 +17,8 @@ from megarl.config.load import load
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints
+from megarl.run.context import RunContext
 from megarl.run.lock import run_lock
-from megarl.run.loop import Loop
 from tests.paths import BASE
 
 PROMPTS = PromptSet((Prompt("0", "", (1,)),), "hash of the prompts")
@@ -26,15 +26,15 @@ MODELS = SimpleNamespace(actor=None, trained=lambda config: {}, identify=dict)
 
 
 @contextmanager
-def loop(root: Path, *overrides: str) -> Iterator[Loop]:
+def loop(root: Path, *overrides: str) -> Iterator[RunContext]:
     required = [f"run.folder={root}", "run.name=a", "model.path=m", "data.source=arithmetic", "run.steps=3"]
-    with Loop.prepare(load(BASE, [*required, *overrides]), MODELS, PROMPTS) as prepared:
+    with RunContext.prepare(load(BASE, [*required, *overrides]), MODELS, PROMPTS) as prepared:
         yield prepared
 
 
 @pytest.fixture(autouse=True)
 def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.loop.print_run_summary", lambda *_: None)
+    monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -107,11 +107,11 @@ class Group:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     stand_in = Told()
-    monkeypatch.setattr("megarl.run.loop.interrupts", stand_in)
+    monkeypatch.setattr("megarl.run.context.interrupts", stand_in)
     return stand_in
 
 
-def run_until(ours: Loop, number: int, act: Callable[[], dict]) -> list[int]:
+def run_until(ours: RunContext, number: int, act: Callable[[], dict]) -> list[int]:
     """Runs the loop, where step `number` is `act`. Returns the steps whose metrics are written."""
 
     def step() -> dict:
@@ -219,7 +219,7 @@ def test_it_evaluates_before_the_first_step_and_after_each_with_the_steps_metric
 def test_solve_rates_of_a_step_change_which_prompts_come(tmp_path: Path) -> None:
     with loop(tmp_path, "data.solved_weight=0.1") as prepared:
         assert [prompt.id for prompt in prepared.take(1)] == ["0"]
-        assert prepared.note_solved({"0": 0.75}) == {"data/seen_share": 1.0, "data/solve_rate_mean": 0.75}
+        assert prepared.note_solved({"0": 0.75}) == {"data/seen_frac": 1.0, "data/solve_rate_mean": 0.75}
         assert prepared.state.dump()["cursor"]["rates"] == {"0": 0.75}
     with loop(tmp_path, "run.name=b") as prepared:
         assert prepared.note_solved({"0": 0.75}) == {}

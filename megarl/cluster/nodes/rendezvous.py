@@ -86,14 +86,14 @@ class Report:
     is_failure: bool = False
 
 
-class Meeting:
+class NodeRendezvous:
     """The folder, as the driver and as the other nodes use it."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def invite(self, invitation: Invitation) -> None:
-        """Begins a new meeting, in which nothing of an earlier attempt is left."""
+        """Begins a new rendezvous, in which nothing of an earlier attempt is left."""
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.glob("*.json"):
             file.unlink()
@@ -103,7 +103,7 @@ class Meeting:
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
-        """Ends the meeting: the others end their part of the run."""
+        """Ends the rendezvous: the others end their part of the run."""
         (self._folder / INVITATION).unlink(missing_ok=True)
 
     def invitation(self) -> Invitation | None:

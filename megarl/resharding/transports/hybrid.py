@@ -33,7 +33,7 @@ anew, because they have moved: to connect takes far longer than that."""
 
 
 @dataclass(frozen=True, slots=True)
-class NearAndFar:
+class HybridTransport:
     """The two ways. A Channel, for those that read."""
 
     near: Channel

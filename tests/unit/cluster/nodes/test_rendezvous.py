@@ -1,0 +1,115 @@
+"""The folder by which nodes meet, and the driver's wait for them, with a stand-in for Ray's list of nodes."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.failure import RunFailure
+from megarl.cluster.nodes import gathering
+from megarl.cluster.nodes.gathering import gather, lost_nodes
+from megarl.cluster.nodes.rendezvous import INVITATION, PACKAGES, Invitation, NodeRendezvous, Report
+from megarl.core.errors import UserError
+from megarl.core.versions import installed_versions
+
+INVITED = Invitation("a1", "10.0.0.1", 5000, "secret", installed_versions(PACKAGES), 8, 2**28, "/logs", 0.0)
+
+
+def report(number: int, invitation: str = "a1") -> Report:
+    return Report(f"n{number}", invitation, f"10.0.0.{number}", cores=64, gpus=8)
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> NodeRendezvous:
+    rendezvous = NodeRendezvous(tmp_path / "nodes")
+    rendezvous.invite(INVITED)
+    return rendezvous
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the nodes that Ray has."""
+    numbers: list[int] = []
+    monkeypatch.setattr(gathering, "alive_nodes", lambda: {f"10.0.0.{number}": f"id {number}" for number in numbers})
+    return numbers
+
+
+def test_an_invitation_is_read_by_others_and_by_no_stranger(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
+    assert NodeRendezvous(tmp_path / "nodes").invitation() == INVITED
+    file = tmp_path / "nodes" / INVITATION
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    rendezvous.withdraw()
+    rendezvous.withdraw()
+    assert rendezvous.invitation() is None
+    assert NodeRendezvous(tmp_path / "none").invitation() is None
+
+
+def test_an_attempt_leaves_nothing_to_the_next(rendezvous: NodeRendezvous) -> None:
+    rendezvous.report(report(2))
+    rendezvous.ask_for_stacks([Path("a.log")])
+    rendezvous.invite(replace(INVITED, id="b2"))
+    assert rendezvous.reports() == [] and rendezvous.wanted_stacks() == (0, [])
+
+
+def test_versions_that_differ_are_told(rendezvous: NodeRendezvous) -> None:
+    assert INVITED.differing() == {}
+    here = installed_versions(PACKAGES)["torch"]
+    other = replace(INVITED, versions=INVITED.versions | {"torch": "1.0"})
+    assert other.differing() == {"torch": ("1.0", here)}
+
+
+def test_reports_come_in_the_order_of_the_names_numbers(rendezvous: NodeRendezvous) -> None:
+    for number in (10, 2, 1):
+        rendezvous.report(report(number))
+    assert [found.name for found in rendezvous.reports()] == ["n1", "n2", "n10"]
+    rendezvous.report(replace(report(2), peak_gb=(2.0, 1.0)))
+    assert [found.peak_gb for found in rendezvous.reports()] == [(0.0, 0.0), (2.0, 1.0), (0.0, 0.0)]
+
+
+def test_stacks_are_asked_for_by_number(rendezvous: NodeRendezvous) -> None:
+    assert rendezvous.wanted_stacks() == (0, [])
+    rendezvous.ask_for_stacks([Path("/logs/a.log")])
+    rendezvous.ask_for_stacks([Path("/logs/b.log")])
+    assert rendezvous.wanted_stacks() == (2, [Path("/logs/b.log")])
+
+
+def test_the_run_takes_the_first_nodes_that_ray_has(rendezvous: NodeRendezvous, alive: list[int], capsys) -> None:
+    for number in (2, 3, 4):
+        rendezvous.report(report(number))
+    rendezvous.report(report(5, invitation="of an earlier attempt"))
+    alive += [1, 3, 4, 5]
+    assert gather(rendezvous, 2, 0.0, "runs/r") == [report(3), report(4)]
+    assert capsys.readouterr().out.splitlines() == [
+        "node n3: joined, 10.0.0.3, 64 cores, 8 GPUs",
+        "node n4: joined, 10.0.0.4, 64 cores, 8 GPUs",
+    ]
+
+
+def test_nodes_that_are_missing_in_time_are_counted_and_those_on_the_way_named(
+    rendezvous: NodeRendezvous, alive: list[int]
+) -> None:
+    rendezvous.report(report(2))
+    rendezvous.report(report(3))
+    alive += [1, 2]
+    message = (
+        r"nodes: of 3 other nodes 1 joined in cluster.timeouts.start=0 s \(n2\); n3 began to, see their ray-\*.log in "
+        "the logs; run megarl join runs/r on each of the others"
+    )
+    with pytest.raises(RunFailure, match=message):
+        gather(rendezvous, 3, 0.0, "runs/r")
+
+
+def test_a_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: list[int]) -> None:
+    rendezvous.report(replace(report(2), problem="node n2: 4 GPUs, and the run takes 8 of each node"))
+    with pytest.raises(UserError, match="n2: 4 GPUs"):
+        gather(rendezvous, 1, 100.0, "runs/r")
+
+
+def test_lost_nodes_are_those_that_ray_no_longer_has(alive: list[int]) -> None:
+    alive += [1, 2]
+    assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
+    assert lost_nodes([report(2)], patience_s=0.0) == []
+    assert lost_nodes([], patience_s=9.0) == []
