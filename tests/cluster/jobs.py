@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
 from tests.paths import ROOT
+from tests.timing import ASK_S, START_S
 
-STARTED_S, ENDED_S = 300, 240
 ATTEMPT = "job: attempt on "
 REWARD = """
 import time
@@ -84,15 +84,15 @@ class Launched:
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.log, re.MULTILINE):
             assert time.monotonic() < deadline, self.log
-            time.sleep(0.2)
+            time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
         """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
         nodes."""
-        deadline = time.monotonic() + STARTED_S
+        deadline = time.monotonic() + START_S
         while len(self.attempts) < number or not self._steps_of_newest_attempt():
             assert time.monotonic() < deadline, (self.job, self.log)
-            time.sleep(0.2)
+            time.sleep(ASK_S)
         return self.attempts[-1].split()
 
     def _steps_of_newest_attempt(self) -> bool:
