@@ -20,7 +20,7 @@ from tests.paths import CONFIGS, ROOT
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def conversation(number: int) -> dict:

@@ -200,6 +200,7 @@ def test_metrics_of_environments(run):
         assert step["mismatch/logprob_abs_max"] <= 1e-4
 
 
+@pytest.mark.exhaustive
 def test_an_agent_is_trained_on_what_it_did_by_http(tmp_path):
     run = train(
         tmp_path,
