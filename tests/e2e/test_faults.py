@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_recipe
-from tests.timing import START_S, WAIT_S
+from tests.timing import LIMIT_S, START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
@@ -221,11 +221,11 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 @pytest.mark.usefixtures("hold")
 def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "cluster.timeouts.rewards=10") as run:
+    with Run(recipe, tmp_path, f"cluster.timeouts.rewards={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
-    cause = f"rewards: no answer from rewards-0 in 10 s; their stacks are at the end of {log}"
+    cause = f"rewards: no answer from rewards-0 in {LIMIT_S} s; their stacks are at the end of {log}"
     cause += "; if they only need longer, raise cluster.timeouts.rewards"
     assert line == f"megarl: error: {cause}"
     assert "in digit_share" in log.read_text()
@@ -234,12 +234,11 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "rewards.timeout_s=2") as run:
+    with Run(recipe, tmp_path, f"rewards.timeout_s={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
-    cause = (
-        r"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s=2 on sample 1\.\S+ \(\d+ of \d+"
-    )
+    cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
+    cause += r" \(\d+ of \d+"
     assert re.match(f"megarl: error: {cause} samples failed; rewards.failure_limit=0 allows 0", line)
     assert "in digit_share" in (run.folder / "logs/attempt_1/rewards-0.log").read_text()
 
