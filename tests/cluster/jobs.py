@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
+from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
 from tests.paths import ROOT
 from tests.timing import ASK_S, START_S
 
@@ -36,18 +37,22 @@ def write_rewards(shared: Path) -> None:
     (shared / "slow").touch()
 
 
-def launch(cluster: Slurm, shared: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
-    command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
+def launch(
+    cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """vllm: whether the engines are vLLM's; else they are fake ones (tests.fakes.engine)."""
+    engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
+    command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
     return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=60", cwd=ROOT)
 
 
 class Launched:
     """A run that was launched as a job."""
 
-    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str):
+    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False):
         self.cluster, self.folder = cluster, shared / "runs" / name
-        done = launch(cluster, shared, name, *arguments)
+        done = launch(cluster, shared, name, *arguments, vllm=vllm)
         assert done.returncode == 0, done.stderr
         self.number = (self.folder / "launch/submitted").read_text().strip()
 

@@ -70,7 +70,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
     (shared / "slow").unlink()
     last = f"run.steps={saved + 3}"
-    alone = on_one_machine(shared, "alone", *COMMON, rewards, last, vllm=True)
+    alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
     run = Launched(cluster, shared, "soak", *options, rewards, last)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
     assert run.log.splitlines()[-1] == "job: done"
@@ -89,9 +89,8 @@ def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm
     chance = random.Random(SEED)
     rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
     keys = [rewards, "checkpoint.every_steps=1", f"run.steps={STEPS_OF_SOAK}"]
-    run = Launched(
-        cluster, shared, "twenty", "--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5", *keys
-    )
+    options = ["--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5"]
+    run = Launched(cluster, shared, "twenty", *options, *keys, vllm=True)
     machines = {machine.name: machine for machine in cluster.machines}
     faults = [chance.choice(VICTIMS) for _ in range(20)]
     for number, victim in enumerate(faults, 1):
