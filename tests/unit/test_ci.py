@@ -96,7 +96,7 @@ def test_everything_is_due_if_the_verified_commit_is_unknown(repository: Reposit
     ("path", "due"),
     [
         ("LICENSE", []),
-        ("megarl/doctor/examine.py", []),
+        ("megarl/planner/plan.py", []),
         ("megarl/report/plots.py", ["test-browser"]),
         ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive"]),
         ("megarl/megatron/step.py", ["test-learn", "test-exhaustive", "test-newest"]),
