@@ -145,7 +145,7 @@ class Refit:
             return self._rendezvous
         near: Channel
         if self._reads_on_gpu:
-            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
+            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
         else:
             near = SharedMemory(self._trainers.publish(for_refit=True).result())
         return HybridTransport(near, self._rendezvous) if self._sends else near

@@ -175,7 +175,7 @@ in_layouts = pytest.mark.parametrize(
 @in_layouts
 def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
     case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)
-    assert any(bucket.onward for bucket in case.plan.buckets) == bool(nodes)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == bool(nodes)
     largest = max(bucket.num_bytes for bucket in case.plan.buckets)
     simulated = hops_of_members(schedule(case.plan, Bandwidth(inter=50e9, intra=400e9)))
     for rank, (staged, allocated, hops) in enumerate(run_ranks(len(case.members), take_part, case)):
@@ -220,7 +220,7 @@ def test_what_is_near_is_read_and_only_the_rest_travels(vllm_tp, nodes, bucket_b
     """Two nodes with a pipeline stage each, of which the engines on both want both; the last engine lies on both."""
     replicas = len(nodes) // vllm_tp
     case = Case(layout_of(pp=2, dp=2), vllm_tp, replicas, bucket_bytes, nodes, source_nodes=(0, 0, 1, 1))
-    assert any(bucket.onward for bucket in case.plan.buckets) == (replicas > 1)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == (replicas > 1)
     sent = run_ranks(len(case.members), read_near_and_far, case)
     crossing = [
         bucket.num_bytes
@@ -228,9 +228,9 @@ def test_what_is_near_is_read_and_only_the_rest_travels(vllm_tp, nodes, bucket_b
         for link in bucket.links
         if case.plan.nodes[link.source] != case.plan.nodes[link.destination]
     ]
-    handed_on = [bucket.num_bytes for bucket in case.plan.buckets for _ in bucket.onward]
+    handed_on = [bucket.num_bytes for bucket in case.plan.buckets for _ in bucket.forwards]
     assert sum(sent[: len(case.sources)]) == sum(crossing) and sum(sent) == sum(crossing) + sum(handed_on)
-    assert case.plan.near.num_bytes + sum(sent) == case.plan.num_bytes
+    assert case.plan.node_local.num_bytes + sum(sent) == case.plan.num_bytes
 
 
 @in_layouts
@@ -238,7 +238,7 @@ def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replica
     """Nothing is allocated but the buffers, and these are smaller."""
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     by_buffers = run_ranks(len(case.members), take_part, case)
-    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
+    monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
     straight = run_ranks(len(case.members), take_part, case)
     assert all(allocated == staged for staged, allocated, _ in straight)
     assert sum(staged for staged, *_ in straight) < 0.8 * sum(staged for staged, *_ in by_buffers)
@@ -444,8 +444,8 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
 @pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["alone", "handed-on"])
 def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch, nodes):
     """What a member hands on after its buffer was another's is not among its parameters."""
-    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
+    monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
     case = Case(layout_of(tp=2), vllm_tp=1, replicas=len(nodes), bucket_bytes=256, nodes=nodes)
-    assert any(bucket.onward for bucket in case.plan.buckets) == (len(nodes) > 1)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == (len(nodes) > 1)
     case.plan = replace(case.plan, padding=())
     run_ranks(2 + len(nodes), assembled, case)

@@ -147,7 +147,7 @@ def take_part_and_count(store: dist.Store, rank: int, case: Case) -> tuple[int, 
 
 def test_a_bucket_is_a_batch_and_no_pair_has_a_communicator(monkeypatch):
     """Three workers are on one node, and hand buckets on to each other; the fourth is alone on another."""
-    monkeypatch.setattr(messages, "ALONE_BYTES_OF_NCCL", 8)
+    monkeypatch.setattr(messages, "UNPACKED_BYTES_NCCL", 8)
     case = Case(layout_of(), vllm_tp=2, replicas=2, bucket_bytes=1024, nodes=(1, 1, 1, 2))
     counts = run_ranks(len(case.members), take_part_and_count, case)
     assert [created for created, _ in counts] == [1, 2, 2, 2, 1]

@@ -632,7 +632,7 @@ def connect_by_p2p(
         for replica in range(2)
     ]
     plan = ordered(make_plan(trainers.holders, [holder for own in holders for holder in own], BUCKET_BYTES))
-    assert any(bucket.onward for bucket in plan.buckets)
+    assert any(bucket.forwards for bucket in plan.buckets)
     trainers.call("connect", plan, rendezvous := trainers.rendezvous())
     for remote, own in zip(engines, holders, strict=True):
         remote.call("connect", plan, rendezvous, own)

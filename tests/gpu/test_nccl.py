@@ -38,7 +38,7 @@ class Member:
 
     def __init__(self, rank: int, port: int, kind: type[Rendezvous], rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.ALONE_BYTES_OF_NCCL = 64  # what is larger travels beside the packed message, in the same batch
+        messages.UNPACKED_BYTES_NCCL = 64  # what is larger travels beside the packed message, in the same batch
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations

@@ -15,11 +15,11 @@ class Way(NamedTuple):
     """The links by which something travels.
 
     links    from those who have it to those who want it
-    onward   between the latter, inside their nodes
+    forwards   between the latter, inside their nodes
     """
 
     links: tuple[Link, ...]
-    onward: tuple[Link, ...]
+    forwards: tuple[Link, ...]
 
 
 class Balance:
@@ -88,7 +88,7 @@ class Balance:
 
     def _make_way(self, order: tuple[int, ...], wanting: tuple[int, ...], turn: int) -> Way:
         """Returns the way. order: those who have it, the next to give first."""
-        links, onward = [], []
+        links, forwards = [], []
         far = 0
         for group in self.by_node(wanting):
             near = [holder for holder in order if self._nodes[holder] == self._nodes[group[0]]]
@@ -97,9 +97,9 @@ class Balance:
                 continue
             entry = group[turn % len(group)]
             links.append(Link(order[far % len(order)], entry))
-            onward += [Link(entry, other) for other in group if other != entry]
+            forwards += [Link(entry, other) for other in group if other != entry]
             far += 1
-        return Way(tuple(links), tuple(onward))
+        return Way(tuple(links), tuple(forwards))
 
     def _inside(self, near: Sequence[int], takers: Sequence[int]) -> Iterator[Link]:
         """Yields links from those on a node that have it, the next to give first, to those on it that want it."""

@@ -76,18 +76,18 @@ class _Check:
 
     def _check_links(self, bucket: Bucket) -> None:
         entries = {link.destination for link in bucket.links}
-        for link in (*bucket.links, *bucket.onward):
+        for link in (*bucket.links, *bucket.forwards):
             self._check_number(link.destination)
         for link in bucket.links:
             if not 0 <= link.source < len(self._shards):
                 raise PlanError(f"{link.source} is not the number of a holder")
-        for link in bucket.onward:
+        for link in bucket.forwards:
             if link.source not in entries:
                 raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
 
     def _check_moves(self, bucket: Bucket) -> None:
         givers = {self._shards[link.source] for link in bucket.links}
-        takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.onward)}
+        takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.forwards)}
         for move in bucket.moves:
             sent = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
             kept = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
@@ -130,7 +130,7 @@ class _Check:
         twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
-            takers = tuple(link.destination for link in (*bucket.links, *bucket.onward))
+            takers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))
             written[takers] += (move.destination for move in bucket.moves)
         for padding in self._plan.padding:
             written[padding.holders] += padding.places
@@ -147,7 +147,7 @@ class _Check:
 
     def _hops(self) -> Iterator[Hop]:
         for number, bucket in enumerate(self._plan.buckets):
-            for link in (*bucket.links, *bucket.onward):
+            for link in (*bucket.links, *bucket.forwards):
                 yield Hop(number, link)
 
     def _check_handed_on(self) -> None:

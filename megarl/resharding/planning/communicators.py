@@ -50,8 +50,8 @@ def communicators(plan: Plan) -> tuple[Communicator, ...]:
     Where both sides share devices, destinations read what is on their own node, and it is not sent."""
     links: dict[_Place, set[Link]] = defaultdict(set)
     for bucket in plan.buckets:
-        for link in (*bucket.links, *bucket.onward):
-            if not (plan.devices and plan.is_near(link)):
+        for link in (*bucket.links, *bucket.forwards):
+            if not (plan.devices and plan.is_node_local(link)):
                 links[_place(plan, link)].add(link)
     return tuple(
         Communicator(tuple(sorted({rank for link in links[place] for rank in link})), place.node is not None)

@@ -25,7 +25,7 @@ class CompactPlan:
 
     bare     the plan without what is in the arrays
     buckets  [B, 2]  bytes of the bucket, and how many moves there are up to its end
-    links    [L, 4]  bucket, whether it is one of `onward`, source, destination; by bucket, and there in order
+    links    [L, 4]  bucket, whether it is one of `forwards`, source, destination; by bucket, and there in order
     moves    [M, 6]  of each bucket in turn: source's parameter and rectangle, destination's, source's dtype,
                      destination's, by their places in `terms`
     terms    names of parameters, rectangles and dtypes, each once
@@ -50,9 +50,9 @@ class CompactPlan:
             for term in (*source, *destination, *dtypes)
         )
         links = (
-            (number, onward, *link)
+            (number, forwards, *link)
             for number, bucket in enumerate(plan.buckets)
-            for onward, links in enumerate((bucket.links, bucket.onward))
+            for forwards, links in enumerate((bucket.links, bucket.forwards))
             for link in links
         )
         ends = accumulate(len(bucket.moves) for bucket in plan.buckets)
@@ -85,7 +85,7 @@ class CompactPlan:
     def _bucket(self, number: int, links: np.ndarray) -> Bucket:
         num_bytes, end = self.buckets[number].tolist()
         start = self.buckets[number - 1, 1] if number else 0
-        kinds = (links[links[:, 1] == onward, 2:].tolist() for onward in (False, True))
+        kinds = (links[links[:, 1] == forwards, 2:].tolist() for forwards in (False, True))
         ways = (tuple(Link(*ends) for ends in kind) for kind in kinds)
         return Bucket(*ways, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
 

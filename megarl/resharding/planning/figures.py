@@ -146,7 +146,7 @@ def _shares(
 def _bytes_by_link(plan: Plan) -> dict[str, int]:
     moved = {"inter": 0, "intra": 0, "local": 0}
     for bucket in plan.buckets:
-        for link in (*bucket.links, *bucket.onward):
+        for link in (*bucket.links, *bucket.forwards):
             node_link = "local" if plan.is_local(link) else "intra"
             moved[node_link if plan.nodes[link.source] == plan.nodes[link.destination] else "inter"] += bucket.num_bytes
     return moved
@@ -163,8 +163,8 @@ def _sent(plan: Plan, messages: Sequence[int]) -> _Sent:
     """Returns what is sent. Where both sides share devices, destinations read what is on their own node, and it is not.
     messages: of each bucket."""
     sent = _Sent([set() for _ in plan.holders], [0] * len(plan.holders))
-    for bucket, count in zip((plan.far if plan.devices else plan).buckets, messages, strict=True):
-        for source, destination in (*bucket.links, *bucket.onward):
+    for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
+        for source, destination in (*bucket.links, *bucket.forwards):
             sent.neighbours[source].add(destination)
             sent.neighbours[destination].add(source)
             sent.operations[source] += count

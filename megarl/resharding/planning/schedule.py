@@ -80,11 +80,11 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
         # A hop that begins at a destination waits for the bucket that it hands on, or for all that it has received.
-        arrival = (number, link.source) if link in bucket.onward else link.source
+        arrival = (number, link.source) if link in bucket.forwards else link.source
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
-        is_sent = not (plan.devices and plan.is_near(link))  # else it is read where it lies
+        is_sent = not (plan.devices and plan.is_node_local(link))  # else it is read where it lies
         taken = [("out", out), ("in", into)]
         if is_sent and plan.nodes[link.source] == plan.nodes[link.destination]:
             taken += [("in", out), ("out", into)]
@@ -151,7 +151,7 @@ class _Simulation:
         self._touched: tuple[set[Port], set[Port]] = (set(), set())
         self._running: list[tuple[float, int, Port, Port, _Waiting]] = []
         self._order: list[Hop] = []
-        self._onward: list[dict[int, list[Link]]] = [_by_source(bucket.onward) for bucket in plan.buckets]
+        self._onward: list[dict[int, list[Link]]] = [_by_source(bucket.forwards) for bucket in plan.buckets]
         self._later: dict[int, list[tuple[int, Link]]] = defaultdict(list)
         """The links that wait for all that arrives: destination -> links that begin there in other buckets than those
         that have just arrived."""
@@ -170,19 +170,19 @@ class _Simulation:
             while self._running and self._running[0][0] == now:
                 self._end(*heappop(self._running)[2:])
             self._start(now)
-        assert len(self._order) == sum(len(bucket.links) + len(bucket.onward) for bucket in self._plan.buckets)
+        assert len(self._order) == sum(len(bucket.links) + len(bucket.forwards) for bucket in self._plan.buckets)
         return self._order
 
     def _load(self) -> None:
         for number, bucket in enumerate(self._plan.buckets):
-            for link in (*bucket.links, *bucket.onward):
+            for link in (*bucket.links, *bucket.forwards):
                 if not self._plan.is_local(link):
                     out, into, seconds = _ports(self._plan, number, link, self._speeds)
                     self._out.left[out] += seconds
                     self._in.left[into] += seconds
                     for side, port in self._ends(out, into):
                         side.left[port] += 0
-                if link.source < self._plan.num_sources or link in bucket.onward:
+                if link.source < self._plan.num_sources or link in bucket.forwards:
                     self._missing[link.destination] += 1
             for link in bucket.links:
                 if link.source >= self._plan.num_sources:
@@ -245,8 +245,8 @@ class _Simulation:
     def _arrived(self, bucket: int, link: Link) -> None:
         """Offers what waited for this arrival."""
         destination = link.destination
-        for onward in self._onward[bucket].pop(destination, ()):
-            self._offer(bucket, onward)
+        for forwards in self._onward[bucket].pop(destination, ()):
+            self._offer(bucket, forwards)
         self._missing[destination] -= 1
         if self._missing[destination] == 0:
             for later in self._later.pop(destination, ()):

@@ -76,10 +76,10 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     parameters   this holder's; a move of another one goes by way of the buffer
     """
     alone, together = [], []
-    offset, least = 0, messages.ALONE_BYTES_OF_NCCL if device.uses_nccl() else messages.ALONE_BYTES
-    for move, place in sorted(moves, key=lambda item: (not messages.is_alone(item[0], least), *_size_key(item))):
-        in_place = messages.is_alone(move, least) and _lies_in_one_stretch(move, place, parameters)
-        (alone if messages.is_alone(move, least) else together).append(Part(move, place, None if in_place else offset))
+    offset, least = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
+    for move, place in sorted(moves, key=lambda item: (not messages.is_unpacked(item[0], least), *_size_key(item))):
+        in_place = messages.is_unpacked(move, least) and _lies_in_one_stretch(move, place, parameters)
+        (alone if messages.is_unpacked(move, least) else together).append(Part(move, place, None if in_place else offset))
         offset += 0 if in_place else messages.move_bytes(move)
     return BucketLayout(tuple(alone), tuple(together), offset)
 

@@ -24,7 +24,7 @@ class FarRendezvous(Rendezvous):
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> PointToPoint:
-        return PointToPoint(self, member, parameters, plan.far, in_place)
+        return PointToPoint(self, member, parameters, plan.remote, in_place)
 
 
 _far_ends: dict[str, tuple[FarRendezvous, PointToPoint]] = {}
@@ -45,7 +45,7 @@ class HybridTransport:
             if end is not None:
                 end.close()
             _far_ends[member] = self.far, self.far.open(member, parameters, plan, in_place)
-        near = self.near.open(member, parameters, plan.near, in_place)
+        near = self.near.open(member, parameters, plan.node_local, in_place)
         return Reader(member, plan, near, _far_ends[member][1])
 
 
@@ -54,7 +54,7 @@ class Reader:
 
     def __init__(self, member: str, plan: Plan, near: Transport, far: PointToPoint):
         self._near, self._far = near, far
-        self._near_sources = {copy.source for copy in plan.near.into(member).copies}
+        self._near_sources = {copy.source for copy in plan.node_local.into(member).copies}
 
     @property
     def staging_bytes(self) -> int:

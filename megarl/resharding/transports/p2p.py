@@ -112,7 +112,7 @@ class PointToPoint:
         self._member, self._plan = member, plan
         self._parameters, self._in_place = parameters if in_place else {}, in_place
         self._rank = plan.holders.index(member)
-        travels = any(bucket.links or bucket.onward for bucket in plan.buckets)
+        travels = any(bucket.links or bucket.forwards for bucket in plan.buckets)
         assert plan.order or not travels, "a plan without an order; see schedule.ordered"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()

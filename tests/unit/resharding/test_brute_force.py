@@ -63,7 +63,7 @@ def carried_out(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Ho
         for source, destination in bucket.links:
             for move in bucket.moves:
                 write(part(everybody[destination], move.destination), part(everybody[source], move.source))
-        for source, destination in bucket.onward:
+        for source, destination in bucket.forwards:
             for move in bucket.moves:
                 write(part(everybody[destination], move.destination), part(everybody[source], move.destination))
     for padding in plan.padding:

@@ -173,7 +173,7 @@ def test_blocks_are_handed_on_inside_a_node():
     everybody = [copies[source.name] for source in sources] + found
     handed_on = set()
     for bucket in plan.buckets:
-        for link, is_first in [*((link, True) for link in bucket.links), *((link, False) for link in bucket.onward)]:
+        for link, is_first in [*((link, True) for link in bucket.links), *((link, False) for link in bucket.forwards)]:
             for move in bucket.moves:
                 place = move.source if is_first else move.destination
                 values = view(everybody[link.source][place.parameter], place.rectangle)

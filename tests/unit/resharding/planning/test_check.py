@@ -59,7 +59,7 @@ def refused(plan: Plan, message: str) -> None:
 
 
 def test_the_good_plan_passes():
-    assert any(bucket.onward for bucket in PLAN.buckets)
+    assert any(bucket.forwards for bucket in PLAN.buckets)
     check_plan(PLAN, SOURCES, DESTINATIONS)
 
 
@@ -89,19 +89,19 @@ def elements(move: Move) -> int:
 
 
 def test_a_link_dropped_and_doubled():
-    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.onward)
+    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.forwards)
     edited = partial(replace, bucket)
-    refused(with_bucket(index, edited(onward=bucket.onward[1:])), "elements are never written")
-    refused(with_bucket(index, edited(onward=(*bucket.onward, bucket.onward[0]))), "written twice")
+    refused(with_bucket(index, edited(forwards=bucket.forwards[1:])), "elements are never written")
+    refused(with_bucket(index, edited(forwards=(*bucket.forwards, bucket.forwards[0]))), "written twice")
     refused(with_bucket(index, edited(links=(*bucket.links, bucket.links[0]))), "written twice")
-    refused(with_bucket(index, edited(links=bucket.onward, onward=bucket.links)), "hands on what it has not received")
+    refused(with_bucket(index, edited(links=bucket.forwards, forwards=bucket.links)), "hands on what it has not received")
 
 
 def test_what_is_handed_on_must_have_come_before():
     """A bucket of its own hands on, instead of the one that brings."""
-    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.onward)
+    index, bucket = next((i, bucket) for i, bucket in enumerate(PLAN.buckets) if bucket.forwards)
     again = tuple(Move(move.destination, move.destination, "float32", "float32") for move in bucket.moves)
-    first, second = replace(bucket, onward=()), replace(bucket, links=bucket.onward, onward=(), moves=again)
+    first, second = replace(bucket, forwards=()), replace(bucket, links=bucket.forwards, forwards=(), moves=again)
     check_plan(with_bucket(index, first, second), SOURCES, DESTINATIONS)
     refused(with_bucket(index, second, first), "hands on what it has not received")
 

@@ -23,7 +23,7 @@ from tests.unit.resharding.planning.test_schedule import plan_of
 
 
 def sent(plan: Plan) -> Plan:
-    return plan.far if plan.devices else plan
+    return plan.remote if plan.devices else plan
 
 
 def hops_of(plan: Plan) -> dict[int, list[Hop]]:
@@ -31,7 +31,7 @@ def hops_of(plan: Plan) -> dict[int, list[Hop]]:
     compact, hops = CompactPlan.of(plan), {}
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, bucket in enumerate(plan.buckets):
-        for rank in {rank for link in (*bucket.links, *bucket.onward) for rank in link}:
+        for rank in {rank for link in (*bucket.links, *bucket.forwards) for rank in link}:
             numbers[rank].append(number)
     for rank, name in enumerate(plan.holders):
         hops[rank] = [Hop(numbers[rank][hop.bucket], hop.link) for hop in sent(compact.part([name])).order]

@@ -36,11 +36,11 @@ def test_a_part_has_the_hops_and_writes_of_its_members_and_no_others(case, toget
         def contents(any_plan, members=members):
             """Returns of each hop of the members the link, and what travels over it."""
             hops = ((any_plan.buckets[hop.bucket], hop.link) for hop in any_plan.order if members & {*hop.link})
-            return [(link, link in b.onward, b.moves, b.num_bytes) for b, link in hops]
+            return [(link, link in b.forwards, b.moves, b.num_bytes) for b, link in hops]
 
         assert contents(part) == contents(plan)
         assert len(part.order) == len(contents(part))
-        assert all(members & {*link} for bucket in part.buckets for link in (*bucket.links, *bucket.onward))
+        assert all(members & {*link} for bucket in part.buckets for link in (*bucket.links, *bucket.forwards))
         for name in {*group} & {*plan.destinations}:
             assert part.into(name) == plan.into(name)
 

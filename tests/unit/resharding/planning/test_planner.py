@@ -98,7 +98,7 @@ def test_bytes_enter_a_node_once_and_its_holders_take_turns():
     plan = proven(sources, destinations)
     entered = Counter(link.destination for bucket in plan.buckets for link in bucket.links for _ in bucket.moves)
     assert entered == dict.fromkeys(range(1, 7), 1)
-    assert all(plan.nodes[a] == plan.nodes[b] for bucket in plan.buckets for a, b in bucket.onward)
+    assert all(plan.nodes[a] == plan.nodes[b] for bucket in plan.buckets for a, b in bucket.forwards)
     assert plan.num_bytes == 6 * 48
 
 
@@ -107,7 +107,7 @@ def test_a_source_on_the_same_node_is_preferred():
     plan = proven(sources, [holder(f"d{i}", ((0, 4),), node=i % 2) for i in range(4)])
     pairs = {(plan.holders[a], plan.holders[b]) for bucket in plan.buckets for a, b in bucket.links}
     assert pairs == {("s0", "d0"), ("s1", "d1"), ("s0", "d2"), ("s1", "d3")}
-    assert not any(bucket.onward for bucket in plan.buckets)
+    assert not any(bucket.forwards for bucket in plan.buckets)
 
 
 def test_the_same_elements_under_different_names_enter_a_node_once():

@@ -21,14 +21,14 @@ SPEEDS = Bandwidth(inter=10, intra=100)
 
 
 def plan_of(nodes: list[int], num_sources: int, *buckets: tuple[list, list, int]) -> Plan:
-    """buckets: links, onward and bytes; what they contain does not matter here."""
+    """buckets: links, forwards and bytes; what they contain does not matter here."""
     plan = Plan(
         holders=tuple(f"holder{i}" for i in range(len(nodes))),
         nodes=tuple(nodes),
         num_sources=num_sources,
         buckets=tuple(
-            Bucket(tuple(Link(*link) for link in links), tuple(Link(*link) for link in onward), (), size)
-            for links, onward, size in buckets
+            Bucket(tuple(Link(*link) for link in links), tuple(Link(*link) for link in forwards), (), size)
+            for links, forwards, size in buckets
         ),
         padding=(),
     )
@@ -81,7 +81,7 @@ def test_ports_carry_one_bucket_at_a_time_and_nothing_is_lost(case, ranks_per_no
     destinations = on_nodes(vllm_holders(config, vllm_tp, replicas), ranks_per_node, first=sources[-1].node + 1)
     plan = ordered(make_plan(sources, destinations, bucket_bytes=100))
     result = schedule(plan, SPEEDS)
-    planned = [(i, link) for i, bucket in enumerate(plan.buckets) for link in (*bucket.links, *bucket.onward)]
+    planned = [(i, link) for i, bucket in enumerate(plan.buckets) for link in (*bucket.links, *bucket.forwards)]
     assert sorted((t.bucket, t.link) for t in result.transfers) == sorted(planned)
     ports, arrival = defaultdict(list), {}
     for transfer in result.transfers:
@@ -93,7 +93,7 @@ def test_ports_carry_one_bucket_at_a_time_and_nothing_is_lost(case, ranks_per_no
     for transfers in ports.values():
         assert all(before.stop <= after.start for before, after in pairwise(transfers))
     for transfer in result.transfers:
-        if transfer.link in plan.buckets[transfer.bucket].onward:
+        if transfer.link in plan.buckets[transfer.bucket].forwards:
             assert arrival[transfer.bucket, transfer.link.source] <= transfer.start
     busiest = max(sum(t.stop - t.start for t in transfers) for transfers in ports.values())
     assert result.floor_seconds == pytest.approx(busiest)
