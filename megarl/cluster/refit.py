@@ -23,7 +23,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import RemoteRendezvous, HybridTransport
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -161,7 +161,7 @@ class Refit:
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
         if not self._config.sends_weights:
-            return FarRendezvous(host, port, name, timeout_s)
+            return RemoteRendezvous(host, port, name, timeout_s)
         sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
         if self._config.rollout.refit_delta and not sends_deltas:
             print(

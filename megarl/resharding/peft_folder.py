@@ -16,7 +16,7 @@ from megarl.config.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_co
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.resharding.execute import execute
-from megarl.resharding.families.adapters import of_each_expert
+from megarl.resharding.families.adapters import expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport
@@ -35,18 +35,16 @@ class PeftFolder(AbstractContextManager):
         check_adapter_config(folder, lora)
         self._file = safe_open(folder / WEIGHTS, framework="pt")
         self._names = set(self._file.keys())
-        expected = {each for name in whole.shapes for each in of_each_expert(name, num_experts)}
+        expected = {each for name in whole.shapes for each in expert_tensor_names(name, num_experts)}
         if unknown := sorted(self._names - expected):
             raise UserError(
                 f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer of the model's decoder. "
                 "Fix: give adapters of this model"
             )
         for name, shape in whole.shapes.items():
-            for each in self._names.intersection(of_each_expert(name, num_experts)):
+            for each in self._names.intersection(expert_tensor_names(name, num_experts)):
                 if (found := tuple(self._file.get_slice(each).get_shape())) != shape:
-                    raise UserError(
-                        f"actor.lora.path={folder}: {each} has shape {found}, but the model needs {shape}"
-                    )
+                    raise UserError(f"actor.lora.path={folder}: {each} has shape {found}, but the model needs {shape}")
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__(None, None, None)
@@ -56,7 +54,7 @@ class PeftFolder(AbstractContextManager):
 
         Raises UserError if experts that share an adapter have different weights in the folder.
         """
-        names = [name for name in of_each_expert(tensor, self._num_experts) if name in self._names]
+        names = [name for name in expert_tensor_names(tensor, self._num_experts) if name in self._names]
         if not names:
             return None
         spans = tuple(slice(start, stop) for start, stop in rectangle)
@@ -87,7 +85,9 @@ def write_peft_folder(
 
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
     """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert."""
-    named = {each: tensor.clone() for name, tensor in tensors.items() for each in of_each_expert(name, num_experts)}
+    named = {
+        each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
+    }
     modules = sorted({name.removesuffix(".weight").split(".")[-2] for name in named})
     with new_folder(out, sum(tensor.nbytes for tensor in named.values())) as folder:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})

@@ -80,7 +80,7 @@ def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
 
 
 @torch.no_grad()
-def own_checksums(
+def source_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[Region, Checksum]:
     """Return one source's contribution to the checksums of the regions.

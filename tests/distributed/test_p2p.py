@@ -27,7 +27,7 @@ from megarl.resharding.planning.plan import Link, Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import shared_memory
-from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import RemoteRendezvous, HybridTransport
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
@@ -189,7 +189,7 @@ def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
     the member has sent."""
     holder = case.members[rank]
     receives, ends = holder in case.destinations, set()
-    transport, own = (None, case.own(rank)) if receives else case.open(store, rank, FarRendezvous)
+    transport, own = (None, case.own(rank)) if receives else case.open(store, rank, RemoteRendezvous)
     for factor in (1, 2):
         if not receives:
             for tensor in own.values():
@@ -199,7 +199,7 @@ def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
         else:
             beside = [source.name for source in case.sources if source.node == holder.node]
             near = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in beside})
-            channel = HybridTransport(near, case.rendezvous(store, FarRendezvous, "refit"))
+            channel = HybridTransport(near, case.rendezvous(store, RemoteRendezvous, "refit"))
             transport = channel.open(holder.name, own, case.part(rank))
             ends.add(transport._far)
             execute(case.part(rank).into(holder.name), own, transport)

@@ -110,7 +110,7 @@ def comes_later(connection: Connection, rank: int, port: int, kind: type[Rendezv
 def measures_the_first(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     member = Member(rank, port, kind)
     messages_of = member.transport._layouts.values()
-    assert max(len(layout.alone) + bool(layout.together) for layout in messages_of) > 1, "no batch has two messages"
+    assert max(len(layout.unpacked) + bool(layout.packed) for layout in messages_of) > 1, "no batch has two messages"
     before, _ = torch.cuda.mem_get_info()
     member.refit(1)
     after, _ = torch.cuda.mem_get_info()

@@ -6,11 +6,11 @@ from megarl.resharding.piece import ITEM_BYTES, num_elements
 from megarl.resharding.planning.plan import Bucket, Move
 
 ALIGNMENT = 8
-"""Alignment in bytes within a bucket. A move whose size is not a multiple would misalign later moves, so it is packed."""
+"""Alignment in bytes within a bucket. A move of any other size is packed, so that it does not misalign later moves."""
 
 UNPACKED_BYTES, UNPACKED_BYTES_NCCL = 128 * 2**10, 8 * 2**20
-"""Minimum bytes of a move that is sent unpacked, over gloo and NCCL. Below it, an extra message costs more than packing:
-a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
+"""Minimum bytes of a move that is sent unpacked, over gloo and NCCL. Below it, an extra message costs more than
+packing: a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
 
 LATENCY_S = 30e-6
 """Fixed cost of an NCCL operation in seconds. An estimate, not measured."""

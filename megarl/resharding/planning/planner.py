@@ -16,7 +16,7 @@ from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 MIB = 2**20
 LARGEST_BUCKET, SMALLEST_BUCKET = 256 * MIB, MIB
 BUCKETS_PER_DESTINATION = 64
-"""Default number of buckets per destination: enough that waiting for one bucket delays only a small part of the whole."""
+"""Default number of buckets per destination. Waiting for one bucket then delays only a small part of the weights."""
 SMALLEST_PART = MIB
 """Minimum bytes of a part that is split off only to balance the load of sources."""
 

@@ -33,7 +33,7 @@ def loaded_ranks(source: Path) -> tuple[list, LocalMemory]:
     ranks = [megatron_holder(config, layout_of(pp=2), rank) for rank in range(2)]
     weights = {}
     with SafetensorsFolder(source) as transport:
-        plan = make_plan([transport.described(huggingface_holder(config))], ranks)
+        plan = make_plan([transport.with_file_dtypes(huggingface_holder(config))], ranks)
         for rank in ranks:
             weights[rank.name] = {name: torch.full(shape, torch.nan) for name, shape in rank.shapes.items()}
             execute(plan.into(rank.name), weights[rank.name], transport)
@@ -143,7 +143,7 @@ def test_checkpoints_that_do_not_fit_their_config(source, tmp_path, change, mess
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match=message):
-        folder.described(huggingface_holder(read_config(source)))
+        folder.with_file_dtypes(huggingface_holder(read_config(source)))
 
 
 def test_integer_weights_are_refused(tmp_path):

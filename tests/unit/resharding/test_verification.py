@@ -19,7 +19,7 @@ from megarl.resharding.verification import (
     Region,
     check_weights,
     checksum,
-    own_checksums,
+    source_checksums,
     regions,
     sample,
 )
@@ -43,7 +43,7 @@ def expected_of(
     plan = make_plan(ranks, [huggingface_holder(config)])
     expected = dict.fromkeys(regions(engines) if wanted is None else wanted, NOTHING)
     for rank in ranks:
-        for region, part in own_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
+        for region, part in source_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
             expected[region] += part
     return expected
 
