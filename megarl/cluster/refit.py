@@ -23,7 +23,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.hybrid import RemoteRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import HybridTransport, RemoteRendezvous
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel

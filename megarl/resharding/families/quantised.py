@@ -32,7 +32,7 @@ def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It excludes routers: vLLM would quantise them in some families."""
+    """Return the quantization_config for config.json. It excludes routers; vLLM quantises them in some families."""
     canonical = Canonical(hf_config)
     routers = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")

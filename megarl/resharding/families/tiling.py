@@ -83,7 +83,7 @@ class Grouped(Tiling):
 
 
 class Heads(Tiling):
-    """All query heads, then all key heads, then all value heads, as in vLLM. KV heads are replicated if kv_heads < tp."""
+    """All query heads, all key heads, then all value heads, as in vLLM. KV heads are replicated if kv_heads < tp."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         queries, *keys_values = sizes

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.huggingface import Experts
 from megarl.core.types import NO_ROUTE
-from megarl.rollout.routes import of_layers_with_experts, whole_routes
+from megarl.rollout.routes import expert_layer_routes, whole_routes
 
 
 def mixture(count: int = 8, layers: tuple[bool, ...] = (True, True)) -> Experts:
@@ -48,7 +48,7 @@ def test_dense_layers_have_no_row():
     layers = (False, True, False, True)
     of_all = np.zeros((6, 4, 2), np.uint8)
     of_all[:, [1, 3]] = told(6)
-    assert np.array_equal(of_layers_with_experts(mixture(layers=layers), of_all), told(6))
+    assert np.array_equal(expert_layer_routes(mixture(layers=layers), of_all), told(6))
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(128, np.int8), (129, np.int16), (256, np.int16)])

@@ -140,7 +140,7 @@ def test_kernels_for_fp8_blocks_that_are_written_in_place_leave_weights_as_they_
     """Those of a layer do nothing of their own after loading, and experts' weights are the ones that were given."""
     whole = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
     for kernel in (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel):
-        assert kernel in worker_extension.PLAIN and kernel.process_weights_after_loading is whole
+        assert kernel in worker_extension.CHECKPOINT_LAYOUT_KERNELS and kernel.process_weights_after_loading is whole
     parameters = [torch.empty(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)]
     layer = SimpleNamespace(weight=parameters[0], weight_scale_inv=parameters[1], weight_scale=None)
     given = process_fp8_weight_block_strategy(*parameters)
@@ -156,7 +156,7 @@ def test_deepgemm_packs_weights_only_for_scales_that_are_powers_of_two() -> None
         kernel.use_deep_gemm_e8m0 = rounded
         mixed = object.__new__(FlashInferFp8DeepGEMMDynamicBlockScaledKernel)
         mixed.fallback = kernel
-        assert worker_extension._is_plain(kernel) == worker_extension._is_plain(mixed) == (not rounded)
+        assert worker_extension._reads_checkpoint_layout(kernel) == worker_extension._reads_checkpoint_layout(mixed) == (not rounded)
 
 
 def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
