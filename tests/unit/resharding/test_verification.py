@@ -19,9 +19,9 @@ from megarl.resharding.verification import (
     Region,
     check_weights,
     checksum,
-    source_checksums,
     regions,
     sample,
+    source_checksums,
 )
 from tests.unit.resharding.cases import NUM_EXPERTS, config_of, configs, layout_of, random_checkpoint, vllm_shard
 from tests.unit.resharding.test_round_trip import Weights, resharded
