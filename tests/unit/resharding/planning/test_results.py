@@ -68,4 +68,4 @@ def test_unwritable_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     (tmp_path / "file").touch()
     assert cached(tmp_path / "file", 0, Computation()) == VALUE
     [message] = caplog.messages
-    assert "not cached for the next time" in message
+    assert "result not cached" in message

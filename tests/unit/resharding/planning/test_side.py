@@ -61,7 +61,7 @@ def test_engine_and_folder_sides():
         (
             "pp=2",
             True,
-            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, which leaves 3",
+            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, which ",
         ),
         ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: lower pp"),
         ("vllm:tp=1", True, "vllm is not a source. Fix: give"),
