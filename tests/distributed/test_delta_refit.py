@@ -123,7 +123,7 @@ def change_at_random(parameters: dict[str, torch.Tensor], generator: torch.Gener
 def refit_beside_a_full_one(store: dist.Store, rank: int, case: Case) -> int:
     """Returns how many elements this member has sent as changes, after refits of deltas and full ones side by side."""
     member = Member(store, rank, case)
-    parameters = case.own(rank) if member.receives else member.parameters
+    parameters = case.parameters(rank) if member.receives else member.parameters
     full = case.rendezvous(store, Rendezvous, "full").open(member.holder.name, parameters, case.part(rank))
     generator = torch.Generator().manual_seed(rank)
     num_changed = 0
