@@ -647,7 +647,7 @@ def check_wrong_weights_are_refused(
     trainers.begin("send")
     other.send("refit", 3, right)
     # With two workers, both fail, and the next call must not get the second one's answer.
-    wrong = rf"not the trainer's: {spoiled}\[.* in megatron:[01] "
+    wrong = rf"weights differ in 1 regions; the first: {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     other.receive()
@@ -750,7 +750,7 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
 
     right = trainers.expected(hf_config, [target])
     region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
-    with pytest.raises(RuntimeError, match=rf"not the trainer's: {region.tensor}\["):
+    with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions; the first: {region.tensor}\["):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     rendezvous = trainers.rendezvous()
     trainers.call("connect", plan, rendezvous)
