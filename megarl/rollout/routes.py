@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.huggingface import Experts
 from megarl.core.types import NO_ROUTE
+from megarl.models.huggingface import Experts
 
 
 def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
