@@ -18,7 +18,7 @@ from megarl.models.huggingface import completed, latent_attention
 
 FREE_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free at startup. Its default is nearly all, which fails on shared
-GPUs; planning/shared_gpu.py checks beforehand what fits, and the KV cache has a fixed size."""
+GPUs; cluster/memory/shared_gpu.py checks beforehand what fits, and the KV cache has a fixed size."""
 
 CPU_LATENT_SIZE = 576
 """Channels per token in the KV cache of DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
