@@ -75,7 +75,7 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
     beside = tokens(others.result()[0])
     engines.abort([[request.sample_id for request in requests]])
     num_tokens = long.result()[0].num_tokens
-    left = engines._submit("left", "rollout", "left", lambda engine: len(engine._under_way)).result()
+    left = engines._submit("left", "rollout", "left", lambda engine: len(engine._pending)).result()
     return {
         "tokens": num_tokens,
         "left": left,

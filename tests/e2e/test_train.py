@@ -293,7 +293,7 @@ def test_run_folder_is_complete(learned):
         "trace",
     }
     assert "\nactor: layers of " in (learned / "logs/attempt_1/trainer-1.log").read_text()
-    assert "engine: rank 0 is vLLM " in (learned / "logs/attempt_1/engine-0.log").read_text()
+    assert "engine rank 0: vLLM " in (learned / "logs/attempt_1/engine-0.log").read_text()
     assert "<svg" in (learned / "report.html").read_text()
 
 

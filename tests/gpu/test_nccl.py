@@ -36,7 +36,7 @@ class Member:
 
     def __init__(self, rank: int, port: int, kind: type[Rendezvous], rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.ALONE_BYTES_OF_NCCL = 64  # what is larger travels beside the packed message, in the same batch
+        messages.UNPACKED_BYTES_NCCL = 64  # what is larger travels beside the packed message, in the same batch
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations
@@ -108,7 +108,7 @@ def comes_later(connection: Connection, rank: int, port: int, kind: type[Rendezv
 def measures_the_first(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
     member = Member(rank, port, kind)
     messages_of = member.transport._layouts.values()
-    assert max(len(layout.alone) + bool(layout.together) for layout in messages_of) > 1, "no batch has two messages"
+    assert max(len(layout.unpacked) + bool(layout.packed) for layout in messages_of) > 1, "no batch has two messages"
     before, _ = torch.cuda.mem_get_info()
     member.refit(1)
     after, _ = torch.cuda.mem_get_info()
