@@ -6,14 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import (
-    EnvironmentClass,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveInt,
-    RewardFunction,
-    Section,
-)
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveInt
 
 
 class SetEnvironment(EnvironmentClass):

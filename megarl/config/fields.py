@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, the ranges of numbers in them, and what several of them list."""
+"""The base class of all configuration sections, and the parts that several sections share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from megarl.core.ranges import FiniteFloat
 
 
 class Section(BaseModel):

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.config import document, rules, violations
+from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -28,14 +29,41 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError with one line for each violation: where it was given, key, value and remedy.
     """
-    base, *overlays = (*_files(Path(path), ()), *map(_override, overrides))
-    recipe = reduce(Document.overlay, overlays, base)
+    base, *recipes = _files(Path(path), ())
+    # The overrides are one document: which of them comes first does not matter for a variant and its options.
+    command_line = reduce(Document.overlay, map(_override, overrides), Document({}, {}))
+    recipe = reduce(overlay, (*recipes, command_line), base)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
         raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
-    rules.check(config, recipe.overlay(base).values)
+    rules.check(config, overlay(recipe, base).values)
     return config
+
+
+def overlay(base: Document, over: Document) -> Document:
+    """Lay `over` on top of `base`. Where `over` names another entry of a `Variant` section than `base` does, the options
+    of the base's entry are dropped, and the new entry has its own defaults. The section's own fields are kept."""
+    values = base.values
+    for variant in VARIANTS:
+        *sections, discriminator = variant.key.split(".")
+        below, above = (reduce(_section, sections, document.values) for document in (base, over))
+        if discriminator in below and above.get(discriminator, below[discriminator]) != below[discriminator]:
+            kept: Any = {name: value for name, value in below.items() if name in variant.model_fields}
+            values = _replace(values, sections, kept)
+    return Document(values, base.origins).overlay(over)
+
+
+def _section(values: Any, name: str) -> dict[str, Any]:
+    """Return a section of `values`, empty where there is none."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _replace(values: dict[str, Any], sections: list[str], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with `new` in place of the section at this path."""
+    name, *inner = sections
+    return values | {name: _replace(values[name], inner, new) if inner else new}
 
 
 def dump(config: Config) -> str:

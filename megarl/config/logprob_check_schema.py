@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.fields import PositiveFloat, Section
+from megarl.config.fields import Section
+from megarl.core.ranges import PositiveFloat
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02, "fp8_block": 0.6}
 """The mean difference of a token's log-prob, in nats, above which more than rounding is at work: by the dtype of the

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.config.fields import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megarl.config.fields import Section
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Role = Literal["actor", "critic", "implicit_reward"]
 """The roles of the models that a run trains."""

@@ -8,6 +8,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
+from megarl.config.algorithm_schema import Variant
 from megarl.config.schema import Config
 
 VERL = {
@@ -130,12 +131,23 @@ RENAMED = {
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all keys, sections before their own keys, in the order of the schema."""
+    """Yield the dotted names of all keys, sections before their own keys, in the order of the schema. Those of a variant
+    section include the options of every entry."""
     for name, field in section.model_fields.items():
         yield prefix + name
+        if issubclass(section, Variant) and name == section.discriminator:
+            options = [option for spec in section.entries.values() for option in spec.options]
+            yield from dict.fromkeys(prefix + option for option in options)
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from keys(inner, f"{prefix}{name}.")
+
+
+def options_of(variant: type[Variant], entry: str, option: str) -> str:
+    """Return which options an entry has, and which entries have the option that it does not have."""
+    has = ", ".join(variant.option_names(entry)) or "no options"
+    owners = [name for name, spec in variant.entries.items() if option in spec.options]
+    return f"{variant.key}={entry} has {has}" + (f"; {option} is an option of {', '.join(owners)}" if owners else "")
 
 
 def suggest(key: str) -> str:

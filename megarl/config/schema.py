@@ -13,16 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.evaluation_schema import Evaluation
-from megarl.config.fields import (
-    EnvironmentClass,
-    FiniteFloat,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    RewardFunction,
-    Section,
-)
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section
 from megarl.config.logprob_check_schema import LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
@@ -36,6 +27,7 @@ from megarl.config.model_schema import (
 )
 from megarl.config.run_schema import Run, Trackers
 from megarl.config.sources import is_procedural, reasoning_task
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Rollout(Section):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key, kind, show
-from megarl.config.names import suggest
+from megarl.config.names import options_of, suggest
 from megarl.core.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -57,7 +59,18 @@ def describe(error: ValidationError, document: Document, file: str) -> list[str]
 
 def _unknown(key: Key, document: Document, file: str) -> str:
     name = ".".join(part for part in key if isinstance(part, str))
-    return f"{document.origin(key, file)}: {_dotted(key)}: unknown key; {suggest(name)}"
+    return f"{document.origin(key, file)}: {_dotted(key)}: unknown key; {_advice(name, document)}"
+
+
+def _advice(name: str, document: Document) -> str:
+    """Return what to write instead of an unknown key."""
+    for variant in VARIANTS:
+        section, _, option = name.rpartition(".")
+        if section == variant.key.rpartition(".")[0]:
+            entry = reduce(lambda values, part: values[part], variant.key.split("."), document.values)
+            options = options_of(variant, entry, option)
+            return options if " is an option of " in options else f"{suggest(name)}; {options}"
+    return suggest(name)
 
 
 def _missing(keys: list[Key]) -> str:
@@ -69,6 +82,8 @@ def _missing(keys: list[Key]) -> str:
 
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
+    if detail["type"] == "value_error":  # of a user's file, whose text names the key
+        return str(detail["ctx"]["error"])
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required: {_REQUIRED[name]}; set it there, or {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))

@@ -35,7 +35,7 @@ from megarl.config.rules import (
     trust_region,
     vllm_overrides,
 )
-from megarl.config.rules.unused_keys import unused_keys
+from megarl.config.rules.no_effect import keys_without_effect
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
@@ -54,6 +54,6 @@ def check(config: Config, defaults: Mapping[str, Any]) -> None:
             *(rule(f"{model.section}.layout.", model.layout) for model in config.all_placed for rule in layout.RULES),
             *(rule(config, model) for model in config.all_placed for rule in placed.RULES),
             *(rule(config, model) for model in config.all_trained for rule in trained.RULES),
-            *unused_keys(config, defaults),
+            *keys_without_effect(config, defaults),
         ]
     )

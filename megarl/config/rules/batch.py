@@ -23,35 +23,6 @@ def prompts_that_tell_nothing_can_be_found(config: Config) -> str | None:
     )
 
 
-def rows_come_again_with_the_data(config: Config) -> str | None:
-    epochs = config.batch.epochs
-    if epochs == 1 or not config.is_offline:
-        return None
-    return (
-        f"batch.epochs={epochs}: with data.format={config.data.format} nothing is sampled for a step, and rows come again "
-        "when all have been; set batch.epochs=1, and run.steps for as many epochs of the data"
-    )
-
-
-def limit_of_the_epochs_has_an_old_policy(config: Config) -> str | None:
-    limit, objective = config.batch.epochs_kl_limit, config.algorithm.objective
-    if limit is None or config.is_offline or objective.spec.is_policy_objective:
-        return None
-    return (
-        f"batch.epochs_kl_limit={limit:g}: it limits the divergence from the old policy, and "
-        f"algorithm.objective.name={objective.name} has none; set batch.epochs_kl_limit=null"
-    )
-
-
-def oversampling_has_rollouts(config: Config) -> str | None:
-    if config.batch.oversampling is None or not config.is_offline:
-        return None
-    return (
-        f"batch.oversampling={config.batch.oversampling:g}: with data.format={config.data.format} nothing is sampled; set "
-        "batch.oversampling=null"
-    )
-
-
 def what_is_begun_can_be_taken(config: Config) -> str | None:
     factor, staleness = config.batch.oversampling, config.rollout.max_staleness
     if factor is None or config.is_offline or config.drops_rollouts or factor <= 1 + staleness:
@@ -64,22 +35,8 @@ def what_is_begun_can_be_taken(config: Config) -> str | None:
     )
 
 
-def staleness_has_prompts_ahead(config: Config) -> str | None:
-    staleness = config.rollout.max_staleness
-    if not staleness or config.prompts_ahead or config.is_offline:
-        return None
-    return (
-        f"batch.oversampling={config.batch.oversampling:g}: with as many prompts as a step takes none is begun ahead, "
-        f"and rollout.max_staleness={staleness} changes nothing; set batch.oversampling=null, for {1 + staleness}"
-    )
-
-
 RULES: tuple[Callable[[Config], str | None], ...] = (
     prompts_per_update_divides_prompts_per_step,
     prompts_that_tell_nothing_can_be_found,
-    rows_come_again_with_the_data,
-    limit_of_the_epochs_has_an_old_policy,
-    oversampling_has_rollouts,
     what_is_begun_can_be_taken,
-    staleness_has_prompts_ahead,
 )

@@ -7,17 +7,6 @@ from collections.abc import Callable
 from megarl.config.schema import Config
 
 
-def correction_is_of_another_old_policy(config: Config) -> str | None:
-    correction = config.algorithm.correction
-    for name, level in (("weight", correction.weight), ("mask", correction.mask)):
-        if correction.old == "rollout" and level is not None:
-            return (
-                f"algorithm.correction.{name}={level}: with algorithm.correction.old=rollout the old policy is the one "
-                f"that sampled, and every ratio between them is 1; set {name}=null or old=trainer"
-            )
-    return None
-
-
 def correction_keeps_some_tokens(config: Config) -> str | None:
     low, high = config.algorithm.correction.mask_low, config.algorithm.correction.mask_high
     if low < high:
@@ -39,7 +28,6 @@ def weights_have_a_range(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    correction_is_of_another_old_policy,
     correction_keeps_some_tokens,
     weights_have_a_range,
 )

@@ -9,11 +9,6 @@ from megarl.config.schema import Config
 
 def warmup_of_the_critic_ends(config: Config) -> str | None:
     warmup, steps = config.critic.warmup_steps, config.run.steps
-    if config.actor_has_values and warmup:
-        return (
-            f"critic.warmup_steps={warmup}: with critic.shared_backbone=true the critic is not trained without the actor; set "
-            "critic.warmup_steps=0 or critic.shared_backbone=false"
-        )
     if not config.has_critic or warmup < steps:
         return None
     return (

@@ -36,17 +36,6 @@ def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | No
     return None
 
 
-def options_are_of_a_reasoning_task(config: Config) -> str | None:
-    data = config.data
-    given = next((key for key in ("options", "stages") if getattr(data, key)), None)
-    if given is None or data.reasoning_task is not None:
-        return None
-    return (
-        f"data.{given}={getattr(data, given)}: it is of reasoning-gym's tasks, and data.source={data.source}; remove "
-        "it, or set data.source=reasoning_gym:TASK"
-    )
-
-
 def reasoning_tasks_are_prompts(config: Config) -> str | None:
     data = config.data
     if data.reasoning_task is None or not config.is_offline:
@@ -70,32 +59,6 @@ def stages_come_in_their_order(config: Config) -> str | None:
         return (
             f"data.stages: {wrong} has no size; give each the number of its rows, such as {{size: 1000, n_people: 3}}"
         )
-    return None
-
-
-def sources_have_a_column(config: Config) -> str | None:
-    data = config.data
-    if data.source_column is None or data.source != "arithmetic":
-        return None
-    return f"data.source_column={data.source_column}: data.source=arithmetic has no columns; set it to null"
-
-
-def order_is_of_prompts(config: Config) -> str | None:
-    data = config.data
-    for key, nothing in (
-        ("sort_column", None),
-        ("weight_column", None),
-        ("solved_weight", None),
-        ("source_weights", {}),
-    ):
-        if getattr(data, key) != nothing and config.is_offline:
-            return (
-                f"data.{key}={show(getattr(data, key))}: it is of prompts, and data.format={data.format}; set it to "
-                f"{show(nothing)}"
-            )
-    for column, key in data.ordering_columns.items():
-        if data.is_procedural and data.reasoning_task is None:
-            return f"{key}={column}: data.source={data.source} has no columns; set it to null"
     return None
 
 
@@ -143,11 +106,8 @@ def weights_are_of_sources(config: Config) -> str | None:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     messages_have_a_chat_template,
     system_prompts_are_of_prompts_in_a_chat_template,
-    options_are_of_a_reasoning_task,
     reasoning_tasks_are_prompts,
     stages_come_in_their_order,
-    sources_have_a_column,
-    order_is_of_prompts,
     sorted_rows_keep_their_order,
     several_sources_are_files,
     weights_are_of_sources,

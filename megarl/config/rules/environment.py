@@ -8,28 +8,12 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
 
-def options_are_of_a_class(config: Config) -> str | None:
-    options = config.environment.options
-    if config.has_environment or not options:
-        return None
-    return f"environment.options={options}: nothing reads it without environment.class; set that, or remove them"
-
-
 def own_tasks_have_an_environment(config: Config) -> str | None:
     if config.data.source != OWN_TASKS or config.has_environment:
         return None
     return (
         f"data.source={OWN_TASKS}: these are tasks that an environment makes itself, and environment.class=null; set "
         "environment.class, or give a file"
-    )
-
-
-def environments_answer_what_is_sampled(config: Config) -> str | None:
-    if not config.has_environment or not config.is_offline:
-        return None
-    return (
-        f"environment.class={config.environment.name}: with data.format={config.data.format} nothing is sampled that it "
-        "could answer; set environment.class=null, or data.format=prompts"
     )
 
 
@@ -65,9 +49,7 @@ def turns_fit_a_response(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    options_are_of_a_class,
     own_tasks_have_an_environment,
-    environments_answer_what_is_sampled,
     whole_rollouts_are_rewarded,
     turns_fit_a_response,
 )

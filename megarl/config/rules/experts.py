@@ -12,15 +12,6 @@ REPLAYED = "actor.experts.replay_routes=true"
 CACHE = "rollout.vllm_overrides.enable_prefix_caching"
 
 
-def replayed_routes_are_of_an_engine(config: Config) -> str | None:
-    if not config.actor.experts.replay_routes or not config.is_offline:
-        return None
-    return (
-        f"{REPLAYED}: the routes are those of the engines that sampled, and with data.format={config.data.format} nothing "
-        "is sampled; set actor.experts.replay_routes=false"
-    )
-
-
 def routers_take_replayed_routes(config: Config) -> str | None:
     extra, lines = config.actor.megatron_overrides.model, []
     for name in extra if config.actor.experts.replay_routes else ():
@@ -50,7 +41,6 @@ def engine_caches_what_returns_routes(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    replayed_routes_are_of_an_engine,
     routers_take_replayed_routes,
     engine_caches_what_returns_routes,
 )

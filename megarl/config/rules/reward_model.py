@@ -8,16 +8,6 @@ from megarl.config.document import show
 from megarl.config.schema import Config
 
 
-def sampled_ids_have_one_length(config: Config) -> str | None:
-    settings = config.reward_model
-    if settings.context_length is None or settings.input_format != "ids":
-        return None
-    return (
-        f"reward_model.context_length={settings.context_length}: with reward_model.input_format=ids it reads the sampled "
-        f"tokens, at most rollout.context_length={config.rollout.context_length}; set reward_model.context_length=null"
-    )
-
-
 def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> str | None:
     layout = config.reward_model.layout
     other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
@@ -30,34 +20,12 @@ def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> s
     )
 
 
-def reward_engines_keep_their_parameters(config: Config) -> str | None:
-    settings = config.reward_model
-    if not config.has_reward_model or settings.engine == "megatron" or not settings.offload:
-        return None
-    return (
-        f"reward_model.offload={settings.offload}: only a reward model in Megatron moves them, and "
-        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
-    )
-
-
 def judge_is_in_vllm(config: Config) -> str | None:
     if not config.reward_model.judges or config.reward_model.engine == "vllm":
         return None
     return (
         "reward_model.input_format=question: a language model that answers needs an engine, and reward_model.engine="
         f"{config.reward_model.engine} computes scores only; set reward_model.engine=vllm"
-    )
-
-
-def judge_rates_whole_samples(config: Config) -> str | None:
-    settings = config.reward_model
-    given = {"step_end": settings.step_end, "aggregation": settings.aggregation}
-    others = [f"reward_model.{name}" for name, value in given.items() if value is not None]
-    if not settings.judges or not others:
-        return None
-    return (
-        f"reward_model.input_format=question: a judge gives a sample one rating, and {' and '.join(others)} are of scores of "
-        "its tokens; set " + " and ".join(f"{key}=null" for key in others)
     )
 
 
@@ -94,11 +62,8 @@ def judge_has_room_for_a_question(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
-    reward_engines_keep_their_parameters,
     judge_is_in_vllm,
-    judge_rates_whole_samples,
     judge_reads_the_response,
     judge_has_a_scale,
     judge_has_room_for_a_question,

@@ -107,25 +107,6 @@ def rollouts_ahead_are_compared_with_their_like(config: Config) -> str | None:
     )
 
 
-def rollouts_ahead_are_sampled(config: Config) -> str | None:
-    if config.rollout.max_staleness == 0 or not config.is_offline:
-        return None
-    return (
-        f"{_staleness(config)}: with data.format={config.data.format} nothing is sampled; set rollout.max_staleness=0"
-    )
-
-
-def something_can_be_too_old(config: Config) -> str | None:
-    if config.rollout.on_stale == "wait" or (config.prompts_ahead and not config.is_offline):
-        return None
-    if config.is_offline:
-        return f"rollout.on_stale=drop: with data.format={config.data.format} nothing is sampled; set rollout.on_stale=wait"
-    return (
-        "rollout.on_stale=drop: no prompt is begun ahead; set rollout.on_stale=wait, or rollout.max_staleness=1 or "
-        "batch.oversampling=1.25"
-    )
-
-
 def dropped_rollouts_can_be_ended(config: Config) -> str | None:
     if not config.drops_rollouts or not config.has_environment:
         return None
@@ -155,7 +136,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     engines_stay_awake_for_rollouts_ahead,
     keys_and_values_outlive_a_pause,
     rollouts_ahead_are_compared_with_their_like,
-    rollouts_ahead_are_sampled,
-    something_can_be_too_old,
     dropped_rollouts_can_be_ended,
 )

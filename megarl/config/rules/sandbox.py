@@ -17,14 +17,4 @@ def apptainer_has_an_image(config: Config) -> str | None:
     )
 
 
-def an_image_is_apptainers(config: Config) -> str | None:
-    sandbox = config.sandbox
-    if sandbox.provider != "bubblewrap" or sandbox.image is None:
-        return None
-    return (
-        f"sandbox.image={sandbox.image}: sandbox.provider=bubblewrap reads no image; set sandbox.image=null, or "
-        "sandbox.provider=apptainer"
-    )
-
-
-RULES: tuple[Callable[[Config], str | None], ...] = (apptainer_has_an_image, an_image_is_apptainers)
+RULES: tuple[Callable[[Config], str | None], ...] = (apptainer_has_an_image,)

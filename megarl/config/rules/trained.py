@@ -37,10 +37,6 @@ def schedule_has_the_keys_of_its_name(config: Config, trained: Trained) -> str |
     name, prefix = schedule.name, f"{trained.section}.optimizer.schedule"
     if name == "wsd" and schedule.decay is None:
         return f"{prefix}.name=wsd: it needs the length of its decay; set {prefix}.decay=0.2"
-    if name != "wsd" and schedule.decay is not None:
-        return f"{prefix}.decay={schedule.decay:g}: only wsd has it, and {prefix}.name={name}; set decay=null"
-    if name == "constant" and schedule.min_lr:
-        return f"{prefix}.min_lr={schedule.min_lr:g}: {prefix}.name=constant does not decay to it; set min_lr=0"
     return None
 
 
