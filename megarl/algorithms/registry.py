@@ -16,14 +16,14 @@ from types import ModuleType
 from typing import TypeVar, get_args
 
 from megarl.algorithms import advantages, objectives
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Rows
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Rows, Spec
 from megarl.core.errors import UserError
 from megarl.core.user_file import defined_in_file
 
-Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
+AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
-def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) -> dict[str, Spec]:
+def find(package: ModuleType, kind: type[AnySpec], place: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
     """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
     without a SPEC of the file's name, and for a name that two folders have."""
     specs = list(_specs(package, kind))
@@ -33,7 +33,7 @@ def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) ->
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: (place(spec), spec.name))}
 
 
-def _specs(package: ModuleType, kind: type[Spec]) -> Iterator[Spec]:
+def _specs(package: ModuleType, kind: type[AnySpec]) -> Iterator[AnySpec]:
     for name in [module.name for folder in package.__path__ for module in iter_modules([folder])]:
         spec = getattr(import_module(f"{package.__name__}.{name}"), "SPEC", None)
         if not isinstance(spec, kind):
@@ -52,7 +52,7 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
 
 
 @cache
-def spec_in_file(key: str, name: str, kind: type[Spec]) -> tuple[Spec, str]:
+def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str]:
     """Return the spec of `path/to/file.py:NAME`, and the SHA-256 of the file.
 
     Args:

@@ -282,6 +282,11 @@ class Selection:
     parameters: Parameters = field(default_factory=dict)
     share: float
 
+    @property
+    def arguments(self) -> Options:
+        """The keyword arguments of `order` with their defaults."""
+        return defaults(self.parameters)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective(ObjectiveSpec):

@@ -64,7 +64,7 @@ class Variant(Section):
     @classmethod
     def option_names(cls, name: str) -> list[str]:
         """Return the options of an entry."""
-        return list(cls._parameters(name))
+        return [option for option in cls._parameters(name) if option != HASH]
 
     @classmethod
     def _parameters(cls, name: str) -> Mapping[str, Any]:
@@ -88,6 +88,12 @@ class Variant(Section):
         if content != self.option(HASH):
             raise UserError(f"{self.key}={name}: the file has changed since the run started. Fix: restore it")
         return spec
+
+    @property
+    def file(self) -> tuple[Path, str] | None:
+        """The user's file that defines the entry, and the hash of its content; None for an entry of megarl's."""
+        name = getattr(self, self.discriminator)
+        return (Path(name.rpartition(":")[0]), self.option(HASH)) if is_in_file(name) else None
 
     def option(self, name: str) -> Any:
         """Return the value of an option of the entry."""

@@ -9,11 +9,12 @@ from typing import Any, get_args
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec
 from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
 from megarl.core.errors import UserError
+from megarl.core.user_file import is_in_file
 
 
 def describe() -> str:
@@ -21,28 +22,33 @@ def describe() -> str:
 
 
 def describe_one(name: str) -> str:
-    """Returns an estimator's or objective's formula and paper, and the lines of a recipe that choose it, its options as
-    comments. Raises UserError that lists the names for another one."""
-    known: dict[str, EstimatorSpec | ObjectiveSpec] = {**ESTIMATORS, **OBJECTIVES}
-    if name in known:
-        spec = known[name]
-        return "\n".join(_estimator(spec) if isinstance(spec, EstimatorSpec) else _objective(spec))
+    """Return the formula, paper and recipe lines of an estimator or objective.
+
+    Args:
+        name: an entry's name, or `path/to/file.py:NAME`.
+    Raises:
+        UserError: for another name; it lists the names.
+    """
+    known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
+    if name in known or is_in_file(name):
+        spec = known[name] if name in known else spec_in_file("megarl algorithms", name, Spec)[0]
+        return "\n".join(_estimator(name, spec) if isinstance(spec, EstimatorSpec) else _objective(name, spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
     raise UserError(f"{name}: no estimator or objective has this name; {hint}")
 
 
-def _estimator(spec: EstimatorSpec) -> Iterator[str]:
-    yield f"algorithm.advantage.estimator={spec.name}"
+def _estimator(name: str, spec: EstimatorSpec) -> Iterator[str]:
+    yield f"algorithm.advantage.estimator={name}"
     yield f"  advantage    {spec.formula}"
     yield "  in which     r_i is the reward of sample i, r_t that of token t"
     yield f"  paper        {spec.paper}"
     yield f"  compares     {BASELINE_KINDS[spec.comparison]}"
-    yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {spec.name}", *_comments(spec.options))
+    yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {name}", *_comments(spec.options))
 
 
-def _objective(spec: ObjectiveSpec) -> Iterator[str]:
-    yield f"algorithm.objective.name={spec.name}"
+def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
+    yield f"algorithm.objective.name={name}"
     yield f"  loss         {spec.formula}"
     if spec.is_policy_objective:
         yield "  in which     ρ = π / π_old, and A is the advantage"
@@ -50,8 +56,8 @@ def _objective(spec: ObjectiveSpec) -> Iterator[str]:
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield _RECIPE
     if spec.rows[0] != "prompts":  # the value in base.yaml
-        yield from ("data:", f"  rows: {spec.rows[0]}")
-    yield from ("algorithm:", "  objective:", f"    name: {spec.name}", *_comments(spec.options))
+        yield from ("data:", f"  format: {spec.rows[0]}")
+    yield from ("algorithm:", "  objective:", f"    name: {name}", *_comments(spec.options))
 
 
 _RECIPE = "\nIn a recipe, where options that are left out have these values:\n"

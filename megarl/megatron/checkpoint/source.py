@@ -14,8 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config.model_schema import Layout, Role
-from megarl.config.saved import complete
-from megarl.config.schema import Config
+from megarl.config.saved import validated
 from megarl.config.trained_model import trained_hf_config
 from megarl.config.value_head import with_value_head
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
@@ -145,7 +144,7 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
     if sealed is None:
         raise UserError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     try:
-        config = Config.model_validate(complete(sealed.state["config"], sealed.format))
+        config = validated(sealed.state["config"], sealed.format)
     except ValidationError:
         raise UserError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name
