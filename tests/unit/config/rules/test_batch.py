@@ -21,8 +21,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
-            "batch.epochs=3: with data.format=messages nothing is sampled for a step, and rows come again when all have "
-            "been; set batch.epochs=1, and run.steps for as many epochs of the data",
+            "batch.epochs=3: has no effect unless data.format=prompts. Fix: set data.format=prompts, or remove the key",
         ),
         (
             ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
@@ -31,8 +30,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.epochs_kl_limit=0.1"],
-            "batch.epochs_kl_limit=0.1: nothing reads it without batch.epochs above 1; set that, or "
-            "batch.epochs_kl_limit=null",
+            "batch.epochs_kl_limit=0.1: has no effect unless batch.epochs=2. Fix: set batch.epochs=2, or remove the "
+            "key, which is null by default",
         ),
         (
             ["batch.oversampling=1.5"],
@@ -45,7 +44,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
-            "rollout.max_staleness=2 changes nothing; set batch.oversampling=null, for 3",
+            "rollout.max_staleness=2: has no effect unless batch.oversampling=null. Fix: set batch.oversampling=null",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["algorithm.correction={old: rollout, mask: sequence}"],
-            "algorithm.correction.mask=sequence: with algorithm.correction.old=rollout the old policy is the one that",
+            "algorithm.correction.mask=sequence: has no effect unless algorithm.correction.old=trainer. Fix",
         ),
         (
             ["algorithm.correction={weight: token, weight_floor: 2}"],

@@ -14,7 +14,7 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             [GAE, "critic.shared_backbone=true", "critic.warmup_steps=1"],
-            "critic.warmup_steps=1: with critic.shared_backbone=true the critic is not trained without the actor; set",
+            "critic.warmup_steps=1: has no effect unless critic.shared_backbone=false. Fix: set",
         ),
     ],
 )

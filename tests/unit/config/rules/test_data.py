@@ -12,7 +12,7 @@ FILE = "data.source=rows.jsonl"
     [
         (
             ["data.sort_column=level", "data.shuffle=false"],
-            "data.sort_column=level: data.source=arithmetic has no columns",
+            "data.sort_column=level: has no effect unless data.source=FILE",
         ),
         (
             ["data.weight_column=level"],
@@ -39,7 +39,7 @@ FILE = "data.source=rows.jsonl"
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
             "it has a weight for each file, which are rows.jsonl, b.jsonl; name these, or the column",
         ),
-        (["data.solved_above=1"], "data.solved_above=1.0: nothing reads it without data.solved_weight; set that, or"),
+        (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:

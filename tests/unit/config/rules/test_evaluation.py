@@ -65,13 +65,13 @@ def sets(*items: str) -> str:
         ),
         (
             ["environment.options={width: 4}", sets("name: a, environment: {class: text_game}")],
-            "environment.options={'width': 4}: nothing reads it without environment.class; set that, or ",
+            "environment.options={width: 4}: has no effect unless environment.class=NAME. Fix",
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/turns_mean"],
             "evaluation.best.metric=evaluation/a/turns_mean: no set has it; did you mean",
         ),
-        (["environment.max_turns=3"], "environment.max_turns=3: nothing reads it without environment.class; set that"),
+        (["environment.max_turns=3"], "environment.max_turns=3: has no effect unless environment.class=NAME"),
         (
             [sets("name: a, max_new_tokens: 256")],
             "evaluation.sets: a has max_new_tokens=256, which leaves 0 of rollout.context_length=256 tokens for the "
@@ -98,8 +98,8 @@ def sets(*items: str) -> str:
             "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved every "
             "10, so that some evaluations would have none; set checkpoint.every_steps=5",
         ),
-        (["evaluation.every_steps=5"], "evaluation.every_steps=5: nothing reads it without evaluation.sets; set that"),
-        ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: nothing reads it without evaluation.best.metr"),
+        (["evaluation.every_steps=5"], "evaluation.every_steps=5: has no effect unless evaluation.sets="),
+        ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),
     ],
 )
 def test_what_is_refused(overrides: list[str], line: str) -> None:

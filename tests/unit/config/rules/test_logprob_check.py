@@ -23,7 +23,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["logprob_check.mask=sample"],
-            "logprob_check.mask=sample: nothing reads it without logprob_check.action=mask",
+            "logprob_check.mask=sample: has no effect unless logprob_check.action=mask",
         ),
     ],
 )

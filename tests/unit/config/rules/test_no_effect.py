@@ -42,7 +42,11 @@ def recipe(*overrides: str) -> Config:
             "critic.shared_backbone=true: has no effect unless algorithm.advantage.estimator=gae",
         ),
         ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: has no effect unless algorithm.adv"),
-        ("reward_model.weight=2", ["reward_model.path=r"], "reward_model.weight=2.0: nothing reads it without"),
+        (
+            "reward_model.weight=2",
+            ["reward_model.path=r"],
+            "reward_model.weight=2.0: has no effect unless reward_model.path=PATH",
+        ),
         (
             "algorithm.correction.weight_limit=null",
             ["algorithm.correction.weight=token"],

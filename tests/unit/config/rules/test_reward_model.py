@@ -11,8 +11,8 @@ def test_reward_engines_keep_their_parameters() -> None:
     keys = ["reward_model.path=rm", "reward_model.offload=[parameters]"]
     recipe(*keys)
     assert errors(*keys, VLLM) == [
-        "reward_model.offload=['parameters']: only a reward model in Megatron moves them, and "
-        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
+        "reward_model.offload=[parameters]: has no effect unless reward_model.engine=megatron. Fix: set "
+        "reward_model.engine=megatron, or remove the key, which is [] by default"
     ]
 
 
@@ -41,12 +41,8 @@ def judge(*overrides: str) -> list[str]:
             "reward_model.input_format=question: a language model that answers needs an engine, and "
             "reward_model.engine=megatron computes scores only; set reward_model.engine=vllm",
         ),
-        (
-            ["step_end=x", "aggregation=min"],
-            "reward_model.input_format=question: a judge gives a sample one rating, and reward_model.step_end and "
-            "reward_model.aggregation are of scores of its tokens; set reward_model.step_end=null and "
-            "reward_model.aggregation=null",
-        ),
+        (["step_end=x"], "reward_model.step_end=x: has no effect unless reward_model.input_format=ids. Fix"),
+        (["aggregation=min"], "reward_model.aggregation=min: has no effect unless reward_model.input_format=ids. Fix"),
         (
             ["judge.template=Good?"],
             "reward_model.judge.template=Good?: it has no {response}, and every response would be rated the same; say "
@@ -76,5 +72,5 @@ def test_a_judge_may_have_a_context_of_its_own() -> None:
 def test_a_judge_without_questions_is_not_read() -> None:
     [line] = errors("reward_model.path=rm", "reward_model.judge.scale=[0, 1]")
     assert line.startswith(
-        "reward_model.judge.scale=[0.0, 1.0]: nothing reads it without reward_model.input_format=question;"
+        "reward_model.judge.scale=[0.0, 1.0]: has no effect unless reward_model.input_format=question."
     )

@@ -41,7 +41,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.kv_cache_on_update=recompute"],
-            "rollout.kv_cache_on_update=recompute: nothing reads it without rollout.max_staleness; set that, or",
+            "rollout.kv_cache_on_update=recompute: has no effect unless rollout.max_staleness=1. Fix",
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
@@ -49,7 +49,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.on_stale=drop"],
-            "rollout.on_stale=drop: no prompt is begun ahead; set rollout.on_stale=wait, or rollout.max_staleness=1 or",
+            "rollout.on_stale=drop: has no effect unless rollout.max_staleness=1 or batch.oversampling=1.25. Fix",
         ),
         (
             ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],

@@ -14,7 +14,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["sandbox.provider=bubblewrap", "sandbox.image=python.sif"],
-            "sandbox.image=python.sif: sandbox.provider=bubblewrap reads no image; set sandbox.image=null",
+            "sandbox.image=python.sif: has no effect unless sandbox.provider=apptainer. Fix",
         ),
     ],
 )

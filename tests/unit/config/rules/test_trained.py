@@ -23,11 +23,11 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
-            "actor.optimizer.schedule.decay=0.2: only wsd has it, and actor.optimizer.schedule.name=cosine; set decay=",
+            "actor.optimizer.schedule.decay=0.2: has no effect unless actor.optimizer.schedule.name=wsd. Fix",
         ),
         (
             ["actor.optimizer.schedule.min_lr=1e-7"],
-            "actor.optimizer.schedule.min_lr=1e-07: actor.optimizer.schedule.name=constant does not decay to it; set",
+            "actor.optimizer.schedule.min_lr=1.0e-07: has no effect unless actor.optimizer.schedule.name=cosine. Fix",
         ),
         (
             ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],

@@ -55,4 +55,4 @@ def test_a_value_head_on_the_actor_is_refused() -> None:
 
 def test_its_keys_are_read_with_a_limit_only() -> None:
     (line,) = errors("algorithm.trust_region.damping=0.01")
-    assert "algorithm.trust_region.damping=0.01: nothing reads it without algorithm.trust_region.kl_limit" in line
+    assert "algorithm.trust_region.damping=0.01: has no effect unless algorithm.trust_region.kl_limit" in line
