@@ -90,7 +90,7 @@ def test_overrides_may_come_in_any_order(order):
 def test_options_of_another_entry_are_refused_in_any_order():
     overrides = ["algorithm.objective.dual_clip=3", "algorithm.objective.name=gspo"]
     for ordered in (overrides, overrides[::-1]):
-        with pytest.raises(UserError, match="dual_clip: unknown key; .* dual_clip is an option of clip"):
+        with pytest.raises(UserError, match=r"dual_clip: unknown key; .* dual_clip is an option of clip"):
             recipe(*ordered)
 
 
