@@ -1,4 +1,4 @@
-"""The schema of what a run is called, what is kept of it, and who is told of it."""
+"""The schema of sections `run` and `trackers`."""
 
 from __future__ import annotations
 
