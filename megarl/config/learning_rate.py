@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the number of completed updates, so that a resumed run continues exactly."""
+"""Learning-rate schedules: pure functions of the number of completed updates, so that resumed runs continue exactly."""
 
 from __future__ import annotations
 

@@ -42,8 +42,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def overlay(base: Document, over: Document) -> Document:
-    """Lay `over` on top of `base`. Where `over` names another entry of a `Variant` section than `base` does, the options
-    of the base's entry are dropped, and the new entry has its own defaults. The section's own fields are kept."""
+    """Lay `over` on top of `base`.
+
+    Where `over` names another entry of a `Variant` section than `base` does, the options of the base's entry are
+    dropped, and the new entry has its own defaults. The section's own fields are kept.
+    """
     values = base.values
     for variant in VARIANTS:
         *sections, discriminator = variant.key.split(".")

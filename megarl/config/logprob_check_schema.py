@@ -9,8 +9,8 @@ from megarl.config.fields import Section
 from megarl.core.ranges import PositiveFloat
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02, "fp8_block": 0.6}
-"""Mean log-prob difference per token, in nats, above which rounding is not the only cause, by the model's dtype or the
-engines' quantization. Measured with SmolLM2-135M (tools/benchmarks/rounding.py): 1e-5 in float32, 0.03 in bfloat16,
+"""Mean log-prob difference per token, in nats, that rounding explains, by the model's dtype or the engines'
+quantization. Measured with SmolLM2-135M (tools/benchmarks/rounding.py): 1e-5 in float32, 0.03 in bfloat16,
 which is what another order of summation changes, and 0.16 to 0.17 with fp8 linear layers. float16 rounds to an eighth of
 bfloat16's error."""
 

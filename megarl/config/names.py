@@ -152,7 +152,7 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
 
 def suggest(key: str) -> str:
     """Returns advice on what to write instead of an unknown key, as the end of a sentence."""
-    for name in _suffixes(key):
+    for name in (*_suffixes(key), key.partition(".")[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
         if name in VERL:

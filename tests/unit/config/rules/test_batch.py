@@ -25,8 +25,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
-            "batch.epochs_kl_limit=0.1: it limits the divergence from the old policy, and algorithm.objective.name=dpo "
-            "has none; set batch.epochs_kl_limit=null",
+            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective that learns from",
         ),
         (
             ["batch.epochs_kl_limit=0.1"],

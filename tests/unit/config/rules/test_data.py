@@ -16,7 +16,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             ["data.weight_column=level"],
-            "data.weight_column=level: data.source=arithmetic has no columns; set it to null",
+            "data.weight_column=level: has no effect unless data.source=FILE",
         ),
         ([FILE, "data.sort_column=level"], "data.sort_column=level: with data.shuffle=true rows would not come in its"),
         (
@@ -49,7 +49,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 
 def test_orders_are_of_prompts() -> None:
     lines = errors(FILE, "data.format=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
-    assert "data.solved_weight=0.1: it is of prompts, and data.format=preferences; set it to null" in lines[0]
+    assert "data.solved_weight=0.1: has no effect unless data.format=prompts. Fix" in lines[0]
 
 
 def test_a_curriculum_is_one_of_these() -> None:

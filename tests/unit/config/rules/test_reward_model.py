@@ -61,7 +61,8 @@ def judge(*overrides: str) -> list[str]:
     ],
 )
 def test_a_judge_that_cannot_rate(overrides: list[str], line: str) -> None:
-    assert errors(*judge(*overrides)) == [line]
+    [error] = errors(*judge(*overrides))
+    assert error.startswith(line)
 
 
 def test_a_judge_may_have_a_context_of_its_own() -> None:

@@ -10,7 +10,7 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
     [
         (
             [GAE, "critic.optimizer.schedule.min_lr=1e-7"],
-            "critic.optimizer.schedule.min_lr=1e-07: critic.optim",
+            "critic.optimizer.schedule.min_lr=1.0e-07: has no effect unless critic.optimizer.schedule.name=cosine",
         ),
         (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
         (
