@@ -12,7 +12,7 @@ def correction_keeps_some_tokens(config: Config) -> str | None:
     if low < high:
         return None
     return (
-        f"algorithm.correction.mask_low={low:g}: no ratio is between it and mask_high={high:g}; set mask_low below "
+        f"algorithm.correction.mask_low={low:g}: no ratio lies between it and mask_high={high:g}. Fix: set mask_low below "
         f"{high:g}"
     )
 
@@ -22,8 +22,8 @@ def weights_have_a_range(config: Config) -> str | None:
     if floor is None or limit is None or floor < limit:
         return None
     return (
-        f"algorithm.correction.weight_floor={floor:g}: every weight is raised to it and cut down to weight_limit="
-        f"{limit:g}; set weight_floor below {limit:g}"
+        f"algorithm.correction.weight_floor={floor:g}: the range of weights up to weight_limit="
+        f"{limit:g} is empty. Fix: set weight_floor below {limit:g}"
     )
 
 

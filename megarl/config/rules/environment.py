@@ -12,13 +12,13 @@ def own_tasks_have_an_environment(config: Config) -> str | None:
     if config.data.source != OWN_TASKS or config.has_environment:
         return None
     return (
-        f"data.source={OWN_TASKS}: these are tasks that an environment makes itself, and environment.class=null; set "
-        "environment.class, or give a file"
+        f"data.source={OWN_TASKS}: the environment generates the tasks, and environment.class=null. Fix: set "
+        "environment.class, or data.source to a file"
     )
 
 
 def whole_rollouts_are_rewarded(config: Config) -> str | None:
-    """What reads one prompt and one response has no place for a rollout of several turns, or of several samples."""
+    """Scorers of one prompt and one response cannot score rollouts of several turns or samples."""
     if not config.has_environment:
         return None
     per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
@@ -30,8 +30,8 @@ def whole_rollouts_are_rewarded(config: Config) -> str | None:
     }
     name = config.environment.name
     lines = [
-        f"{reader}: it reads a prompt and one response, and with environment.class={name} a rollout has several turns; "
-        "let the environment's steps return rewards instead"
+        f"{reader}: it scores one response, and with environment.class={name} a rollout has several turns. Fix: "
+        "return rewards from the environment's steps instead"
         for reader, is_there in readers.items()
         if is_there
     ]
@@ -43,7 +43,7 @@ def turns_fit_a_response(config: Config) -> str | None:
     if turn is None or turn <= longest:
         return None
     return (
-        f"environment.turn_tokens={turn}: all turns of a sample have rollout.max_new_tokens={longest} together; lower "
+        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit of all turns together. Fix: lower "
         "it, or raise rollout.max_new_tokens"
     )
 

@@ -1,4 +1,4 @@
-"""The rules between the objective, its data, and the keys that it leaves unread."""
+"""The rules of section `algorithm.objective`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def objective_learns_from_the_rows(config: Config) -> str | None:
         return None
     learners = [name for name, spec in OBJECTIVES.items() if rows in spec.rows]
     return (
-        f"data.format={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}; "
+        f"data.format={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}. Fix: "
         f"set data.format to that, or take one of {', '.join(learners)}"
     )
 
@@ -24,8 +24,8 @@ def aggregation_has_a_reader(config: Config) -> str | None:
     mode = objective.aggregation
     if config.is_offline and mode == "sequence_mean_over_max_tokens":
         return (
-            f"algorithm.objective.aggregation={mode}: it divides by rollout.max_new_tokens, and with data.format="
-            f"{config.data.format} nothing is sampled; set aggregation=token_mean"
+            f"algorithm.objective.aggregation={mode}: it divides by rollout.max_new_tokens, which data.format="
+            f"{config.data.format} does not have. Fix: set aggregation=token_mean"
         )
     return None
 
@@ -36,7 +36,7 @@ def pairs_are_sampled(config: Config) -> str | None:
         return None
     return (
         f"batch.samples_per_prompt=1: algorithm.objective.name={config.algorithm.objective.name} compares the best and "
-        "the worst sample of each prompt; set batch.samples_per_prompt to at least 2"
+        "the worst sample of each prompt. Fix: set batch.samples_per_prompt to at least 2"
     )
 
 
@@ -52,8 +52,8 @@ def penalty_follows_a_policy_that_moves(config: Config) -> str | None:
     if objective.adapted_penalty_target is None or moves:
         return None
     return (
-        f"algorithm.objective.penalty_target={objective.adapted_penalty_target:g}: in a step's only update the policy is the "
-        "old one, whose divergence is 0, so that the penalty would be halved again and again; set "
+        f"algorithm.objective.penalty_target={objective.adapted_penalty_target:g}: with one update per step the policy "
+        "is the old one and the divergence 0, so the penalty would shrink every step. Fix: set "
         f"batch.prompts_per_update below batch.prompts_per_step={batch.prompts_per_step}, or batch.epochs above 1"
     )
 

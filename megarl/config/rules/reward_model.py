@@ -16,7 +16,7 @@ def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> s
         return None
     return (
         f"reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has "
-        f"{', '.join(assignments)}; take the default there, or set reward_model.engine=megatron"
+        f"{', '.join(assignments)}. Fix: take the default there, or set reward_model.engine=megatron"
     )
 
 
@@ -24,8 +24,8 @@ def judge_is_in_vllm(config: Config) -> str | None:
     if not config.reward_model.judges or config.reward_model.engine == "vllm":
         return None
     return (
-        "reward_model.input_format=question: a language model that answers needs an engine, and reward_model.engine="
-        f"{config.reward_model.engine} computes scores only; set reward_model.engine=vllm"
+        "reward_model.input_format=question: a judge generates text, which reward_model.engine="
+        f"{config.reward_model.engine} cannot. Fix: set reward_model.engine=vllm"
     )
 
 
@@ -34,8 +34,8 @@ def judge_reads_the_response(config: Config) -> str | None:
     if not config.reward_model.judges or template is None or "{response}" in template:
         return None
     return (
-        f"reward_model.judge.template={show(template)}: it has no {{response}}, and every response would be rated the "
-        "same; say where the judge reads it"
+        f"reward_model.judge.template={show(template)}: it has no {{response}}, so all responses would get the same "
+        "rating. Fix: add {response} where the judge should read it"
     )
 
 
@@ -44,8 +44,8 @@ def judge_has_a_scale(config: Config) -> str | None:
     if not config.reward_model.judges or lowest < highest:
         return None
     return (
-        f"reward_model.judge.scale={show([lowest, highest])}: it is the lowest and the highest rating; give them in "
-        "this order, such as [1, 10]"
+        f"reward_model.judge.scale={show([lowest, highest])}: the lowest rating is not below the highest. Fix: set them "
+        "in this order, such as [1, 10]"
     )
 
 
@@ -56,7 +56,7 @@ def judge_has_room_for_a_question(config: Config) -> str | None:
     if not settings.judges or answer < context:
         return None
     return (
-        f"reward_model.judge.max_new_tokens={answer}: question and answer have {key}={context} tokens together; lower "
+        f"reward_model.judge.max_new_tokens={answer}: {key}={context} is the limit of question and answer together. Fix: lower "
         "it, or raise reward_model.context_length"
     )
 

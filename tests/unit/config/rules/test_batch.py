@@ -17,7 +17,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
             "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
-            "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
+            "batch.samples_per_prompt=1 that is each of them. Fix: set batch.sampling_rounds=1",
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
@@ -35,7 +35,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["batch.oversampling=1.5"],
             "batch.oversampling=1.5: the one step that may train on a sample with rollout.max_staleness=0 has no room "
-            "for more than 1 times the prompts of one; set rollout.on_stale=drop, which ends the rest, or",
+            "for more than 1 times the prompts of one. Fix: set rollout.on_stale=drop, which ends the rest, or",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],

@@ -25,7 +25,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             ["data.more_sources=[b.jsonl]"],
-            "data.source=arithmetic: several sources are files, and its rows are made; set",
+            "data.source=arithmetic: several sources are files, and its rows are made. Fix: set",
         ),
         (
             [FILE, "data.more_sources=[rows.jsonl]"],
@@ -37,7 +37,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "it has a weight for each file, which are rows.jsonl, b.jsonl; name these, or the column",
+            "it has a weight for each file, which are rows.jsonl, b.jsonl. Fix: name these, or the column",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],
@@ -68,7 +68,7 @@ def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
         (["data.source=environment", "environment.class=calculator"], "with data.source=environment there are none"),
         (
             ["algorithm.objective.name=sft", "data.format=messages"],
-            "with data.format=messages there are none; remove it",
+            "with data.format=messages there are none. Fix: remove it",
         ),
     ],
 )

@@ -46,13 +46,13 @@ def test_what_only_rollouts_read_is_no_hindrance():
         (
             "sft",
             ["data.format=prompts"],
-            "data.format=prompts: algorithm.objective.name=sft learns from messages; set data.format to that, or take one "
+            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format to that, or take one "
             "of cispo, clip,",
         ),
         (
             "sft",
             ["algorithm.objective.name=clip"],
-            "data.format=messages: algorithm.objective.name=clip learns from prompts; set data.format to that, or take one "
+            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format to that, or take one "
             "of sft",
         ),
         (
@@ -111,7 +111,7 @@ def test_what_only_rollouts_read_is_no_hindrance():
             "dpo",
             ["rollout.context_length=512", "actor.tokens_per_microbatch=1000"],
             "actor.tokens_per_microbatch=1000: a pair may have 2 x rollout.context_length=512 tokens and is never "
-            "split over microbatches (1000 < 1024); set actor.tokens_per_microbatch to at least 1024",
+            "split over microbatches (1000 < 1024). Fix: set actor.tokens_per_microbatch to at least 1024",
         ),
         (
             "online",
@@ -139,7 +139,7 @@ def test_every_key_without_a_reader_is_named():
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: expected less than 1"),
         (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
+            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5. Fix: set",
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],

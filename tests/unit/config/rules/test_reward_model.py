@@ -19,7 +19,7 @@ def test_reward_engines_keep_their_parameters() -> None:
 def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> None:
     assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
         "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
-        "sequence_parallel=true; take the default there, or set reward_model.engine=megatron"
+        "sequence_parallel=true. Fix: take the default there, or set reward_model.engine=megatron"
     ]
     recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
 
@@ -39,24 +39,24 @@ def judge(*overrides: str) -> list[str]:
         (
             ["engine=megatron"],
             "reward_model.input_format=question: a language model that answers needs an engine, and "
-            "reward_model.engine=megatron computes scores only; set reward_model.engine=vllm",
+            "reward_model.engine=megatron computes scores only. Fix: set reward_model.engine=vllm",
         ),
         (["step_end=x"], "reward_model.step_end=x: has no effect unless reward_model.input_format=ids. Fix"),
         (["aggregation=min"], "reward_model.aggregation=min: has no effect unless reward_model.input_format=ids. Fix"),
         (
             ["judge.template=Good?"],
-            "reward_model.judge.template=Good?: it has no {response}, and every response would be rated the same; say "
+            "reward_model.judge.template=Good?: it has no {response}, and every response would be rated the same. Fix: say "
             "where the judge reads it",
         ),
         (
             ["judge.scale=[10, 1]"],
-            "reward_model.judge.scale=[10.0, 1.0]: it is the lowest and the highest rating; give them in this "
+            "reward_model.judge.scale=[10.0, 1.0]: it is the lowest and the highest rating. Fix: give them in this "
             "order, such as [1, 10]",
         ),
         (
             ["judge.max_new_tokens=256"],
             "reward_model.judge.max_new_tokens=256: question and answer have rollout.context_length=256 tokens "
-            "together; lower it, or raise reward_model.context_length",
+            "together. Fix: lower it, or raise reward_model.context_length",
         ),
     ],
 )
