@@ -11,8 +11,8 @@ from megarl.core.ranges import PositiveFloat
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02, "fp8_block": 0.6}
 """Mean log-prob difference per token, in nats, that rounding explains, by the model's dtype or the engines'
 quantization. Measured with SmolLM2-135M (tools/benchmarks/rounding.py): 1e-5 in float32, 0.03 in bfloat16,
-which is what another order of summation changes, and 0.16 to 0.17 with fp8 linear layers. float16 rounds to an eighth of
-bfloat16's error."""
+which is what another order of summation changes, and 0.16 to 0.17 with fp8 linear layers. float16 has an
+eighth of bfloat16's rounding error."""
 
 THRESHOLD = 10
 """A token is an outlier if its difference exceeds this multiple of the mean that rounding explains."""

@@ -14,8 +14,8 @@ def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     if advantage.option("group_of_one") == "reward":
         return None
     return (
-        f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt and needs at least 2. "
-        "Fix: set batch.samples_per_prompt=8"
+        f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt and needs at "
+        "least 2. Fix: set batch.samples_per_prompt=8"
     )
 
 

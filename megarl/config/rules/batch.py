@@ -18,8 +18,9 @@ def dynamic_sampling_needs_groups(config: Config) -> str | None:
     if rounds == 1 or samples >= 2:
         return None
     return (
-        f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples all have the same reward, which "
-        "is every prompt with batch.samples_per_prompt=1. Fix: set batch.sampling_rounds=1 or batch.samples_per_prompt=8"
+        f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples all have the same reward, "
+        "which is every prompt with batch.samples_per_prompt=1. Fix: set batch.sampling_rounds=1 or "
+        "batch.samples_per_prompt=8"
     )
 
 

@@ -31,8 +31,8 @@ def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None
         return None
     found = ", ".join(f"{role} {count}" for role, count in each.items())
     return (
-        f"cluster.roles: roles placed by nodes need the same number of ranks per node, and have {found}. Fix: set equal "
-        "numbers, or place the roles by device numbers"
+        f"cluster.roles: roles placed by nodes need the same number of ranks per node, and have {found}. Fix: set "
+        "equal numbers, or place the roles by device numbers"
     )
 
 

@@ -12,8 +12,8 @@ def correction_keeps_some_tokens(config: Config) -> str | None:
     if low < high:
         return None
     return (
-        f"algorithm.correction.mask_low={low:g}: no ratio lies between it and mask_high={high:g}. Fix: set mask_low below "
-        f"{high:g}"
+        f"algorithm.correction.mask_low={low:g}: no ratio lies between it and mask_high={high:g}. Fix: set mask_low "
+        f"below {high:g}"
     )
 
 

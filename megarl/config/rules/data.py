@@ -25,8 +25,8 @@ def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | No
     if data.format != "prompts" or data.source == OWN_TASKS:
         rows = f"format={data.format}" if data.format != "prompts" else f"source={data.source}"
         return (
-            f"data.system_prompt: it precedes the prompts of rows, and data.{rows} has none. Fix: remove it, and put system "
-            "messages into the conversations"
+            f"data.system_prompt: it precedes the prompts of rows, and data.{rows} has none. Fix: remove it, and put "
+            "system messages into the conversations"
         )
     if not data.chat_template:
         return (
@@ -51,8 +51,8 @@ def stages_come_in_their_order(config: Config) -> str | None:
         return f"data.size={data.size}: each of data.stages has its own size. Fix: set data.size=null"
     if data.shuffle:
         return (
-            "data.shuffle=true: it would mix the rows of data.stages. Fix: set data.shuffle=false (rows within a stage are "
-            "random anyway)"
+            "data.shuffle=true: it would mix the rows of data.stages. Fix: set data.shuffle=false (rows within a "
+            "stage are random anyway)"
         )
     wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
     if wrong is not None:

@@ -43,8 +43,8 @@ def turns_fit_a_response(config: Config) -> str | None:
     if turn is None or turn <= longest:
         return None
     return (
-        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit of all turns together. Fix: lower "
-        "it, or raise rollout.max_new_tokens"
+        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit of all turns "
+        "together. Fix: lower it, or raise rollout.max_new_tokens"
     )
 
 

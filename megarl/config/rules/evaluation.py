@@ -23,8 +23,8 @@ def something_samples(config: Config) -> str | None:
     if not config.evaluation.sets or not config.is_offline:
         return None
     return (
-        f"evaluation.sets: with data.format={config.data.format} no engine is started. Fix: remove the sets, and evaluate "
-        "the trained model with `megarl evaluate`"
+        f"evaluation.sets: with data.format={config.data.format} no engine is started. Fix: remove the sets, and "
+        "evaluate the trained model with `megarl evaluate`"
     )
 
 
@@ -40,7 +40,7 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
 
 
 def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
-    """The set's own system prompt follows the rules of data.system_prompt; an inherited one is dropped where unusable."""
+    """A set's own system prompt follows the rules of data.system_prompt. An inherited one is dropped if unusable."""
     for item in config.evaluation.sets:
         data = config_of_set(config, item).data
         if not item.system_prompt:
@@ -77,8 +77,8 @@ def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
         if per_turn and of_set.has_environment:
             return (
                 f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores one response, and "
-                f"with environment.class={of_set.environment.name} a rollout has several turns. Fix: return rewards from "
-                "the environment's steps instead"
+                f"with environment.class={of_set.environment.name} a rollout has several turns. Fix: return rewards "
+                "from the environment's steps instead"
             )
     return None
 
@@ -129,8 +129,8 @@ def context_holds_a_prompt_and_its_response(config: Config) -> str | None:
         new = longest_response(config, item)
         if item.max_new_tokens is not None and new >= context:
             return (
-                f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = {context - new} "
-                f"of rollout.context_length={context} tokens for the prompt. Fix: lower it or raise "
+                f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = "
+                f"{context - new} of rollout.context_length={context} tokens for the prompt. Fix: lower it or raise "
                 "context_length"
             )
     return None

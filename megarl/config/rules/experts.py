@@ -35,8 +35,8 @@ def engine_caches_what_returns_routes(config: Config) -> str | None:
     if not config.actor.experts.replay_routes or "enable_prefix_caching" not in extra:
         return None
     return (
-        f"{CACHE}={show(extra['enable_prefix_caching'])}: {REPLAYED} decides it, because vLLM returns routes through its "
-        "cache on GPUs, and not on CPU. Fix: leave it out"
+        f"{CACHE}={show(extra['enable_prefix_caching'])}: {REPLAYED} decides it, because vLLM returns routes through "
+        "its cache on GPUs, and not on CPU. Fix: leave it out"
     )
 
 

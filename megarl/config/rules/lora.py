@@ -38,8 +38,8 @@ def heads_are_trained_with_the_model(config: Config) -> str | None:
         )
     if config.actor_has_values:
         return (
-            f"actor.lora.rank={rank}: with critic.shared_backbone=true the actor has a new value head, which would not be "
-            "trained. Fix: set critic.shared_backbone=false or actor.lora.rank=null"
+            f"actor.lora.rank={rank}: with critic.shared_backbone=true the actor has a new value head, which would "
+            "not be trained. Fix: set critic.shared_backbone=false or actor.lora.rank=null"
         )
     return None
 
@@ -67,8 +67,8 @@ def merged_weights_stay(config: Config) -> str | None:
     if config.actor.adapters is None or "parameters" not in config.actor.offload:
         return None
     return (
-        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the merged weights for the "
-        "engines are a copy that is not offloaded. Fix: remove parameters from the list"
+        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the merged weights for "
+        "the engines are a copy that is not offloaded. Fix: remove parameters from the list"
     )
 
 

@@ -246,8 +246,8 @@ def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
             for key, value, unset in _changed(section, _at(values, section), default):
                 lines.setdefault(
                     key,
-                    f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, or "
-                    f"remove the key, which is {show(unset)} by default",
+                    f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, "
+                    f"or remove the key, which is {show(unset)} by default",
                 )
     return list(lines.values())
 
@@ -257,8 +257,8 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, value and default of each value that differs. Of a variant section that names another entry, that is the
-    key that names it: its options are not the default entry's."""
+    """Yield key, value and default of each value that differs. In a variant section with another entry only the key
+    that names the entry is compared, because its options are not those of the default entry."""
     if isinstance(value, dict) and default:
         names = {variant.key.rpartition(".")[0]: variant.discriminator for variant in VARIANTS}
         chooser = names.get(key)

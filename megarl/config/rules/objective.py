@@ -14,8 +14,8 @@ def objective_learns_from_the_rows(config: Config) -> str | None:
         return None
     learners = [name for name, spec in OBJECTIVES.items() if rows in spec.rows]
     return (
-        f"data.format={rows}: algorithm.objective.name={objective.name} learns from {' or '.join(objective.spec.rows)}. Fix: "
-        f"set data.format to that, or take one of {', '.join(learners)}"
+        f"data.format={rows}: algorithm.objective.name={objective.name} learns from "
+        f"{' or '.join(objective.spec.rows)}. Fix: set data.format to that, or take one of {', '.join(learners)}"
     )
 
 

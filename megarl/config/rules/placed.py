@@ -20,8 +20,8 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str |
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
     unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
     return (
-        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and "
-        f"is never split over microbatches ({budget} < {needed}). Fix: set {role}.tokens_per_microbatch to at least {needed}"
+        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and is never split over "
+        f"microbatches ({budget} < {needed}). Fix: set {role}.tokens_per_microbatch to at least {needed}"
     )
 
 

@@ -44,8 +44,8 @@ def judge_has_a_scale(config: Config) -> str | None:
     if not config.reward_model.judges or lowest < highest:
         return None
     return (
-        f"reward_model.judge.scale={show([lowest, highest])}: the lowest rating is not below the highest. Fix: set them "
-        "in this order, such as [1, 10]"
+        f"reward_model.judge.scale={show([lowest, highest])}: the lowest rating is not below the highest. Fix: set "
+        "them in this order, such as [1, 10]"
     )
 
 
@@ -56,8 +56,8 @@ def judge_has_room_for_a_question(config: Config) -> str | None:
     if not settings.judges or answer < context:
         return None
     return (
-        f"reward_model.judge.max_new_tokens={answer}: {key}={context} is the limit of question and answer together. Fix: lower "
-        "it, or raise reward_model.context_length"
+        f"reward_model.judge.max_new_tokens={answer}: {key}={context} is the limit of question and answer together. "
+        "Fix: lower it, or raise reward_model.context_length"
     )
 
 

@@ -35,8 +35,8 @@ def sources_are_read_from_a_column(config: Config) -> str | None:
     if not entries or config.is_offline or config.data.source_column is not None:
         return None
     return (
-        f"rewards.functions: {entries[0].label} with sources={entries[0].sources}, and "
-        "data.source_column=null leaves the rows' sources unknown. Fix: set data.source_column"
+        f"rewards.functions: {entries[0].label} with sources={entries[0].sources}, and data.source_column=null leaves "
+        "the rows' sources unknown. Fix: set data.source_column"
     )
 
 

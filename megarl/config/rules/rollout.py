@@ -111,9 +111,8 @@ def dropped_rollouts_can_be_ended(config: Config) -> str | None:
     if not config.drops_rollouts or not config.has_environment:
         return None
     return (
-        "rollout.on_stale=drop: it aborts running rollouts, and those of "
-        f"environment.class={config.environment.name} cannot be aborted. Fix: set "
-        "rollout.on_stale=wait"
+        f"rollout.on_stale=drop: it aborts running rollouts, and those of environment.class={config.environment.name} "
+        "cannot be aborted. Fix: set rollout.on_stale=wait"
     )
 
 

@@ -19,7 +19,10 @@ def profiled_steps_are_steps_of_the_run(config: Config) -> str | None:
     late = [step for step in config.run.profile.steps if step > config.run.steps]
     if not late:
         return None
-    return f"run.profile.steps: step {late[0]} is after the last step, run.steps={config.run.steps}. Fix: list earlier steps"
+    return (
+        f"run.profile.steps: step {late[0]} is after the last step, run.steps={config.run.steps}. "
+        "Fix: list earlier steps"
+    )
 
 
 def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
@@ -30,7 +33,10 @@ def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
     beyond = [rank for rank in config.run.profile.ranks if rank >= largest]
     if not beyond:
         return None
-    return f"run.profile.ranks: no trained model has rank {beyond[0]}; the largest has {largest} ranks. Fix: list lower ranks"
+    return (
+        f"run.profile.ranks: no trained model has rank {beyond[0]}; the largest has {largest} ranks. "
+        "Fix: list lower ranks"
+    )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (

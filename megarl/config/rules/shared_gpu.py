@@ -19,8 +19,8 @@ def engines_fill_the_shared_gpus(config: Config) -> str | None:
     remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
     return (
         f"rollout.replicas={rollout.replicas}: colocated, each GPU has one actor rank and one engine rank, but "
-        f"actor.layout has {ranks} ranks and {rollout.replicas} x rollout.tp={rollout.tp} = {workers}. Fix: set {remedy}, "
-        "or cluster.placement=disaggregated"
+        f"actor.layout has {ranks} ranks and {rollout.replicas} x rollout.tp={rollout.tp} = {workers}. Fix: set "
+        f"{remedy}, or cluster.placement=disaggregated"
     )
 
 

@@ -25,8 +25,8 @@ def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> str 
     for name, length in (("warmup", schedule.warmup), ("decay", schedule.decay)):
         if length is not None and length > 1 and length != int(length):
             return (
-                f"{trained.section}.optimizer.schedule.{name}={length:g}: values from 1 count updates. Fix: set a whole "
-                "number, or a share of the run's updates below 1"
+                f"{trained.section}.optimizer.schedule.{name}={length:g}: values from 1 count updates. Fix: set a "
+                "whole number, or a share of the run's updates below 1"
             )
     return None
 
@@ -44,8 +44,8 @@ def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None
     if optimizer.schedule.min_lr <= optimizer.lr:
         return None
     return (
-        f"{prefix}.schedule.min_lr={optimizer.schedule.min_lr:g}: it is above the peak "
-        f"{prefix}.lr={optimizer.lr:g}. Fix: set min_lr to at most {optimizer.lr:g}"
+        f"{prefix}.schedule.min_lr={optimizer.schedule.min_lr:g}: it is above the peak {prefix}.lr={optimizer.lr:g}. "
+        f"Fix: set min_lr to at most {optimizer.lr:g}"
     )
 
 

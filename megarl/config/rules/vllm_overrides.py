@@ -16,9 +16,9 @@ def arguments_of_vllm_are_given_once(config: Config) -> str | None:
         for name in homes.keys() & extras[section].keys():
             home = homes[name]
             why = (
-                f"this follows from {home}. Fix: set it there"
+                f"{home} determines it. Fix: set {home}"
                 if home
-                else "megarl relies on its own value. Fix: leave it out"
+                else "megarl depends on its own value. Fix: leave it out"
             )
             lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
     return "\n".join(sorted(lines)) or None
