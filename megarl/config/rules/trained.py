@@ -32,9 +32,8 @@ def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> str 
 
 
 def wsd_has_a_decay(config: Config, trained: Trained) -> str | None:
-        schedule = trained.optimizer.schedule
-    name, prefix = schedule.name, f"{trained.section}.optimizer.schedule"
-    if name == "wsd" and schedule.decay is None:
+    schedule, prefix = trained.optimizer.schedule, f"{trained.section}.optimizer.schedule"
+    if schedule.name == "wsd" and schedule.decay is None:
         return f"{prefix}.name=wsd: its decay has no length. Fix: set {prefix}.decay=0.2"
     return None
 
