@@ -1,8 +1,9 @@
 """How far float32 results may be from an independent reference, on any processor.
 
 A reference runs twice: in float64, which ours are compared with, and in float32, whose distance from float64 is what
-float32 loses in that case on that processor. A limit is a small multiple of it, and never below the 1e-5 of a tensor's
-largest value that layouts promise.
+float32 loses in that case on that processor. A limit is a small multiple of it, at least the 1e-5 of a tensor's largest
+value that layouts promise, and at most 1e-4. Float32 loses more than elsewhere in gradients that nearly cancel, such as
+those of an adapter's factors, and in weights whose gradients are near zero, which Adam divides by their own size.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def limit(exact: Tensors, plain: Tensors) -> float:
     """Return the largest relative error that rounding explains, from the worst of the tensors."""
-    return max(TOLERANCE, *(FACTOR * relative_error(plain[name], exact[name]) for name in exact))
+    worst = max(relative_error(plain[name], exact[name]) for name in exact)
+    return min(max(TOLERANCE, FACTOR * worst), 10 * TOLERANCE)
 
 
 def assert_close(ours: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:

@@ -398,7 +398,9 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
     assert "has no .metadata. Fix: give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert "__1_0.distcp is listed in .metadata but missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
-    assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
+    assert "__0_0.distcp is truncated: it has 100 of " in error(
+        lambda copy: os.truncate(copy / "__0_0.distcp", 100)
+    )
     assert "says nothing of its model; give --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(forget_the_files)
 
