@@ -24,8 +24,14 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def find(package: ModuleType, kind: type[AnySpec], place: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
-    without a SPEC of the file's name, and for a name that two folders have."""
+    """Return the specs by name.
+
+    Args:
+        place: the position of a spec's kind in the order.
+
+    Raises:
+        ImportError: for a file without a SPEC of the file's name, and for a name in two folders.
+    """
     specs = list(_specs(package, kind))
     twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
     if twice:
