@@ -20,7 +20,7 @@ from megarl.models.folder import read_config, resolve
 from megarl.models.shape import ModelShape
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.families.adapters import PREFIX, A, B, of_each_expert
+from megarl.resharding.families.adapters import PREFIX, A, B, expert_tensor_names
 from megarl.resharding.folder import SHARD_BYTES, write_folder
 from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder, Rectangle, whole
@@ -72,7 +72,7 @@ class MergedWeights(Readable):
         self._factors = {
             each: factor
             for name, factor in adapters.factors().items()
-            for each in of_each_expert(name, adapters.num_experts)
+            for each in expert_tensor_names(name, adapters.num_experts)
         }
         found = weights.dtypes.items()
         dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in found}
@@ -119,7 +119,7 @@ def adapters_to_huggingface(
             )
         hf_config, dtype = read_config(adapters.base), adapters.config.model.dtype
         weights = huggingface_holder(hf_config, dtype)
-        base.described(weights)  # raises what is wrong with the folder
+        base.with_file_dtypes(weights)  # raises what is wrong with the folder
         transport = MergedWeights(base, weights, adapters)
         source, destination = transport.holder, huggingface_holder(hf_config, options.dtype or dtype)
         plan = make_plan([source], [destination])

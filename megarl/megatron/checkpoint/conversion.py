@@ -167,7 +167,7 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
     hf_config = read_config(folder)
     holder = huggingface_holder(hf_config)
     with SafetensorsFolder(folder) as transport:
-        holder = transport.described(holder)
+        holder = transport.with_file_dtypes(holder)
         unexpected = transport.unexpected(holder)
         refuse_unexpected(folder, [name for name in unexpected if not _without_use(name, hf_config)])
         yield Weights(hf_config, holder, transport, folder)
