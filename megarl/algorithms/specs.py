@@ -173,7 +173,7 @@ def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEstimator(SampleEstimator):
-    """An estimator that compares the samples of a prompt; with credit=reward_to_go it compares token rewards separately.
+    """An estimator that compares the samples of a prompt, and with credit=reward_to_go their token rewards separately.
 
     Args:
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
