@@ -24,8 +24,14 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def find(package: ModuleType, kind: type[AnySpec], place: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
-    without a SPEC of the file's name, and for a name that two folders have."""
+    """Return the specs by name.
+
+    Args:
+        place: the position of a spec's kind in the order.
+
+    Raises:
+        ImportError: for a file without a SPEC of the file's name, and for a name in two folders.
+    """
     specs = list(_specs(package, kind))
     twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
     if twice:
@@ -72,7 +78,7 @@ def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str
         except TypeError as error:
             raise UserError(
                 f"{key}={name}: {function.__name__}{signature(function)} is called with {num_positional} positional "
-                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function or "
-                f"the parameters of {inner}"
+                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function "
+                f"or the parameters of {inner}"
             ) from None
     return spec, sha256(path.read_bytes()).hexdigest()
