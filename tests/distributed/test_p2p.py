@@ -32,11 +32,9 @@ from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 from tests.forked import run_ranks
+from tests.timing import WAIT_S
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 from tests.unit.resharding.planning.test_planner import holder as holder_of
-
-TIMEOUT_S = 100
-"""Longer than any test takes. Members that detect a failure report another error well before this timeout."""
 
 
 class Allocations(TorchDispatchMode):
@@ -100,7 +98,7 @@ class Case:
             self.weights[holder.name] = self.empty(holder)
             local = LocalMemory({folder.name: checkpoint})
             execute(from_folder.into(holder.name), self.weights[holder.name], local)
-        self.timeout_s = TIMEOUT_S
+        self.timeout_s = WAIT_S
 
     @property
     def members(self) -> list[Holder]:
@@ -344,7 +342,7 @@ class PartialTransfer:
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
-        rendezvous = Rendezvous("127.0.0.1", int(store.get("port")), "transfer", TIMEOUT_S)
+        rendezvous = Rendezvous("127.0.0.1", int(store.get("port")), "transfer", WAIT_S)
         return rendezvous.open(self.names[rank], {n: torch.zeros(s) for n, s in self.shapes.items()}, self.plan)
 
     def send(self, store: dist.Store, then: Callable[[psutil.Process], None]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megarl.config.model_schema import Lora
-from megarl.config.saved import complete
+from megarl.config.saved import validated
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
@@ -142,7 +142,7 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
         raise UserError(f"{path}: it is no checkpoint of a run; give one of its folders checkpoints/step_…")
     sealed = Checkpoint.open(path.parent)
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
-    config = Config.model_validate(complete(sealed.state["config"], sealed.format))
+    config = validated(sealed.state["config"], sealed.format)
     if config.actor.adapters is None or path.name != "actor":
         raise UserError(f"{path}: it holds no adapters; convert it with megatron-to-hf")
     revision = config.model.revision if huggingface is None else None

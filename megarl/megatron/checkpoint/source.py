@@ -14,8 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config.model_schema import Layout, Role
-from megarl.config.saved import complete
-from megarl.config.schema import Config
+from megarl.config.saved import validated
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
 from megarl.core.errors import UserError
 from megarl.core.files import Progress
@@ -145,7 +144,7 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
     if sealed is None:
         raise UserError(f"{path}: says nothing of its model; give --hf, a folder with its config.json and tokenizer")
     try:
-        config = Config.model_validate(complete(sealed.state["config"], sealed.format))
+        config = validated(sealed.state["config"], sealed.format)
     except ValidationError:
         raise UserError(f"{path}: its run's recipe is of another version of megarl; give --hf") from None
     role = path.name

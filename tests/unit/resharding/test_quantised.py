@@ -29,6 +29,7 @@ from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.transport import view
 from tests.published_models import CONFIGS
+from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
 from tests.unit.resharding.vllm_world import weights, worker
 
@@ -106,9 +107,9 @@ class Group:
 
     def reduce_max(self, tensor: torch.Tensor) -> None:
         self._parts.append(tensor)
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=WAIT_S)
         largest = torch.stack(self._parts).amax(0)
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=WAIT_S)
         tensor.copy_(largest)
 
 

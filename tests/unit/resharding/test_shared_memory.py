@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
+from tests.timing import WAIT_S
 
 
 def train(connection: Connection) -> None:
@@ -49,7 +50,7 @@ class Trainer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(timeout=10)
+        self.process.join(timeout=WAIT_S)
         self.connection.close()
 
 
