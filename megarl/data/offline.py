@@ -101,7 +101,7 @@ def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | It
             return arithmetic_labels(seed, size)
         columns = (data.prompt_column, data.steps_column, data.labels_column)
         return rows_of_files(data, lambda path: label_rows(path, *columns))
-        if is_procedural:
+    if is_procedural:
         return arithmetic_preferences(seed, size)
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     return rows_of_files(data, lambda path: preference_rows(path, *columns))
@@ -161,7 +161,7 @@ def _answered(
     config: Config,
     place: str,
 ) -> Tokens:
-    """Return the tokens of the prompt and one response. Like a sampled response, a plain one ends with the EOS token."""
+    """Return the tokens of the prompt and one response. A plain response gets an EOS token, like a sampled one."""
     if config.data.chat_template:
         asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":

@@ -67,8 +67,6 @@ class _Tree:
             self._place([first, *sharing], stop - depth)
             if sharing:
                 self._add([first, *sharing], stop)
-            if beside:
-                self._add([first, *beside], stop)
             else:
                 self._place([first], self._packing.padded(stop) - stop)
 

@@ -142,8 +142,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megarl.data.reasoning import (
-        main as main_of_module,
-    )  # pickled tasks refer to this module's Task, not __main__'s
+    # Pickled tasks refer to the Task of this module, not of __main__.
+    from megarl.data.reasoning import main as main_of_module
 
     main_of_module()

@@ -55,7 +55,10 @@ def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-    """Return the text that the response adds to the prompt, without special tokens or a trailing incomplete character."""
+    """Return the text that the response adds to the prompt, without special tokens.
+
+    A trailing incomplete character is dropped.
+    """
     context = list(prompt_ids[-CONTEXT:])
 
     def decode(ids: Sequence[int]) -> str:

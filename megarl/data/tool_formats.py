@@ -1,8 +1,8 @@
 """Formats in which models write tool calls, with one small parser each.
 
-Parsers work on a turn's token ids. A tag that is a single token of the tokenizer is matched by its id, so that text that
-merely looks like the tag does not match. Any other tag is matched in the text. Malformed calls become a `MalformedCall`;
-no sampled output raises an error.
+Parsers work on a turn's token ids. A tag that is a single token of the tokenizer is matched by its id, so text that
+merely looks like the tag does not match. Any other tag is matched in the text. Malformed calls become instances of
+`MalformedCall`; no sampled output raises an error.
 """
 
 from __future__ import annotations

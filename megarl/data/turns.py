@@ -1,9 +1,9 @@
 """Multi-turn conversations as token ids that never change once appended.
 
-A sampled turn is never rendered again, because tokenizing its text may yield different ids and templates rewrite earlier
-turns. Instead, the chat template renders a short conversation in which a sentinel stands for the turn, followed by the
-new messages. Whatever the template writes after the sentinel is appended to the turn; closing tags that the turn already
-contains are omitted.
+A sampled turn is never rendered again, because tokenizing its text may yield different ids and templates rewrite
+earlier turns. Instead, the chat template renders a short conversation in which a sentinel stands for the turn, followed
+by the new messages. Whatever the template writes after the sentinel is appended to the turn; closing tags that the turn
+already contains are omitted.
 
 If the template does not support tools, a system message describes them (`tool_formats.instructions`), and tool results
 are user messages between <tool_response> and </tool_response>.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 SENTINEL = "megarlturn"
-"""Text that stands for a sampled turn. It has letters only, since templates and tokenizers may strip other characters."""
+"""Text that stands for a sampled turn. Letters only, since templates and tokenizers may strip other characters."""
 
 MARK = "megarlmark"
 """Text of a test message, to find out whether the template renders messages of a role."""
