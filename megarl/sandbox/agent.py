@@ -123,25 +123,25 @@ class Run:
     def __init__(self, agent, limits, merged, stdin, arguments):
         self.agent, self.limits = agent, limits
         self.out, self.err = BoundedOutput(limits["output_bytes"]), BoundedOutput(limits["output_bytes"])
-        self.spent = cpu_of_ended()
+        self.cpu_before = cpu_of_exited()
         self.begin = time.monotonic()
         (stdin_read, self.stdin_write), (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            self.become(arguments, (stdin_read, out_write, out_write if merged else err_write))
+            self.exec_program(arguments, (stdin_read, out_write, out_write if merged else err_write))
         for end in (stdin_read, out_write, err_write):
             os.close(end)
         self.stdin, self.status, self.limit = memoryview(stdin), None, b""
-        self.kept = {out_read: self.out, err_read: self.err}
+        self.outputs = {out_read: self.out, err_read: self.err}
         self.watch()
         agent.end_all()
-        for end in list(self.kept):
+        for end in list(self.outputs):
             os.set_blocking(end, False)
             while self.read(end):
                 pass
         self.close_stdin()
 
-    def become(self, arguments, ends):
+    def exec_program(self, arguments, ends):
         """Replace the forked process with the program."""
         try:
             for number, end in enumerate(ends):
@@ -176,7 +176,7 @@ class Run:
     def watch(self):
         """Forward input and output until the program exits or exceeds a limit."""
         poll = select.poll()
-        for end in (0, self.agent.wake, *self.kept):
+        for end in (0, self.agent.wake, *self.outputs):
             poll.register(end, select.POLLIN)
         os.set_blocking(self.stdin_write, False)
         poll.register(self.stdin_write, select.POLLOUT)
@@ -188,13 +188,13 @@ class Run:
                 self.limit = b"wall_s"
                 return
             if now >= check_s:
-                self.limit = self.over()
+                self.limit = self.exceeded_limit()
                 if self.limit:
                     return
                 check_s = now + CHECK_S
             for end, _ in poll.poll(1000 * max(0.0, min(end_s, check_s) - now) + 1):
                 if end == 0:  # stdin was closed: the caller no longer waits for the result
-                    leave(self.agent)
+                    exit_sandbox(self.agent)
                 elif end == self.stdin_write:
                     if not self.feed():
                         poll.unregister(end)
@@ -239,15 +239,15 @@ class Run:
         except BlockingIOError:
             return False
         if data:
-            self.kept[end].add(data)
+            self.outputs[end].add(data)
         return bool(data)
 
-    def over(self):
+    def exceeded_limit(self):
         """Return the name of a limit that the program's processes together exceed; empty if there is none."""
         pids = self.agent.others()
         if len(pids) > self.limits["processes"]:
             return b"processes"
-        if cpu_of_ended() - self.spent + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
+        if cpu_of_exited() - self.cpu_before + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
             return b"cpu_s"
         most = self.limits["memory_mib"] << 20
         # The private memory is quick to read but excludes shared pages of files; check the exact value only if needed.
@@ -259,16 +259,16 @@ class Run:
 
     def fields(self):
         ended_by_kernel = self.status in (-signal.SIGXCPU, -signal.SIGKILL)
-        if not self.limit and ended_by_kernel and cpu_of_ended() - self.spent >= self.limits["cpu_s"] - 0.1:
+        if not self.limit and ended_by_kernel and cpu_of_exited() - self.cpu_before >= self.limits["cpu_s"] - 0.1:
             self.limit = b"cpu_s"
         status = -signal.SIGKILL if self.status is None else self.status
         numbers = [b"%d" % status, self.limit, b"%d" % (1000 * (time.monotonic() - self.begin))]
-        for end in self.kept:
+        for end in self.outputs:
             os.close(end)
         return [*numbers, *self.out.fields(), *self.err.fields()]
 
 
-def cpu_of_ended():
+def cpu_of_exited():
     """Return the CPU seconds of all processes of the sandbox that have exited."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -311,7 +311,7 @@ def text_of(path):
         return ""
 
 
-def leave(agent):
+def exit_sandbox(agent):
     """Exit the sandbox. The kernel kills its other processes when process 1 exits."""
     if not agent.is_first:
         agent.end_all()
@@ -328,11 +328,11 @@ def read_message(agent):
     lengths = [int(length) for length in line.split()]
     fields = [sys.stdin.buffer.read(length) for length in lengths]
     if not line.endswith(b"\n") or [len(field) for field in fields] != lengths:
-        leave(agent)
+        exit_sandbox(agent)
     return fields
 
 
-def answer(fields):
+def send(fields):
     data = memoryview(pack(fields))
     while data:
         data = data[os.write(1, data) :]
@@ -354,15 +354,15 @@ def main(folder, path, *options):
         libc.prctl(option, value, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(folder, path, **dict.fromkeys(options, True))
-    answer([b"ready"])
+    send([b"ready"])
     while True:
         kind, *fields = read_message(agent)
         if kind == b"write":
-            answer([agent.write(*fields)])
+            send([agent.write(*fields)])
         else:
             numbers, merged, stdin, *arguments = fields
             limits = dict(zip(LIMITS, map(int, numbers.split()), strict=True))
-            answer(agent.run(limits, merged == b"1", stdin, arguments))
+            send(agent.run(limits, merged == b"1", stdin, arguments))
 
 
 if __name__ == "__main__":

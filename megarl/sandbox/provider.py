@@ -20,9 +20,9 @@ _CODE = binascii.b2a_base64(marshal.dumps(compile(AGENT, "agent", "exec", optimi
 
 OWN_AGENT = (
     *(os.path.realpath(sys.executable), "-I", "-S", "-c"),
-    f"# megarl's agent of a sandbox\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
+    f"# megarl sandbox agent\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
 )
-"""Command of the agent for this Python interpreter. It is compiled in advance, which saves a third of its start time."""
+"""Command of the agent for this Python interpreter. It is compiled in advance, which saves a third of its startup."""
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 

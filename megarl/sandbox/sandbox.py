@@ -86,13 +86,13 @@ class Sandbox:
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: the interpreter of programs. deadline_s: the sandbox's lifetime."""
         self._command, self._limits, self.python = command, limits, python
-        self._turn, self._is_over = asyncio.Lock(), False
+        self._lock, self._is_over = asyncio.Lock(), False
         loop = asyncio.get_running_loop()
         self._deadline = None if deadline_s is None else loop.time() + deadline_s
         self._alarm = None if deadline_s is None else loop.call_later(deadline_s + ANSWER_S, self._end)
 
     async def start(self) -> Self:
-        """Start the sandbox and wait until it is up. Raises SandboxError, with its error output, if it fails to start."""
+        """Start the sandbox and wait until it is up. Raises SandboxError, with the error output, if this fails."""
         local, remote = socket.socketpair()
         errors_read, errors_write = os.pipe()
         os.set_blocking(errors_read, False)
@@ -116,7 +116,7 @@ class Sandbox:
                 os.close(file)
         self._reader, self._writer = await asyncio.open_connection(sock=local)
         try:
-            await self._ask(None, START_S)
+            await self._call(None, START_S)
         except BaseException:
             await self.stop()
             raise
@@ -148,7 +148,7 @@ class Sandbox:
         Raises OSError if there is no space or the path is invalid.
         """
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
-        [reason] = await self._ask([b"write", name.encode(), data], ANSWER_S)
+        [reason] = await self._call([b"write", name.encode(), data], ANSWER_S)
         if reason:
             raise OSError(f"{name}: {reason.decode(errors='replace')}")
 
@@ -172,7 +172,7 @@ class Sandbox:
         )
         request = [b"run", " ".join(map(str, numbers)).encode(), b"%d" % merged, stdin]
         request += [argument.encode("utf-8", "replace") for argument in arguments]
-        status, limit, milliseconds, *outputs = await self._ask(request, wall_s + ANSWER_S)
+        status, limit, milliseconds, *outputs = await self._call(request, wall_s + ANSWER_S)
         if limit == b"wall_s" and wall_s < limit_s:
             limit = b"deadline"
         (stdout, out_truncated), (stderr, err_truncated) = (_joined(outputs[i : i + 3]) for i in (0, 3))
@@ -182,7 +182,7 @@ class Sandbox:
     async def stop(self) -> None:
         """Stop the sandbox and everything in it; a pending call fails. Return when nothing is left."""
         self._end()
-        async with self._turn:
+        async with self._lock:
             await self._wait()
 
     def _end(self) -> None:
@@ -211,9 +211,9 @@ class Sandbox:
                 shutil.rmtree(self._command.folder, ignore_errors=True)
             self._errors.close()
 
-    async def _ask(self, request: list[bytes] | None, timeout_s: float) -> list[bytes]:
+    async def _call(self, request: list[bytes] | None, timeout_s: float) -> list[bytes]:
         """Send a request, if any, and return the answer."""
-        async with self._turn:
+        async with self._lock:
             if self._is_over:
                 raise SandboxError("the sandbox has been stopped")
             try:

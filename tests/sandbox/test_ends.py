@@ -56,7 +56,7 @@ def traces() -> set[psutil.Process]:
 def is_of_a_sandbox(process: psutil.Process) -> bool:
     try:
         line = " ".join(process.cmdline())  # a zombie has none
-        return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl's agent of a sandbox" in line
+        return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl sandbox agent" in line
     except psutil.NoSuchProcess:
         return False
 
