@@ -75,11 +75,11 @@ class Checkpoint:
             content = manifest["content"]
             intact = manifest["sha256"] == _digest(content)
         except FileNotFoundError:
-            raise UserError(f"{path}: {MANIFEST} is missing; {_remedy(path)}") from None
+            raise UserError(f"{path}: {MANIFEST} is missing. {_remedy(path)}") from None
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            raise UserError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
+            raise UserError(f"{path}: {MANIFEST} is damaged. {_remedy(path)}")
         if (version := content.get("format", 1)) > FORMAT:
             raise UserError(
                 f"{path}: saved in format {version} by a later version of megarl; this version reads formats up to "
@@ -104,16 +104,16 @@ class Checkpoint:
             if digest != record.sha256:
                 raise UserError(
                     f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}…, expected "
-                    f"{record.sha256[:8]}…; {_remedy(self.path)}"
+                    f"{record.sha256[:8]}…. {_remedy(self.path)}"
                 )
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
         if not file.exists():
-            raise UserError(f"{self.path}: {record.path} is missing; {_remedy(self.path)}")
+            raise UserError(f"{self.path}: {record.path} is missing. {_remedy(self.path)}")
         if (size := file.stat().st_size) != record.num_bytes:
             raise UserError(
-                f"{self.path}: {record.path} is damaged: it has {size:,} bytes, expected {record.num_bytes:,}; "
+                f"{self.path}: {record.path} is damaged: it has {size:,} bytes, expected {record.num_bytes:,}. "
                 f"{_remedy(self.path)}"
             )
 
@@ -163,8 +163,8 @@ def _remedy(checkpoint: Path) -> str:
     step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
     earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
     if not earlier:
-        return "there is no earlier checkpoint. Fix: start from scratch with resume=never run.replace=true"
-    return f"fix: resume from the previous checkpoint with resume={earlier[-1]}"
+        return "There is no earlier checkpoint. Fix: start from scratch with resume=never run.replace=true"
+    return f"Fix: resume from the previous checkpoint with resume={earlier[-1]}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ def test_another_dtype(source, tmp_path):
 
 
 def test_an_existing_folder_is_kept(source, tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} exists already"):
+    with pytest.raises(ValueError, match=f"{tmp_path} already exists"):
         export(source, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -95,8 +95,8 @@ def test_damage_is_named_with_the_checkpoint_before(checkpoints, damage, name, p
     damage(latest / name)
     if problem.startswith("manifest.json is damaged") and damage is truncate:
         damage(latest / name)  # the first byte that is lost is the newline at the end
-    remedy = f"go on from the one before it: resume={checkpoints.path}/step_000020"
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*; {re.escape(remedy)}$"):
+    remedy = f"Fix: resume from the previous checkpoint with resume={checkpoints.path}/step_000020"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*[.] {re.escape(remedy)}$"):
         opened = Checkpoint.open(latest)
         opened.verify(opened.files)
     before = Checkpoint.open(checkpoints.path / "step_000020")
@@ -144,7 +144,7 @@ def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
     checkpoints.keep(1)
     assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
     remove(latest.path / "manifest.json")
-    with pytest.raises(ValueError, match="there is no earlier one"):
+    with pytest.raises(ValueError, match="There is no earlier checkpoint"):
         Checkpoint.open(latest.path)
     kept = before.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20

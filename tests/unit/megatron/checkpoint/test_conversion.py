@@ -352,7 +352,7 @@ def test_an_existing_folder_is_kept(tmp_path, checkpoint):
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match="hf exists already; give a new folder or remove it"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
             convert(tmp_path / "hf")
     assert left_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
