@@ -95,7 +95,7 @@ def test_config_explain_of_a_model_that_is_not_here(
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is no folder here")
+    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is not a folder on this")
 
 
 def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

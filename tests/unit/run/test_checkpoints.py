@@ -108,7 +108,7 @@ def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) ->
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged; there is no earlier one; start anew with resume="):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged. There is no earlier checkpoint. Fix: start from scratch with"):
         Checkpoint.open(manifest.parent)
 
 
@@ -149,7 +149,7 @@ def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
     kept = before.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
-    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*; there is no earlier one"):
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] There is no earlier"):
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 

@@ -439,7 +439,7 @@ def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
 def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
     write_model(tmp_path / "hf", config_of())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
+    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, but 0.00 GB are needed"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
 

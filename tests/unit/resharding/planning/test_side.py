@@ -125,9 +125,9 @@ def test_fp8_blocks_are_half_the_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_models_that_cannot_be_read(tmp_path: Path):
     layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
-    with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains config.json"):
+    with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub id or"):
+    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub"):
         reshard(str(tmp_path / "none"), *layouts)
     with pytest.raises(ValueError, match=r"^--model nobody/nothing: .*not been downloaded; give a config.json, or the"):
         reshard("nobody/nothing", *layouts)
