@@ -47,9 +47,9 @@ def text_ends(
     text = response = "".join(steps)
     begin = first = 0
     if chat_template:
-        asked = as_messages(prompt, "user")
+        prompt_messages = as_messages(prompt, "user")
         text, marked = (
-            tokenizer.apply_chat_template([*asked, *as_messages(content, "assistant")], tokenize=False)
+            tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False)
             for content in (response, MARK)
         )
         span = response_span(text, marked, response)

@@ -163,12 +163,12 @@ def _answered(
 ) -> Tokens:
     """Return the tokens of the prompt and one response. A plain response gets an EOS token, like a sampled one."""
     if config.data.chat_template:
-        asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
+        prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
             raise UserError(
                 f"{place}: the response begins with role {answer[0]['role']!r}. Fix: begin it with the assistant"
             )
-        return conversation(tokenizer, [*asked, *answer], place, first=len(asked))
+        return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
     ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
 

@@ -64,13 +64,13 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode([*context, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    start, whole = len(decode([])), decode(response_ids)
+    start, full_text = len(decode([])), decode(response_ids)
     for incomplete in range(1, MOST_BYTES):
-        if not whole.endswith(UNDECODED):
+        if not full_text.endswith(UNDECODED):
             break
         # Drop the tokens of the incomplete character: some tokenizers also hide the bytes before it.
-        whole = decode(response_ids[: max(0, len(response_ids) - incomplete)])
-    return whole[start:].rstrip(UNDECODED)
+        full_text = decode(response_ids[: max(0, len(response_ids) - incomplete)])
+    return full_text[start:].rstrip(UNDECODED)
 
 
 def _is_generic(folder: Path) -> bool:

@@ -150,8 +150,8 @@ class ChatTokens:
         """Return the ids of the text from `place` on; None if the tokenizer merges text across that position."""
         if text[place:].startswith(tuple(self._special.values())):
             return self._encode(text[place:])
-        before, whole = self._encode(text[:place]), self._encode(text)
-        return whole[len(before) :] if whole[: len(before)] == before else None
+        before, all_ids = self._encode(text[:place]), self._encode(text)
+        return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
         """Return how many of the suffix's first ids the turn already ends with.

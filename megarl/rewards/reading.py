@@ -109,11 +109,11 @@ class Reader:
         Some tokenizers drop the space before the first token of a text.
         """
         context = sample.prompt.token_ids[-CONTEXT:].tolist()
-        before, whole = (
+        before, full_text = (
             self._actor_tokenizer.decode([*context, *ids], skip_special_tokens=True)
             for ids in ((), sample.response_ids[:count].tolist())
         )
-        return whole[len(before) :]
+        return full_text[len(before) :]
 
     def _text(self, sample: Sample) -> str:
         if self._settings.input_format == "chat":

@@ -86,9 +86,9 @@ def loop(
             prompt_places[names[i]] = append(prompt_ids, 0)
         prompt = prompt_places[names[i]]
         response = append(response_ids, len(prompt_ids))
-        whole = prompt + response
-        rows = whole[len(prompt) - 1 : -1] if reads == "states" else response
-        placed[i] = rows, whole + append([0] * (-len(whole) % layout.document_multiple), len(whole))
+        document = prompt + response
+        rows = document[len(prompt) - 1 : -1] if reads == "states" else response
+        placed[i] = rows, document + append([0] * (-len(document) % layout.document_multiple), len(document))
     rows, documents = (
         [row for i in range(len(samples)) for row in placed[i][0]],
         [placed[i][1] for i in range(len(samples))],

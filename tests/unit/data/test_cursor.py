@@ -23,8 +23,8 @@ def test_every_epoch_contains_every_prompt_once(num_prompts, seed, shuffle, take
         taken += part
     for start in range(0, len(taken), num_prompts):
         epoch = taken[start : start + num_prompts]
-        whole = len(epoch) == num_prompts
-        assert sorted(epoch) == list(range(num_prompts)) if whole else max(Counter(epoch).values()) == 1
+        is_complete = len(epoch) == num_prompts
+        assert sorted(epoch) == list(range(num_prompts)) if is_complete else max(Counter(epoch).values()) == 1
 
 
 @given(

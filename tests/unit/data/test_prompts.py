@@ -87,12 +87,12 @@ def test_data_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
 
 def test_requested_columns_survive_pickling(model_folder, tmp_path):
     config = config_of(jsonl(tmp_path, "a", "b"))
-    whole = load_prompts(config, model_folder, {"row": None})
-    assert whole[1].columns == {"prompt": "b", "answer": 1}
-    assert pickle.loads(pickle.dumps(whole[1])) == whole[1]
-    others = load_prompts(config, model_folder, {"other": None})
-    assert others[1].columns == {} and others[1] != whole[1]
-    assert others.data_hash == load_prompts(config, model_folder).data_hash != whole.data_hash
+    with_columns = load_prompts(config, model_folder, {"row": None})
+    assert with_columns[1].columns == {"prompt": "b", "answer": 1}
+    assert pickle.loads(pickle.dumps(with_columns[1])) == with_columns[1]
+    without = load_prompts(config, model_folder, {"other": None})
+    assert without[1].columns == {} and without[1] != with_columns[1]
+    assert without.data_hash == load_prompts(config, model_folder).data_hash != with_columns.data_hash
 
 
 def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
@@ -155,8 +155,12 @@ def test_loading_prompts_does_not_import_torch(model_folder):
 
 
 def test_system_prompt_precedes_each_prompt(model_folder, tmp_path):
-    asked = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
-    prompts = load_prompts(config_of(jsonl(tmp_path, "Hi", asked), system_prompt="Be brief."), model_folder)
+    conversation = [
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "V"},
+    ]
+    prompts = load_prompts(config_of(jsonl(tmp_path, "Hi", turns), system_prompt="Be brief."), model_folder)
     assert [prompt.text for prompt in prompts] == [
         "<|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>",
         "<|system|>Be brief.<eos><|user|>U<eos><|assistant|>A<eos><|user|>V<eos><|assistant|>",

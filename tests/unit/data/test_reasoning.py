@@ -71,9 +71,9 @@ def test_reference_answer_is_correct_and_nonsense_is_not(rows, name):
 
 def test_response_without_tags_scores_only_if_read_whole(rows):
     row = rows["gcd"][0]
-    score, whole = ReasoningGym(), ReasoningGym(reads="response")
+    score, untagged = ReasoningGym(), ReasoningGym(reads="response")
     assert score("", row.answer, row.answer, **row.columns) == 0.0
-    assert whole("", f" {row.answer}\n", row.answer, **row.columns) == 1.0
+    assert untagged("", f" {row.answer}\n", row.answer, **row.columns) == 1.0
 
 
 def test_error_independent_of_the_response_is_a_failure(rows):

@@ -51,7 +51,7 @@ def encode(name: str, content: str) -> list[int]:
     return TOKENIZERS[name](content, add_special_tokens=False)["input_ids"]
 
 
-def whole(name: str, messages: list, **more) -> list[int]:
+def render_at_once(name: str, messages: list, **more) -> list[int]:
     return TOKENIZERS[name].apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
 
 
@@ -79,7 +79,7 @@ def test_extending_equals_rendering_at_once(name, first, system, turns):
     messages = [{"role": "system", "content": system}] if system and family.has_system_role else []
     messages.append({"role": "user", "content": first})
     ids = chat.begin(messages)
-    assert ids == whole(name, messages)
+    assert ids == render_at_once(name, messages)
     for content, ending, new in turns:
         if not family.repeats_answers and any(message["role"] == "tool" for message in messages):
             break
@@ -92,7 +92,7 @@ def test_extending_equals_rendering_at_once(name, first, system, turns):
         assert extension is not None
         ids = [*ids, *turn, *extension]
         messages += [{"role": "assistant", "content": content}, *as_reference(family, new)]
-        assert ids == whole(name, messages)
+        assert ids == render_at_once(name, messages)
 
 
 @families
@@ -116,7 +116,7 @@ def test_arbitrary_ids_can_be_extended_and_read(name, data):
 def test_reasoning_that_the_template_drops_is_kept(thought, content, new):
     chat = PLAIN["qwen3"]
     turn = [*encode("qwen3", f"<think>\n{thought}\n</think>\n\n{content}"), *encode("qwen3", "<|im_end|>")]
-    rendered = whole("qwen3", [USER, {"role": "assistant", "content": content}, *new])
+    rendered = render_at_once("qwen3", [USER, {"role": "assistant", "content": content}, *new])
     extension = chat.extend(turn, new)
     assert extension == rendered[rendered.index(turn[-1], len(chat.begin([USER]))) + 1 :]
 
@@ -195,8 +195,8 @@ def test_tools_are_described_by_template_or_system_message(name):
     family, tokenizer = ALL[name], TOKENIZERS[name]
     ids = ChatTokens(tokenizer, [ADD]).begin([USER])
     if family.tool_format is not None and family.has_tool_place:
-        assert ids == whole(name, [USER], tools=[ADD])
-        assert ids != whole(name, [USER])
+        assert ids == render_at_once(name, [USER], tools=[ADD])
+        assert ids != render_at_once(name, [USER])
     for prompt_ids in (ids, ChatTokens(tokenizer, [ADD], "tagged").begin([USER])):
         prompt = tokenizer.decode(prompt_ids)
         assert prompt.count("Adds two numbers.") == 1 and "Hi" in prompt
