@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import with_system_prompt, as_messages, prompt_ids
+from megarl.data.chat import as_messages, prompt_ids, with_system_prompt
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.data.tokenizer import load_tokenizer

@@ -155,7 +155,7 @@ def test_loading_prompts_does_not_import_torch(model_folder):
 
 
 def test_system_prompt_precedes_each_prompt(model_folder, tmp_path):
-    conversation = [
+    turns = [
         {"role": "user", "content": "U"},
         {"role": "assistant", "content": "A"},
         {"role": "user", "content": "V"},
