@@ -219,7 +219,7 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
         raise UserError(
             f"{key}={PACKAGE_PREFIX}{name}: {' and '.join(missing)} not installed. Fix: pip install 'megarl[gguf]'"
         )
-    print(f"converting {source} to {folder}, once (under a minute)", flush=True)
+    print(f"converting {source} to {folder} (only once, takes under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         complete = Path(temporary) / folder.name

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-"""The ids of prompt and response, and for each whether it is trained on."""
+"""Ids of prompt and response, and a mask of those that are trained on."""
 
 Labels = NDArray[np.float32]
 """Label of each token of a response, NaN for tokens without one."""

@@ -44,7 +44,7 @@ except OSError:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="without root, all other tests run as an ordinary user")
-def test_an_ordinary_user_has_sandboxes():
+def test_ordinary_user_can_start_sandboxes():
     """Mounts make the Python installation and the checkout accessible if only root can enter their folders."""
     mounts, folders = [], {sys.prefix, sys.base_prefix, str(ROOT)}
     for folder in sorted(folders):

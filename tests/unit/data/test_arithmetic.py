@@ -20,7 +20,7 @@ def test_rows_depend_on_the_seed_only():
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-def test_the_first_rows_are_the_same_on_every_machine():
+def test_first_rows_are_the_same_on_every_machine():
     assert [row.answer for row in arithmetic_rows(seed=0, size=8)] == ["9", "0", "11", "11", "11", "6", "5", "13"]
 
 
