@@ -23,10 +23,10 @@ def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
 
     Raises UserError if a step contains `step_end`: a model trained on the row could not tell where the step ends.
     """
-    within = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
-    if within is not None:
+    ambiguous = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
+    if ambiguous is not None:
         raise UserError(
-            f"{place}: step {within} contains data.step_end={step_end!r}. Fix: if steps include their own endings, set "
+            f"{place}: step {ambiguous} contains data.step_end={step_end!r}. Fix: if steps include their endings, set "
             "data.step_end to an empty text; otherwise split the step"
         )
     return [step + step_end for step in steps[:-1]] + [steps[-1]]

@@ -104,7 +104,8 @@ def _python_folders() -> list[str]:
 def _other_user(bubblewrap: str) -> list[str]:
     """Return the prefix of a command that root runs as nobody.
 
-    If nobody cannot enter the folders of the Python installation, the prefix also mounts them at accessible paths.
+    If the user nobody cannot enter the folders of the Python installation, the prefix also creates a view of the file
+    system in which it can.
     """
     setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     closed = [(folder, parent) for folder in _python_folders() if (parent := _closed_parent(Path(folder))) is not None]

@@ -176,7 +176,7 @@ def test_source_that_is_not_a_data_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_dotted_name_reaches_into_a_column(tmp_path, suffix):
-    """As in verl's files. A column with exactly that name takes precedence."""
+    """verl's files need this. A column with exactly that name takes precedence."""
     records = [
         {
             "prompt": "a",

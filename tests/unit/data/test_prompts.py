@@ -248,7 +248,7 @@ def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
 
 
 def test_rows_of_a_source_share_its_weight(model_folder, tmp_path):
-    """With 3 to 1, the two rows of the first file have 1.5 each. Weights of rows are relative within their file."""
+    """The two rows of the first file share its weight of 3. Weights of rows are relative within their file."""
     (tmp_path / "b").mkdir()
     first, second = levels(tmp_path, 3, 1), levels(tmp_path / "b", 2)
     both = {"more_sources": [str(second)], "source_weights": {str(first): 3.0, str(second): 1.0}}

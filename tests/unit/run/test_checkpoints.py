@@ -83,7 +83,7 @@ def flip(file: Path) -> None:
     ("damage", "name", "problem"),
     [
         (remove, "actor/__1_0.distcp", "actor/__1_0.distcp is missing"),
-        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes and had 1,500"),
+        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes, expected 1,500"),
         (flip, "actor/.metadata", "actor/.metadata is damaged: its SHA-256 is"),
         (remove, "manifest.json", "manifest.json is missing"),
         (truncate, "manifest.json", "manifest.json is damaged"),

@@ -132,9 +132,9 @@ def test_models_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(ValueError, match=r"^--model nobody/nothing: .*not been downloaded; give a config.json, or the"):
         reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path / "config.json"), *layouts)
 
 
