@@ -116,10 +116,16 @@ CASES = [
     ("FOLDER/empty.yaml", ["FOLDER/empty.yaml"]),
     # models
     ("model.path=FOLDER/none", ["model.path=FOLDER/none: does not exist. Fix: use a Hugging Face folder"]),
-    ("model.path=FOLDER/no_model", ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"]),
-    ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: not JSON"]),
+    (
+        "model.path=FOLDER/no_model",
+        ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"],
+    ),
+    ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: invalid JSON"]),
     ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported; the known ones are"]),
-    ("model.path=package:no-such-package", ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"]),
+    (
+        "model.path=package:no-such-package",
+        ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
+    ),
     (
         "model.path=FOLDER/nine_heads  actor.layout.pp=1  actor.layout.tp=2",
         [
@@ -155,14 +161,20 @@ CASES = [
     ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: invalid JSON"]),
     ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: invalid JSON"]),
     ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: a JSON list, expected one object per line"]),
-    ("data.source=FOLDER/blank.jsonl", ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"]),
+    (
+        "data.source=FOLDER/blank.jsonl",
+        ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"],
+    ),
     ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: lower it"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: no column 'question'"]),
     # rewards
     (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),
     (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
     (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py is a file without a function"]),
-    (rewards("FOLDER/good.py:g"), ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "]),
+    (
+        rewards("FOLDER/good.py:g"),
+        ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "],
+    ),
     (rewards("FOLDER/syntax.py:f"), ["rewards.functions: importing FOLDER/syntax.py raised SyntaxError"]),
     (
         rewards("FOLDER/missing_import.py:f"),

@@ -108,7 +108,7 @@ def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) ->
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged. There is no earlier checkpoint. Fix: start from scratch with"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged\. There is no earlier checkpoint\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 
