@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.user_file import defined_in_file
 from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
@@ -99,18 +96,6 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
     return function
 
 
-def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
-    """Return the file of `path/to/file.py:name`, the name, and the object that it has in the file, or None.
-
-    Raises UserError if there is no such file, or if importing it fails.
-    """
-    file, _, inner = name.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{key}: {path} is not a Python file (working directory: {Path.cwd()}). Fix: correct the path")
-    return path, inner, getattr(_load(key, path), inner, None)
-
-
 def takes_batches(function: Callable[..., Any]) -> bool:
     """Return whether a reward function takes whole batches, according to the names of its first parameters."""
     return _first_parameters(function) == BATCH
@@ -136,17 +121,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (TypeError, ValueError):
         return None
-
-
-def _load(key: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"file of {key} {path.resolve()}", path)
-    assert spec is not None and spec.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module here
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(
-            f"{key}: importing {path} raised {type(error).__name__}: {error}. Fix: correct the file"
-        ) from error
-    return module

@@ -14,6 +14,7 @@ import pytest
 from megarl.sandbox.bubblewrap import Bubblewrap
 from tests.paths import ROOT
 from tests.sandboxes import limits, printed
+from tests.timing import WAIT_S
 
 RIGHTS = """
     import os
@@ -56,7 +57,7 @@ def test_ordinary_user_can_start_sandboxes():
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
     command = ["bwrap", "--dev-bind", "/", "/", *mounts, *rights, "--", *user, sys.executable, "-B", "-c", ORDINARY]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.split("\n") == [f"{USER} bubblewrap False", "1000 False []", "", "refused", "", ""]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from megarl.algorithms.baselines import Member, scale_of
 from megarl.algorithms.specs import GroupEstimator, Options
+from megarl.core.ranges import NonNegativeFloat, PositiveInt
 from megarl.core.types import Baseline
 
 
@@ -88,15 +90,6 @@ def _check(rewards: Sequence[float], k: int) -> None:
         raise ValueError(f"k={k}: there are {len(rewards)} samples to choose k from")
 
 
-def std_is_that_of_the_population(options: Options, samples_per_prompt: int) -> str | None:
-    if options["std"] != "sample":
-        return None
-    return (
-        "algorithm.advantage.std=sample: pass_at_k divides by the deviation over all sets of k samples, which is that "
-        "of the population; set algorithm.advantage.std=null"
-    )
-
-
 def k_samples_are_there(options: Options, samples_per_prompt: int) -> str | None:
     """k is at most the number of samples; with the baseline over all sets it is less, as n samples make one set of n,
     whose best is the same for each of them."""
@@ -122,6 +115,11 @@ SPEC = GroupEstimator(
     formula="(E[max r of k samples, i among them] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
     paper="Pass@k training, arXiv 2508.10751",
     compare=pass_at_k,
-    arguments={"k": 4, "pass_at_k_baseline": "all", "std": "population", "std_epsilon": 1e-6},
-    rules=(std_is_that_of_the_population, k_samples_are_there),
+    parameters={
+        "k": (PositiveInt, 4),
+        "pass_at_k_baseline": (Literal["all", "without"], "all"),
+        "std": (Literal["population", "none"], "population"),
+        "std_epsilon": (NonNegativeFloat, 1e-6),
+    },
+    rules=(k_samples_are_there,),
 )

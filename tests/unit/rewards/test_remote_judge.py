@@ -17,9 +17,9 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
+from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
-SLOW_S = 6.0
-WAIT_S = 0.3
+CONCURRENCY = 4
 
 
 class Server(ThreadingHTTPServer):
@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
         self.lock = threading.Lock()
+        self.several = threading.Barrier(CONCURRENCY)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,9 +59,9 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, response: str) -> None:
         action, _, text = response.partition(" ")
         if action == "slow":
-            time.sleep(SLOW_S)
+            time.sleep(HANG_S)
         elif action == "wait":
-            time.sleep(WAIT_S)
+            self.server.several.wait(WAIT_S)
         if action == "drop":
             self.close_connection = True
             return
@@ -92,14 +93,14 @@ def judged(server: Server, *responses: str, **options) -> list:
     """Return the results of the responses, computed in a pool's processes."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
-    defaults |= {"timeout_s": 3.0, "retries": 0}
+    defaults |= {"timeout_s": LIMIT_S, "retries": 0}
     entry = RewardFunction(function="generative_judge", options=defaults | options)
     prompt = Prompt("p", "Q {answer}", [1], answer="12")
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
     ]
-    pool = FunctionPool([entry], None, 1, 30.0)
+    pool = FunctionPool([entry], None, 1, WAIT_S)
     try:
         return [results["generative_judge"] for results in asyncio.run(judge_batch(pool, samples))]
     finally:
@@ -119,16 +120,14 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         "plain": "answered without a message: 'no JSON'",
         "shape": "answered without a message: ",
         "drop": "could not be reached (RemoteProtocolError: ",
-        "slow [[10]]": "did not answer within 3 s",
+        "slow [[10]]": f"did not answer within {LIMIT_S} s",
     }
-    begin = time.monotonic()
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
         if isinstance(expected, float):
             assert result.value == expected, response
         else:
             assert result.value is None and expected in result.failure, response
             assert result.failure.startswith("raised ValueError: ")
-    assert time.monotonic() - begin < 20
     [request] = [item for item in server.requests if "Good" in item["messages"][0]["content"]]
     assert request["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [[10]]|12"}]
     assert (request["model"], request["temperature"], server.keys[0]) == ("m", 0.0, None)
@@ -136,9 +135,10 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
 
 def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    results = judged(server, *["wait [[4]]"] * 12, scale=[0, 4], concurrency=4, api_key_env="JUDGE_KEY", timeout_s=5.0)
-    assert [result.value for result in results] == [1.0] * 12
-    assert server.most_active == 4 and set(server.keys) == {"Bearer secret"}
+    options = {"concurrency": CONCURRENCY, "api_key_env": "JUDGE_KEY", "timeout_s": WAIT_S}
+    results = judged(server, *["wait [[4]]"] * 3 * CONCURRENCY, scale=[0, 4], **options)
+    assert [result.value for result in results] == [1.0] * 3 * CONCURRENCY
+    assert server.most_active == CONCURRENCY and set(server.keys) == {"Bearer secret"}
 
 
 def test_only_transient_errors_are_retried(server):
