@@ -131,7 +131,7 @@ def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monk
             "squared(log_prob, old, advantage, scale) is called with 3 positional arguments and no keyword",
         ),
         ("mine.py:CLASH", "its option aggregation is a key of the section. Fix: rename the option"),
-        ("other.py:A", "other.py is not a Python file; check the path"),
+        ("other.py:A", "other.py is not a Python file (working directory"),
         ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero; fix the file"),
     ],
 )

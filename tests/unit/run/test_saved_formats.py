@@ -68,7 +68,7 @@ def test_the_format_is_saved_and_a_later_one_refused(tmp_path: Path) -> None:
     checkpoint = put(SAVED[0], tmp_path)
     rewrite(checkpoint, lambda content: content.update(format=FORMAT + 1))
     with pytest.raises(
-        ValueError, match=rf"a later megarl saved it, in format {FORMAT + 1}; .* up to {FORMAT}: update"
+        ValueError, match=rf"saved in format {FORMAT + 1} by a later version of megarl; .* up to {FORMAT}. Fix: update"
     ):
         start(config(tmp_path, "resume=auto"), PROMPTS)
 

@@ -352,7 +352,7 @@ def test_an_existing_folder_is_kept(tmp_path, checkpoint):
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match="hf exists already; give a new folder or remove it"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
             convert(tmp_path / "hf")
     assert left_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
@@ -439,7 +439,7 @@ def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
 def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
     write_model(tmp_path / "hf", config_of())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
+    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, but 0.00 GB are needed"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
 
