@@ -100,7 +100,7 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 def sample_weights(
     mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
-    """Returns the weight of one token of each sample of an update.
+    """Return the weight of one token of each sample of an update.
 
     num_tokens      the trained tokens of each sample
     prompts         the prompt of each sample

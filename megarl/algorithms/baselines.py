@@ -33,17 +33,17 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def means_of_others(rewards: Sequence[float]) -> list[float]:
-    """Returns b_i = Σ_{j≠i} r_j / (n − 1) of at least two rewards."""
+    """Return b_i = Σ_{j≠i} r_j / (n − 1) of at least two rewards."""
     return [math.fsum((*rewards[:i], *rewards[i + 1 :])) / (len(rewards) - 1) for i in range(len(rewards))]
 
 
 def scale_of(deviation: float, std_epsilon: float) -> float:
-    """Returns the divisor of advantages, 1 in place of 0: rewards that do not deviate have the advantage 0."""
+    """Return the divisor of advantages, 1 in place of 0: rewards that do not deviate have the advantage 0."""
     return deviation + std_epsilon or 1.0
 
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
-    """Returns the standard deviation, exactly 0 for equal rewards, whose mean may differ from them by rounding.
+    """Return the standard deviation, exactly 0 for equal rewards, whose mean may differ from them by rounding.
 
     std: "sample" divides the squared deviations by n − 1, "population" by n.
     """
@@ -55,7 +55,7 @@ def standard_deviation(rewards: Sequence[float], std: str) -> float:
 
 
 def deviations_of_others(rewards: Sequence[float], std: str) -> list[float]:
-    """Returns the standard deviation of the other rewards, of at least two rewards, for each of them; 0 where there is
+    """Return the standard deviation of the other rewards, of at least two rewards, for each of them; 0 where there is
     one other. std: as in `standard_deviation`."""
     return [standard_deviation([*rewards[:i], *rewards[i + 1 :]], std) for i in range(len(rewards))]
 
@@ -74,5 +74,5 @@ class MovingAverage:
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, reward: float, decay: float) -> None:
-        """Takes up the mean reward of a step. decay: d, from 0 (the last step alone counts) to 1 (all count alike)."""
+        """Take up the mean reward of a step. decay: d, from 0 (the last step alone counts) to 1 (all count alike)."""
         self.total, self.weight = decay * self.total + reward, decay * self.weight + 1.0

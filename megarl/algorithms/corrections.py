@@ -39,7 +39,7 @@ def factors(
     mask_high: float,
     weight_floor: float | None = None,
 ) -> Factors:
-    """Returns factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio
+    """Return factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio
     π_old/μ at a level.
 
     Levels: "token", the token's ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
@@ -65,7 +65,7 @@ def factors(
 
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
-    """Returns which tokens, bool [N], have an |log π_old − log μ| above the threshold ("token"), or are of a sample
+    """Return which tokens, bool [N], have an |log π_old − log μ| above the threshold ("token"), or are of a sample
     with a trained one that has ("sample"). One that is no number is above it.
 
     log_ratio   float32 [N]

@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 
 
 def covariance(old: torch.Tensor, advantage: torch.Tensor, mean_old: float, mean_advantage: float) -> torch.Tensor:
-    """Returns (log π_old − mean)·(A − mean), float32 [N], the means over all trained tokens of the update."""
+    """Return (log π_old − mean)·(A − mean), float32 [N], the means over all trained tokens of the update."""
     require_one_shape(old=old, advantage=advantage)
     return (old - mean_old) * (advantage - mean_advantage)

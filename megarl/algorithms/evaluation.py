@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: float) -> dict[str, Estimate]:
-    """Returns by name the estimates that the scores allow. scores: those of each prompt."""
+    """Return by name the estimates that the scores allow. scores: those of each prompt."""
     known = [[score for score in group if score is not None] for group in scores]
     num_samples = sum(map(len, known))
     found = {}
@@ -44,7 +44,7 @@ def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: 
 
 
 def estimators(samples_per_prompt: int) -> list[tuple[str, int, Callable[[int, int, int], float]]]:
-    """Returns name, k and function of the estimates of successes: for k the powers of two below the number of samples,
+    """Return name, k and function of the estimates of successes: for k the powers of two below the number of samples,
     and this itself. With one sample pass^1 is pass@1."""
     ks = sorted({samples_per_prompt, *(2**i for i in range(samples_per_prompt.bit_length()))})
     ks = [k for k in ks if k <= samples_per_prompt]
@@ -53,24 +53,24 @@ def estimators(samples_per_prompt: int) -> list[tuple[str, int, Callable[[int, i
 
 
 def names(samples_per_prompt: int) -> list[str]:
-    """Returns the names of all estimates."""
+    """Return the names of all estimates."""
     return [f"avg@{samples_per_prompt}", *(name for name, _, _ in estimators(samples_per_prompt))]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns 1 − C(n − c, k) / C(n, k): the share of all sets of k of n samples, c of them successes, in which at
+    """Return 1 − C(n − c, k) / C(n, k): the share of all sets of k of n samples, c of them successes, in which at
     least one is a success. Its mean is the probability that one of k samples is (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_all_k(n: int, c: int, k: int) -> float:
-    """Returns C(c, k) / C(n, k), pass^k: the share of all sets of k of n samples, c of them successes, in which all are
+    """Return C(c, k) / C(n, k), pass^k: the share of all sets of k of n samples, c of them successes, in which all are
     (arXiv 2406.12045). Its mean is the probability that k samples are all successes."""
     return math.comb(c, k) / math.comb(n, k)
 
 
 def share_interval(values: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of a mean over prompts of estimated probabilities.
+    """Return the ends of the 95 % interval of a mean over prompts of estimated probabilities.
 
     Prompts are drawn independently, the samples of one are not: the standard error is that of the prompts' values, as
     of clusters. The interval is Wilson's, of as many draws as give a share this error: at least one a prompt, at most
@@ -86,14 +86,14 @@ def share_interval(values: Sequence[float], num_samples: int) -> tuple[float, fl
 
 
 def normal_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the ends of the normal 95 % interval of a mean over prompts, without end for one prompt."""
+    """Return the ends of the normal 95 % interval of a mean over prompts, without end for one prompt."""
     mean, count = fmean(values), len(values)
     half = Z * math.sqrt(variance(values, mean) / count) if count > 1 else math.inf
     return mean - half, mean + half
 
 
 def wilson(share: float, draws: float) -> tuple[float, float]:
-    """Returns the ends of Wilson's 95 % interval of a share of so many draws."""
+    """Return the ends of Wilson's 95 % interval of a share of so many draws."""
     center = (share + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     half = Z / (1 + Z * Z / draws) * math.sqrt(share * (1 - share) / draws + Z * Z / (4 * draws * draws))
     return min(share, max(0.0, center - half)), max(share, min(1.0, center + half))  # exactly it at 0 and 1

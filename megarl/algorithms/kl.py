@@ -55,7 +55,7 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 
 
 def usual_estimator(placement: str, level: str) -> str:
-    """Returns the estimator of the papers whose KL is at this place: "reward" or "loss", of the "token" or the
+    """Return the estimator of the papers whose KL is at this place: "reward" or "loss", of the "token" or the
     "sequence"."""
     if placement == "reward":
         return "k1"
@@ -65,7 +65,7 @@ def usual_estimator(placement: str, level: str) -> str:
 def estimate(
     estimator: str, log_ratio: torch.Tensor, straight_through: bool = False, limit: float | None = None
 ) -> torch.Tensor:
-    """Returns the estimate of each log-ratio, float32 [N], differentiable in log_ratio.
+    """Return the estimate of each log-ratio, float32 [N], differentiable in log_ratio.
 
     log_ratio          float32 [N], of single tokens or of the sum over whole samples
     straight_through   the estimate's value with the gradient of k2, d·∇d. Its mean over samples of π is the gradient of
@@ -83,7 +83,7 @@ def estimate(
 
 
 def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
-    """Returns β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
+    """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
     towards the target. Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2), whose published code counts
     samples.
 
@@ -94,7 +94,7 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
 
 
 def adapted_penalty(penalty: float, divergence: float, target: float) -> float:
-    """Returns β / 2 where the divergence from the old policy is below target / 1.5, 2·β where it is above 1.5 · target,
+    """Return β / 2 where the divergence from the old policy is below target / 1.5, 2·β where it is above 1.5 · target,
     else β: PPO's adaptive penalty (https://arxiv.org/abs/1707.06347, section 4)."""
     if divergence < target / 1.5:
         return penalty / 2
@@ -102,7 +102,7 @@ def adapted_penalty(penalty: float, divergence: float, target: float) -> float:
 
 
 def metric_name(placement: str, credits_to_go: bool, level: str, estimator: str, straight_through: bool) -> str:
-    """Returns the metric that names the form of the KL, such as kl/loss_token_k3, or kl/reward_to_go_token_k1 for a
+    """Return the metric that names the form of the KL, such as kl/loss_token_k3, or kl/reward_to_go_token_k1 for a
     reward that counts for the tokens up to it."""
     parts = [placement, level, estimator]
     if placement == "reward":

@@ -20,7 +20,7 @@ def kl_reward(
     level: str,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """Returns −coefficient · KL of one sample's response to the reference, under the policy that sampled it.
+    """Return −coefficient · KL of one sample's response to the reference, under the policy that sampled it.
 
     level "token": r_t = −β·K(d_t) with d = log π_old − log π_ref, a reward of each trained token (InstructGPT's with
     k1, arXiv 2203.02155, eq. 2; REINFORCE++, arXiv 2501.03262). level "sequence": −β·K(Σ_t d_t), on the last trained

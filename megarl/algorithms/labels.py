@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def binary_cross_entropy(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), float32 [N].
+    """Return ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), float32 [N].
 
     score   float32 [N], s: the log-odds of the label
     label   float32 [N], y: 1 for what is right, 0 for what is wrong, or the probability that it is right

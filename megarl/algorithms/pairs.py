@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def margins(rewards: torch.Tensor) -> torch.Tensor:
-    """Returns better − worse of each pair, float32 [P]. rewards: float32 [2·P], pair after pair, the better response
+    """Return better − worse of each pair, float32 [P]. rewards: float32 [2·P], pair after pair, the better response
     first."""
     if rewards.ndim != 1 or len(rewards) % 2:
         raise ValueError(f"rewards must have shape [2·P], got {tuple(rewards.shape)}")
@@ -27,6 +27,6 @@ def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def require_pairs(margin: torch.Tensor) -> None:
-    """Raises ValueError unless there is one margin for each pair."""
+    """Raise ValueError unless there is one margin for each pair."""
     if margin.ndim != 1:
         raise ValueError(f"margin must have shape [P], got {tuple(margin.shape)}")

@@ -33,6 +33,6 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_ratio(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Returns ρ of each token, float32 [N], differentiable in log_prob."""
+    """Return ρ of each token, float32 [N], differentiable in log_prob."""
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     return ratio_of(log_prob - old)

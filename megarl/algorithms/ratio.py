@@ -13,11 +13,11 @@ and one infinity makes NaN of all gradients, by 0 · ∞, even where a clip has 
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamps log-ratios to at most LARGEST_LOG_RATIO: those above have no gradient, those below are unchanged bit by
+    """Clamp log-ratios to at most LARGEST_LOG_RATIO: those above have no gradient, those below are unchanged bit by
     bit."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns exp of the bounded log-ratio, which is finite and has a finite gradient."""
+    """Return exp of the bounded log-ratio, which is finite and has a finite gradient."""
     return bounded(log_ratio).exp()

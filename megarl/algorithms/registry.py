@@ -18,7 +18,7 @@ Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
 
 
 def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) -> dict[str, Spec]:
-    """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
+    """Return the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
     without a SPEC of the file's name, and for a name that two folders have."""
     specs = list(_specs(package, kind))
     twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}

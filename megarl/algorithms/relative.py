@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns A_i = (r_i − b_i) / c_i, float32 [S], for all tokens of sample i. The arguments are float64 [S]."""
+    """Return A_i = (r_i − b_i) / c_i, float32 [S], for all tokens of sample i. The arguments are float64 [S]."""
     require_one_shape(reward=reward, baseline=baseline, scale=scale)
     return ((reward - baseline) / scale).float()
 
@@ -20,7 +20,7 @@ def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch
 def token_advantages(
     reward: torch.Tensor, row_sample: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Returns (r_t − b_i) / c_i for each token t of sample i that has a reward of its own, 0 for the others.
+    """Return (r_t − b_i) / c_i for each token t of sample i that has a reward of its own, 0 for the others.
 
     Their sum over a token and the rest of its sample is the token's advantage: GRPO with process supervision (arXiv
     2402.03300, section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Returns G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample.
+    """Return G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample.
 
     reward       float32 [N]; rewards of tokens that are not trained on are not read
     mask         bool [N], the trained tokens: γ counts these only
@@ -24,7 +24,7 @@ def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Ten
 
 
 def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
-    """Returns Σ_l discount^l · x_{t+l} over the rest of each row's sample.
+    """Return Σ_l discount^l · x_{t+l} over the rest of each row's sample.
 
     It is computed by doubling: the sum over 2n terms is the sum over n plus the discounted sum over the n after them.
 
@@ -42,7 +42,7 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
 
 
 def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
-    """Puts each sample's reward (float32 [S]) on its last trained token. Returns float32 [N], 0 elsewhere."""
+    """Put each sample's reward (float32 [S]) on its last trained token. Returns float32 [N], 0 elsewhere."""
     require_list("reward", reward)
     require_one_shape(mask=mask, row_sample=row_sample)
     rows = mask.nonzero()[:, 0]
@@ -53,13 +53,13 @@ def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
 
 
 def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """Returns Σ_t r_t over the trained tokens of each sample, float32 [S]. reward: float32 [N]."""
+    """Return Σ_t r_t over the trained tokens of each sample, float32 [S]. reward: float32 [N]."""
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
     return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
 
 
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
-    """Returns bool [N]: whether the row that is `distance` further on exists and belongs to the same sample."""
+    """Return bool [N]: whether the row that is `distance` further on exists and belongs to the same sample."""
     same = row_sample == row_sample.roll(-distance)
     same[-distance:] = False  # there the roll has come round to the first rows
     return same

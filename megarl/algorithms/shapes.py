@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def require_one_shape(**tensors: torch.Tensor) -> None:
-    """Raises ValueError unless all tensors have the same shape [N]."""
+    """Raise ValueError unless all tensors have the same shape [N]."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         *names, last = shapes
@@ -19,6 +19,6 @@ def require_one_shape(**tensors: torch.Tensor) -> None:
 
 
 def require_list(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the tensor, of any length, has one axis."""
+    """Raise ValueError unless the tensor, of any length, has one axis."""
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one axis, got the shape {tuple(tensor.shape)}")

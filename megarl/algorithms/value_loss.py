@@ -20,7 +20,7 @@ class ValueLoss(NamedTuple):
 def explained_variance(
     return_mean: float, return_square_mean: float, residual_mean: float, residual_square_mean: float
 ) -> float | None:
-    """Returns 1 − Var[R − V] / Var[R], 1 for values that are the returns, 0 for constant ones and below 0 for worse.
+    """Return 1 − Var[R − V] / Var[R], 1 for values that are the returns, 0 for constant ones and below 0 for worse.
     None where the returns are all the same. residual: R − V."""
     variance = return_square_mean - return_mean**2
     if variance <= 1e-9 * return_square_mean:  # less than rounding
@@ -29,7 +29,7 @@ def explained_variance(
 
 
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
-    """Returns ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
+    """Return ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
     With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value that
     has moved further than c from the old one gains nothing by moving on towards the return.

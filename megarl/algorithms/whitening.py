@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of `count` numbers with this sum and sum of squares.
+    """Return mean and standard deviation of `count` numbers with this sum and sum of squares.
 
     std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and for too
     few numbers.
@@ -23,7 +23,7 @@ def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[
 
 
 def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
-    """Returns (A − mean) / (std + ε) where the mask is True, and 0 elsewhere, also everywhere if std + ε is 0. Mean and
+    """Return (A − mean) / (std + ε) where the mask is True, and 0 elsewhere, also everywhere if std + ε is 0. Mean and
     std are those of the trained tokens of a whole update, or of all updates of a step.
 
     advantage, mask   float32 and bool [N]

@@ -20,7 +20,7 @@ from megarl.core.token_batch import TokenBatch
 def with_advantages(
     algorithm: Algorithm, batches: Sequence[TokenBatch], step_moments: torch.Tensor | None = None
 ) -> list[TokenBatch]:
-    """Returns the microbatches of this rank with their advantages; with a critic also their returns, which it learns.
+    """Return the microbatches of this rank with their advantages; with a critic also their returns, which it learns.
 
     Whitening over an update has a collective over the data-parallel ranks: all of them call this.
 
@@ -36,26 +36,26 @@ def with_advantages(
 
 
 def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Returns the microbatches with advantages, which are not whitened, and returns."""
+    """Return the microbatches with advantages, which are not whitened, and returns."""
     config = algorithm.advantage
     estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
     return [estimate(config, batch) for batch in batches]
 
 
 def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
-    """Returns number, sum and sum of squares of the advantages of this rank's tokens that have a loss, float64 [3]."""
+    """Return number, sum and sum of squares of the advantages of this rank's tokens that have a loss, float64 [3]."""
     every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
     return torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
 
 
 def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
-    """Adds up a tensor over the data-parallel ranks, in place: all of them call this."""
+    """Add up a tensor over the data-parallel ranks, in place: all of them call this."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
     return values
 
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
-    """Returns the mean advantage over the trained tokens of each sample that has one, by name. names: of the samples,
+    """Return the mean advantage over the trained tokens of each sample that has one, by name. names: of the samples,
     in the order of the batch."""
     counts = _sample_sums(batch, torch.ones_like(batch.advantage))
     means = _sample_sums(batch, batch.advantage) / counts
@@ -63,7 +63,7 @@ def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]
 
 
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """Compares the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
+    """Compare the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
     compared by themselves and count for the tokens up to theirs (credit=reward_to_go). So is the KL."""
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
@@ -97,7 +97,7 @@ def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _token_rewards(batch: TokenBatch) -> torch.Tensor:
-    """Returns all rewards of tokens, float32 [N], the sample's on its last trained token."""
+    """Return all rewards of tokens, float32 [N], the sample's on its last trained token."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
     for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
         if rewards is not None:

@@ -46,7 +46,7 @@ class ContextShares:
         return torch.cat((first.flatten(), second.flip(0).flatten()))
 
     def rows(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows whose token this rank has: their numbers in the batch, and the token's place among its
+        """Return the rows whose token this rank has: their numbers in the batch, and the token's place among its
         tokens."""
         index = torch.full((self.places.numel(),), -1, device=self.places.device)
         index[self.own] = torch.arange(len(self.own), device=index.device)
@@ -64,7 +64,7 @@ def context_shares(batch: TokenBatch) -> ContextShares:
 
 
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Returns places, int64 [size, T/size], with each document cut into chunks by itself, as Transformer Engine does.
+    """Return places, int64 [size, T/size], with each document cut into chunks by itself, as Transformer Engine does.
     The documents' lengths are multiples of 2 · size."""
     documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long().cpu())
     cut = [document.chunk(2 * size) for document in documents]
@@ -74,14 +74,14 @@ def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
 
 
 def shares_of_pack(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Returns places, int64 [size, T/size], with neighbours in the pack in different chunks, so that each chunk has as
+    """Return places, int64 [size, T/size], with neighbours in the pack in different chunks, so that each chunk has as
     much of the beginning of every document as of its end, whatever their lengths. T is a multiple of 2 · size."""
     chunks = torch.arange(len(batch.tokens), device=batch.tokens.device).view(-1, 2 * size).T
     return torch.stack([torch.cat((chunks[r], chunks[-1 - r])) for r in range(size)])
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sums values over the context-parallel ranks of a replica, in place."""
+    """Sum values over the context-parallel ranks of a replica, in place."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
     return values

@@ -56,7 +56,7 @@ _installed = False
 
 
 def install() -> None:
-    """Applies every patch once per process, before a model is built. Does nothing where CUDA exists."""
+    """Apply every patch once per process, before a model is built. Does nothing where CUDA exists."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -84,12 +84,12 @@ def device_queries() -> None:
 
 
 def tensor_moves() -> None:
-    """Makes tensor.cuda() return the tensor: tied embeddings under pipeline parallelism call it on their weight."""
+    """Make tensor.cuda() return the tensor: tied embeddings under pipeline parallelism call it on their weight."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def random_state() -> None:
-    """Takes the CPU generator in place of CUDA's, whose states the tensor-parallel RNG tracker swaps: on CPU, dropout
+    """Take the CPU generator in place of CUDA's, whose states the tensor-parallel RNG tracker swaps: on CPU, dropout
     draws from the CPU generator."""
     from megatron.core.tensor_parallel import random
 
@@ -100,7 +100,7 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replaces the literals in the functions' constants, in place, so that every importer by name sees it.
+    """Replace the literals in the functions' constants, in place, so that every importer by name sees it.
 
     A list that has gone stale with a new megatron-core is our bug, hence the assertion.
     """
@@ -116,7 +116,7 @@ def device_literals() -> None:
 
 
 def uneven_collectives() -> None:
-    """Replaces collectives of unequal parts. Sharded experts gather and scatter as many tokens as the router sent to
+    """Replace collectives of unequal parts. Sharded experts gather and scatter as many tokens as the router sent to
     each rank; gloo's ranks all need the same number. Gathering pads to the largest, scattering sums everything and
     keeps this rank's part."""
     from megatron.core.tensor_parallel import mappings
@@ -143,7 +143,7 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """Skips collectives of groups of one. A rank that shares the optimizer with nobody has all gradients and parameters
+    """Skip collectives of groups of one. A rank that shares the optimizer with nobody has all gradients and parameters
     in its buffers already, where gloo, unlike NCCL, would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -158,7 +158,7 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replaces the choice of a context-parallel rank's share of the rotary angles, which uses an index in pinned
+    """Replace the choice of a context-parallel rank's share of the rotary angles, which uses an index in pinned
     memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -171,7 +171,7 @@ def rotary_shares() -> None:
 
 
 def expert_dispatch() -> None:
-    """Replaces the copies of the all-to-all dispatcher, which makes a CUDA stream and copies on it the sizes that the
+    """Replace the copies of the all-to-all dispatcher, which makes a CUDA stream and copies on it the sizes that the
     host
 
     needs: here they are on the host, and only the conversion to numpy is left."""

@@ -24,7 +24,7 @@ class ForwardOnlyActor(ModelWorker):
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
-    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
+    """Return by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
     hidden], and as the last stage the log-probs of the tokens after the first, float32 [T − 1].
 
     config   with a layout of one rank. scratch: a folder of this process alone

@@ -54,7 +54,7 @@ class LossScale:
         return self._scaler is None or self._scaler.scale.item() <= self._scaler.min_scale.item()
 
     def take_out(self) -> None:
-        """Divides the accumulated gradients by it."""
+        """Divide the accumulated gradients by it."""
         if self._scaler is not None:
             for chunk in self._chunks:
                 chunk.scale_gradients(self._scaler.inv_scale)

@@ -32,7 +32,7 @@ CHUNK = 2**20
 def rounded_parameters(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
-    """Returns those of the parameters of which this rank has main weights of another dtype, wholly or in part."""
+    """Return those of the parameters of which this rank has main weights of another dtype, wholly or in part."""
     rounded = {parameter for part in parts_of(optimizer) for _, parameter, _ in _main_weights(part)}
     return {name: parameter for name, parameter in parameters.items() if parameter in rounded}
 
@@ -44,7 +44,7 @@ def begin_main_weights(
     holder: Holder,
     exact: Collection[str],
 ) -> None:
-    """Sets the main weights of this rank, before the first update.
+    """Set the main weights of this rank, before the first update.
 
     parameters   those of `rounded_parameters`. Their main_grad, which nothing needs before, has the values.
     holder       this rank's, by which places follow from tensors: they are the same under every layout
@@ -63,7 +63,7 @@ def begin_main_weights(
 
 
 def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:
-    """Moves values of the dtype, in place and in float32, each to a place of its cell that follows from where it is in
+    """Move values of the dtype, in place and in float32, each to a place of its cell that follows from where it is in
     the canonical tensor."""
     (start, _), *others = rectangle
     rows = max(1, CHUNK * len(values) // max(1, values.numel()))
@@ -78,14 +78,14 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
 
 
 def _levels(dtype: torch.dtype) -> int:
-    """Returns the number of places in a cell, 2¹⁵ or 2¹². float32 has 16 bits more than bfloat16, and 13 more than
+    """Return the number of places in a cell, 2¹⁵ or 2¹². float32 has 16 bits more than bfloat16, and 13 more than
     float16: at an odd number of 2⁻¹⁶ or 2⁻¹³ of the distance to a neighbour, a place is exact, and never between two
     cells."""
     return round(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps) // 2
 
 
 def _shares(levels: int, tensor: str, rectangle: Rectangle, device: torch.device) -> torch.Tensor:
-    """Returns a random number in (−½, ½) for each element, by a hash of its place and of the tensor's name."""
+    """Return a random number in (−½, ½) for each element, by a hash of its place and of the tensor's name."""
     mixed = torch.full((), zlib.crc32(tensor.encode()), dtype=torch.int64, device=device)
     for start, stop in rectangle:
         mixed = mixed.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=device)
@@ -105,7 +105,7 @@ class ChangedShare:
             part._copy_main_params_to_model_params = self._after_count(part, part._copy_main_params_to_model_params)
 
     def take(self) -> float | None:
-        """Returns the share since the last call, over all ranks, who call this together; None where no parameter is
+        """Return the share since the last call, over all ranks, who call this together; None where no parameter is
         rounded."""
         dist.all_reduce(self._counts)
         changed, total = self._counts.tolist()
@@ -125,7 +125,7 @@ class ChangedShare:
 
 
 def _main_weights(part: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter, slice]]:
-    """Yields the main weights that an optimizer has beside its parameters, flat; the parameter; and the elements of it,
+    """Yield the main weights that an optimizer has beside its parameters, flat; the parameter; and the elements of it,
     flattened, that they are of."""
     for mains, parameters in zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True):
         for main, parameter in zip(mains, parameters, strict=True):

@@ -22,7 +22,7 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 
 
 def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Returns the mean of the values by their weights, whose sum is its weight when microbatches are merged. A mask
+    """Return the mean of the values by their weights, whose sum is its weight when microbatches are merged. A mask
     makes it the mean over the trained tokens. Values with a weight of 0 have no part in it, whatever they are.
 
     weight   bool or float32, 0 or more
@@ -32,5 +32,5 @@ def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Returns the maximum over the trained tokens, at least 0. values[mask] would make the host wait for its size."""
+    """Return the maximum over the trained tokens, at least 0. values[mask] would make the host wait for its size."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), None, "max"

@@ -37,7 +37,7 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Takes up the counts of a checkpoint. One of format 1 has none: its run would have ended at the first."""
+        """Take up the counts of a checkpoint. One of format 1 has none: its run would have ended at the first."""
         self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
 
 
@@ -56,7 +56,7 @@ class RouterBiases:
 
 
 def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[Sums], loss: str) -> str:
-    """Describes the worst microbatch of all ranks, the same on each: the first one with a metric that is not finite,
+    """Describe the worst microbatch of all ranks, the same on each: the first one with a metric that is not finite,
     else the one with the largest loss, since its gradient alone has overflown.
 
     members   the samples of each microbatch of this rank
@@ -71,7 +71,7 @@ def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[S
 
 
 def _describe(members: Sequence[TrainingSample], sums: Sums, loss: str) -> tuple[float, str]:
-    """Returns how bad a microbatch is, and its description in words."""
+    """Return how bad a microbatch is, and its description in words."""
     values = {name: metric.value for name, metric in read(sums).items()}
     nonfinite = {name: value for name, value in values.items() if not math.isfinite(value)}
     shown = ", ".join(f"{name} {value:g}" for name, value in (nonfinite or {loss: values[loss]}).items())

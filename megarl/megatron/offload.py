@@ -38,7 +38,7 @@ class Offload:
         """Host memory of the bytes of each storage while it is away."""
 
     def move_out(self, part: Part) -> int:
-        """Moves away what of a part is there, and returns the bytes that are free on the device for all of it. Raises
+        """Move away what of a part is there, and returns the bytes that are free on the device for all of it. Raises
         UserError where the part is published."""
         there = [storage for storage in self._storages(part) if storage.nbytes()]
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in there):
@@ -53,7 +53,7 @@ class Offload:
         return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in away.values())
 
     def move_in(self, part: Part) -> int:
-        """Moves a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
+        """Move a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
         there."""
         away = self._away.pop(part, {}).values()
         for storage, kept in away:
@@ -76,7 +76,7 @@ class Offload:
                 storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""
+        """Copy a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""
         source, host = _bytes(storage), self._hosts.get(storage._cdata)
         if host is None or host.numel() != storage.nbytes():
             host = device.host_empty_like(source)
@@ -85,7 +85,7 @@ class Offload:
         return host.copy_(source, non_blocking=True)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """Yields each storage of a part once. Without bfloat16, the optimizer's main weights are views of the
+        """Yield each storage of a part once. Without bfloat16, the optimizer's main weights are views of the
         parameters, and belong to them."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
             "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
@@ -114,7 +114,7 @@ class Offload:
 
 
 def _restore(storage: torch.UntypedStorage, kept: torch.Tensor | int) -> None:
-    """Fills a storage that is away, with zeros where its bytes were given up."""
+    """Fill a storage that is away, with zeros where its bytes were given up."""
     if isinstance(kept, int):
         storage.resize_(kept)
         _bytes(storage).zero_()

@@ -39,7 +39,7 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 and float16 its
+    """Build the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 and float16 its
     main weights begin as copies of the parameters: see main_weights.py. It knows no scale of the loss: see
     loss_scale.py.
 
@@ -84,13 +84,13 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Returns the parts of the optimizer that hold parameters. A model with experts has a second one for them under
+    """Return the parts of the optimizer that hold parameters. A model with experts has a second one for them under
     some layouts; a part without parameters is left out."""
     return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Sets learning rate and weight decay of the next update. Both are set anew for each update: a loaded optimizer
+    """Set learning rate and weight decay of the next update. Both are set anew for each update: a loaded optimizer
     brings those that it was saved with."""
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -98,7 +98,7 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """Makes torch's AdamW take its fused kernel, which it has for CPU as well as for CUDA: one pass over memory, and no
+    """Make torch's AdamW take its fused kernel, which it has for CPU as well as for CUDA: one pass over memory, and no
     temporary copies of the largest parameter."""
     for group in optimizer.param_groups:
         group["fused"] = True

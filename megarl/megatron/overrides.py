@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
-    """Returns the fields for the dataclass `target`, with dtypes and enum members in place of their names.
+    """Return the fields for the dataclass `target`, with dtypes and enum members in place of their names.
 
     key    the key under which they are given, such as actor.megatron_overrides.model
     ours   fields that follow from keys of our own -> that key; None: no key, the trainer relies on its value
@@ -45,7 +45,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Makes the dataclass. Raises UserError that names the settings for fields that it refuses."""
+    """Make the dataclass. Raises UserError that names the settings for fields that it refuses."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
@@ -53,7 +53,7 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Returns the settings of a section for a message: the overrides under the key, or the section if there are
+    """Return the settings of a section for a message: the overrides under the key, or the section if there are
     none."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 

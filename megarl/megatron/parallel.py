@@ -19,7 +19,7 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Joins the process group and makes Megatron's tensor, pipeline and data-parallel groups.
+    """Join the process group and makes Megatron's tensor, pipeline and data-parallel groups.
 
     timeout_s bounds every collective: a rank whose peer is gone fails then at the latest.
     """
@@ -57,7 +57,7 @@ def _subdivide(layout: Layout, **options: float) -> None:
 
 
 def sizes(layout: Layout) -> dict[str, int | None]:
-    """Returns the sizes of a layout by megatron-core's names."""
+    """Return the sizes of a layout by megatron-core's names."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -69,7 +69,7 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Returns the group of all ranks over host memory, for a thread beside training, which uses the other groups
+    """Return the group of all ranks over host memory, for a thread beside training, which uses the other groups
     alone."""
     assert _host_group is not None, "before initialize"
     return _host_group
@@ -83,21 +83,21 @@ def destroy() -> None:
 
 
 def own_part(tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a sequence's tokens that sequence parallelism gives this tensor-parallel rank."""
+    """Return the part of a sequence's tokens that sequence parallelism gives this tensor-parallel rank."""
     return tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())[
         parallel_state.get_tensor_model_parallel_rank()
     ]
 
 
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
-    """Returns the group of the ranks that have parts of the same tensors: those of experts are cut among others."""
+    """Return the group of the ranks that have parts of the same tensors: those of experts are cut among others."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Makes a tensor, in place, the maximum over the ranks of a group."""
+    """Make a tensor, in place, the maximum over the ranks of a group."""
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
@@ -106,7 +106,7 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Returns whether this virtual stage of this rank (None: there are none) is the model's first."""
+    """Return whether this virtual stage of this rank (None: there are none) is the model's first."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
@@ -115,12 +115,12 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Returns whether this rank's loss and metrics speak for its data-parallel and context-parallel replica: one
+    """Return whether this rank's loss and metrics speak for its data-parallel and context-parallel replica: one
     does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def returns_results() -> bool:
-    """Returns whether this rank's results of all of the replica's rows speak for its data-parallel replica: one
+    """Return whether this rank's results of all of the replica's rows speak for its data-parallel replica: one
     does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

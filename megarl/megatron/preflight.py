@@ -18,7 +18,7 @@ from megarl.megatron.optimizer import optimizer_config
 
 
 def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each of Megatron's dataclasses that refuses its settings. hf_configs: the configs of the
+    """Return a line for each of Megatron's dataclasses that refuses its settings. hf_configs: the configs of the
     models, by role."""
     dtype, found = getattr(torch, config.model.dtype), []
     for role, hf_config in hf_configs.items():

@@ -19,7 +19,7 @@ class Profiler:
         self._profile.start()
 
     def stop(self, file: Path) -> None:
-        """Writes what was noted, as Chrome's trace events, compressed where the name ends so."""
+        """Write what was noted, as Chrome's trace events, compressed where the name ends so."""
         assert self._profile is not None, "stop without start"
         self._profile.stop()
         self._profile.export_chrome_trace(str(file))

@@ -25,7 +25,7 @@ def seed_anew(value: int, num_updates: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Returns the states of Python's, torch's and the device's generator, and those that Megatron keeps for
+    """Return the states of Python's, torch's and the device's generator, and those that Megatron keeps for
     tensor-parallel regions."""
     return {
         "python": random.getstate(),

@@ -78,7 +78,7 @@ class LayerRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores and numbers of each token's experts. Those of another layer's choice are scores like
+        """Return the scores and numbers of each token's experts. Those of another layer's choice are scores like
         others, with a gradient: they are not taken from what the router's own choice has left."""
         routes = self._again.pop(0) if self._routes is None else self._routes
         with torch.no_grad():
@@ -95,7 +95,7 @@ class LayerRouter:
 
     @torch.no_grad()
     def _count(self, own: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
-        """Counts the tokens of each expert, those that are replayed elsewhere than the router would send them, and
+        """Count the tokens of each expert, those that are replayed elsewhere than the router would send them, and
         those that are replayed."""
         if self._counts is None:
             self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=own.device)
@@ -108,7 +108,7 @@ class LayerRouter:
             self._counts[-1] += is_replayed.sum()
 
     def take_counts(self) -> torch.Tensor | None:
-        """Returns what has been counted since the last call; None if nothing was."""
+        """Return what has been counted since the last call; None if nothing was."""
         taken, self._counts = self._counts, None
         return taken
 
@@ -119,7 +119,7 @@ class LayerRouter:
 
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
-    """Makes the routers of a chunk choose by a LayerRouter each."""
+    """Make the routers of a chunk choose by a LayerRouter each."""
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
         layer = router.layer_number - 1  # Megatron counts from 1, over all stages, layers without experts included
@@ -134,7 +134,7 @@ def layer_routers(chunks: Sequence[DistributedDataParallel]) -> list[LayerRouter
 
 @contextmanager
 def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
-    """Makes the chunk, which goes forward meanwhile, send the tokens of a microbatch by these routes."""
+    """Make the chunk, which goes forward meanwhile, send the tokens of a microbatch by these routes."""
     for router in model.layer_routers:
         router.begin(routes)
     yield
@@ -143,7 +143,7 @@ def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
 
 
 def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, prefix: str) -> dict[str, Metric]:
-    """Returns the metrics of the routes of one update, of all ranks, which call it together."""
+    """Return the metrics of the routes of one update, of all ranks, which call it together."""
     if shape.experts is None:
         return {}
     routers = layer_routers(chunks)
@@ -159,7 +159,7 @@ def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, 
 
 
 def metrics_of(counts: torch.Tensor, prefix: str) -> dict[str, Metric]:
-    """Returns the metrics of the counts of each layer, as LayerRouter has them, int64 [layers, experts + 2].
+    """Return the metrics of the counts of each layer, as LayerRouter has them, int64 [layers, experts + 2].
 
     max_vio        how much more than the mean the busiest expert of a layer has, mean over the layers: 0 if all have as
                    many tokens (arXiv 2408.15664)

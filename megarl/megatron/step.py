@@ -27,7 +27,7 @@ from megarl.megatron.routes import routed
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
-    """Accumulates the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
+    """Accumulate the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
     objective's metrics of each microbatch on this rank (none before the last stage)."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
     # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
@@ -45,7 +45,7 @@ def accumulate_gradients(
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Does one optimizer step, unless the gradient is not finite: then weights and moments stay as they are. Returns
+    """Do one optimizer step, unless the gradient is not finite: then weights and moments stay as they are. Returns
     the norm of the gradient before clipping, by which all ranks know which of the two was done."""
     # Megatron's own step clips by this norm too, but it would go on with any: so it is computed twice, which costs a
     # pass over the rank's shard of the gradient.
@@ -65,7 +65,7 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """Returns the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
+    """Return the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
     It is on the last stage only, and elsewhere an empty list."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Returns the objective's metrics of each microbatch on this rank, by a forward-only pass (none before the last
+    """Return the objective's metrics of each microbatch on this rank, by a forward-only pass (none before the last
     stage)."""
 
     def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -93,7 +93,7 @@ def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches
 def _schedule(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
 ) -> dict[str, Any]:
-    """Returns the arguments of Megatron's schedule for this layout, which returns the second result of compute_loss for
+    """Return the arguments of Megatron's schedule for this layout, which returns the second result of compute_loss for
     each microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):

@@ -40,7 +40,7 @@ class TokenDetails:
                 self._note(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
-        """Returns the loss, which notes the differences of the first update of a step, for which there was no pass: the
+        """Return the loss, which notes the differences of the first update of a step, for which there was no pass: the
         microbatches come one after the other. Rows shared out over context-parallel ranks are left out."""
         if not self._num_groups:
             return loss
@@ -54,7 +54,7 @@ class TokenDetails:
         return watched
 
     def take(self) -> dict[str, dict[str, list[float]]]:
-        """Returns sample id -> name -> value of each response token, of all updates since the last call."""
+        """Return sample id -> name -> value of each response token, of all updates since the last call."""
         taken, self._found = self._found, {}
         return {name: {key: values.tolist() for key, values in rows.items()} for name, rows in taken.items()}
 

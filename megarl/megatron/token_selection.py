@@ -20,7 +20,7 @@ from megarl.core.types import TrainingSample
 def with_selection(
     algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
 ) -> list[TokenBatch]:
-    """Returns the microbatches of this rank with `selected`: of all tokens of the update that have a loss the
+    """Return the microbatches of this rank with `selected`: of all tokens of the update that have a loss the
     covariance_share that its objective orders highest, at least one, and those equal to the last of them.
 
     There are collectives over the data-parallel ranks: all of them call this. Two tokens whose order differs by less
@@ -47,7 +47,7 @@ def with_selection(
 
 
 def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
-    """Returns number, mean old log-prob and mean advantage of the update's tokens that have a loss."""
+    """Return number, mean old log-prob and mean advantage of the update's tokens that have a loss."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
     for batch, old in zip(batches, olds, strict=True):
         sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
@@ -57,14 +57,14 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
 
 
 def _draw(item: TrainingSample) -> torch.Tensor:
-    """Returns random numbers, float32 [R], that follow from the sample's name alone and are the same in every
+    """Return random numbers, float32 [R], that follow from the sample's name alone and are the same in every
     layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
     return torch.rand(len(item.sample.response_ids), generator=generator)
 
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns the k-th largest of the data-parallel ranks' values together; −∞ if there are fewer."""
+    """Return the k-th largest of the data-parallel ranks' values together; −∞ if there are fewer."""
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top

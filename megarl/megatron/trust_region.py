@@ -65,7 +65,7 @@ def take_step(
     sums: Sequence[Sums],
     limits: TrustRegion,
 ) -> Taken:
-    """Moves the parameters from θ to θ − β·x, with F·x = ∇loss by conjugate gradients: β begins at √(2·limit / x·F·x),
+    """Move the parameters from θ to θ − β·x, with F·x = ∇loss by conjugate gradients: β begins at √(2·limit / x·F·x),
     where the quadratic model of the divergence reaches the limit, and is halved until the loss is less than at θ, and
     the divergence itself within the limit. All ranks call this, after the gradient is prepared.
 
@@ -91,7 +91,7 @@ def take_step(
 def conjugate_gradients(
     product: Callable[[Vector], Vector], right: Vector, dot: Callable[[Vector, Vector], float], iterations: int
 ) -> tuple[Vector, float]:
-    """Returns x, for which product(x) is close to `right`, and x·product(x). product: of a symmetric positive definite
+    """Return x, for which product(x) is close to `right`, and x·product(x). product: of a symmetric positive definite
     matrix (Hestenes and Stiefel 1952)."""
     solution = [torch.zeros_like(part) for part in right]
     residual, direction = [part.clone() for part in right], [part.clone() for part in right]
@@ -131,7 +131,7 @@ class Shards:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def dot(self, one: Vector, other: Vector) -> float:
-        """Returns the dot product of two whole vectors, by an all-reduce over all ranks."""
+        """Return the dot product of two whole vectors, by an all-reduce over all ranks."""
         products = [
             torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
         ]
@@ -141,7 +141,7 @@ class Shards:
 
     @torch.no_grad()
     def move(self, start: Vector, factor: float, direction: Vector) -> None:
-        """Sets the parameters to start + factor · direction, complete on every rank."""
+        """Set the parameters to start + factor · direction, complete on every rank."""
         for parameter, begin, part in zip(self._parameters, start, direction, strict=True):
             parameter.copy_(begin).add_(part, alpha=factor)
         for part in self._parts:
@@ -187,7 +187,7 @@ class FisherProduct:
 
 
 def _read(sums: Sequence[Sums]) -> tuple[float, float]:
-    """Returns loss and divergence from the old policy over the microbatches of all ranks."""
+    """Return loss and divergence from the old policy over the microbatches of all ranks."""
     metrics = merge(map(read, sums)) if parallel.reports_metrics() else {}
     values = torch.zeros(3, dtype=torch.float64, device=device.device())
     if "policy/kl_old" in metrics:

@@ -22,7 +22,7 @@ class WeightSnapshots:
         self._shares: dict[str, float] = {}
 
     def keep(self, name: str, share: float | None = None) -> None:
-        """Copies the live weights into a snapshot of this name.
+        """Copy the live weights into a snapshot of this name.
 
         share: the share of the live weights that `renew` takes, in (0, 1]; None: the snapshot never changes. Below 1
         the snapshot is a mean, which is kept in float32: in bfloat16 it would not move by a small share of a small
@@ -35,18 +35,18 @@ class WeightSnapshots:
             self._means[name] = kept if share == 1 else {key: weight.float() for key, weight in kept.items()}
 
     def renew(self, name: str) -> None:
-        """Moves the named snapshot to the live weights: share · live + (1 − share) · snapshot."""
+        """Move the named snapshot to the live weights: share · live + (1 − share) · snapshot."""
         for key, live in self._live():
             mean = self._means[name][key]
             mean.lerp_(live.to(mean), self._shares[name])
             self._sets[name][key].copy_(mean)
 
     def state(self) -> dict[str, Weights]:
-        """Returns the snapshots that change, by name and not copied, as they must be saved."""
+        """Return the snapshots that change, by name and not copied, as they must be saved."""
         return dict(self._means)
 
     def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Restores the snapshots of a `state` bit by bit."""
+        """Restore the snapshots of a `state` bit by bit."""
         for name, weights in state.items():
             for key, mean in self._means[name].items():
                 mean.copy_(weights[key])
@@ -54,7 +54,7 @@ class WeightSnapshots:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Gives the model the named snapshot while it is inside, and its own weights back, bit by bit, afterwards. The
+        """Give the model the named snapshot while it is inside, and its own weights back, bit by bit, afterwards. The
         optimizer's float32 main weights stay unchanged."""
         self._exchange(name)
         try:

@@ -23,7 +23,7 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Adds the tile's part to the sums of its rows, in place. The logits are lost.
+    """Add the tile's part to the sums of its rows, in place. The logits are lost.
 
     logits    float32 [n, v]
     targets   int64 [n]: columns; one outside of the tile is in another tile
@@ -55,7 +55,7 @@ def to_gradient(
     coefficients: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Writes p · (a + b · log p) + c · 1[target] to gradient, p being exp(z − log_sum_exp). Arguments as in `fold`,
+    """Write p · (a + b · log p) + c · 1[target] to gradient, p being exp(z − log_sum_exp). Arguments as in `fold`,
     and:
 
     log_sum_exp    float32 [n]
@@ -85,17 +85,17 @@ def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tens
 
 
 def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which of the columns are in the tile, and the columns moved into it."""
+    """Return which of the columns are in the tile, and the columns moved into it."""
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
 
 
 def _pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Returns z[i, columns[i]] where that column is in this tile, else 0."""
+    """Return z[i, columns[i]] where that column is in this tile, else 0."""
     inside, columns = _inside(columns, z.shape[1])
     return z.gather(1, columns)[:, 0].where(inside, 0)
 
 
 def _add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Adds values[i] to gradient[i, columns[i]] where that column is in this tile."""
+    """Add values[i] to gradient[i, columns[i]] where that column is in this tile."""
     inside, columns = _inside(columns, gradient.shape[1])
     gradient.scatter_add_(1, columns, (values * inside)[:, None])

@@ -23,7 +23,7 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Does what head_tile.fold does, and leaves the logits as they are."""
+    """Do what head_tile.fold does, and leaves the logits as they are."""
     rows, width = logits.shape
     _fold[(rows,)](logits, targets, scale, kept, sums, width, logits.stride(0), sums.stride(0), **_options(scale, kept))
 
@@ -37,7 +37,7 @@ def to_gradient(
     coefficients: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Does what head_tile.to_gradient does."""
+    """Do what head_tile.to_gradient does."""
     rows, width = logits.shape
     strides = logits.stride(0), coefficients.stride(0), gradient.stride(0)
     _to_gradient[(rows,)](
@@ -51,7 +51,7 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 @triton.jit
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Returns float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
+    """Return float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
     inside = columns < width
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
     if has_kept:

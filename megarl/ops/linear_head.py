@@ -40,7 +40,7 @@ def plain_log_prob_and_entropy(
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight, by torch's own
+    """Return log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight, by torch's own
     log-softmax: the plain twin of `log_prob_and_entropy`."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
@@ -63,7 +63,7 @@ def log_prob_and_entropy(
     candidate_ids: torch.Tensor | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
+    """Return log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
 
     hidden       [N, h]; the same on every rank of `group`. Its gradient is this shard's part: the caller reduces it.
     weight       [V / tp, h]: this rank's rows of the output weight. Where it has a `main_grad` buffer (Megatron's
@@ -124,14 +124,14 @@ class _Tokens:
         )
 
     def split(self) -> Iterator[_Tokens]:
-        """Yields the tokens of each tile."""
+        """Yield the tokens of each tile."""
         size, _ = _tile()
         for start in range(0, len(self.targets), size):
             values = [getattr(self, field.name) for field in fields(self)]
             yield _Tokens(*(None if value is None else value[start : start + size] for value in values))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Returns bool [n, width]: which tokens of the vocabulary are candidates, for the tile that begins at
+        """Return bool [n, width]: which tokens of the vocabulary are candidates, for the tile that begins at
         `start`."""
         if self.candidate_ids is None:
             return None
@@ -216,7 +216,7 @@ def _tile_functions() -> ModuleType:
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns what autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads
+    """Return what autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads
     nothing.
 
     Under zero_out_wgrad it reads all the same: the weight is the embedding's too, whose gradient calls the hook.
@@ -228,7 +228,7 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
 def _fold(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype, sums: torch.Tensor
 ) -> None:
-    """Adds this rank's vocabulary to the tokens' sums, float32 [4, n], in place."""
+    """Add this rank's vocabulary to the tokens' sums, float32 [4, n], in place."""
     fold = _tile_functions().fold
     for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
@@ -247,7 +247,7 @@ def _reduce(sums: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:
-    """Returns float32 [3, N]: a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N,
+    """Return float32 [3, N]: a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N,
     2]."""
     grad_log_prob, grad_entropy = gradient.float().unbind(-1)
     coefficients = torch.stack((-grad_entropy * entropy - grad_log_prob, -grad_entropy, grad_log_prob))
@@ -257,7 +257,7 @@ def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: t
 def _add_gradients(
     tokens, weight, bias, logits_dtype, log_sum_exp, coefficients, hidden_grad, weight_grad, bias_grad
 ) -> None:
-    """Adds the tokens' part, in place, to each gradient that is wanted: hidden_grad float32 [n, h], weight_grad float32
+    """Add the tokens' part, in place, to each gradient that is wanted: hidden_grad float32 [n, h], weight_grad float32
     [≥ v, h], bias_grad float32 [≥ v]."""
     to_gradient = _tile_functions().to_gradient
     for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
@@ -277,7 +277,7 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yields first row, rows of the weight and logits, float32 [n, v], without the temperature, of each tile. The
+    """Yield first row, rows of the weight and logits, float32 [n, v], without the temperature, of each tile. The
     logits of all of them use the same memory. In bfloat16, logits near 20 lie 0.06 to 0.13 apart."""
     _, size = _tile()
     num_elements = len(tokens.targets) * min(size, len(weight))

@@ -52,7 +52,7 @@ def documents_of(
     own: torch.Tensor | None = None,
     held: torch.Tensor | None = None,
 ) -> Documents:
-    """Returns the documents of a pack, computed once a microbatch, for all layers.
+    """Return the documents of a pack, computed once a microbatch, for all layers.
 
     document_tokens, boundaries   as in TokenBatch
     own    int64 [n ≥ 1]: the places in the pack of the tokens that queries come from (None: all, in order)
@@ -82,7 +82,7 @@ def documents_of(
 
 
 def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """Returns int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
+    """Return int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
     if places is None:
         return torch.arange(num_tokens)
     index = torch.full((num_tokens,), -1)
@@ -112,7 +112,7 @@ def _bucket(documents: list[_Document]) -> Bucket:
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """Returns the rows as one [D, longest]; a shorter row is filled up by `fill`, or without it by its last element."""
+    """Return the rows as one [D, longest]; a shorter row is filled up by `fill`, or without it by its last element."""
     longest = max(map(len, rows))
     return torch.stack(
         [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
@@ -120,7 +120,7 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than
+    """Return rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than
     once in the order in which threads happen to reach them."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
@@ -133,7 +133,7 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the attended values, [n, heads, v].
+    """Return the attended values, [n, heads, v].
 
     query [n, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
     """
@@ -162,7 +162,7 @@ def plain_attention(
     boundaries: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Returns [T, heads, v] by a softmax under one mask over the whole pack, in which a token sees those before it in
+    """Return [T, heads, v] by a softmax under one mask over the whole pack, in which a token sees those before it in
     its documents: the plain twin of `packed_attention`."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)

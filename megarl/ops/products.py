@@ -8,7 +8,7 @@ from megarl.core import device
 
 
 def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Writes a · b to out: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n]."""
+    """Write a · b to out: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n]."""
     if a.dtype is out.dtype:
         torch.mm(a, b, out=out)
     elif device.on_cuda():
@@ -18,7 +18,7 @@ def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a · b to total in place: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n].
+    """Add a · b to total in place: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n].
 
     On CPU the product of two bytes is rounded to them before it is added: the error of each is small against the
     gradients that are added up here, and a product of float32 would take four times as long.

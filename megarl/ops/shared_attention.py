@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockMask:
-    """Returns which tokens of a pack see which, computed once a microbatch, for all layers.
+    """Return which tokens of a pack see which, computed once a microbatch, for all layers.
 
     document_tokens, boundaries   as in TokenBatch
 
@@ -47,14 +47,14 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
 
 
 def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
-    """Checks that each token is to see as many as there are in its document up to it."""
+    """Check that each token is to see as many as there are in its document up to it."""
     steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
     in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
     assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not in the pack depth first"
 
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two bool [count, count]: the blocks of queries and keys of which any see each other, and all do.
+    """Return two bool [count, count]: the blocks of queries and keys of which any see each other, and all do.
 
     ends   int64 [T]: the token after the last that sees each
     """
@@ -70,7 +70,7 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns bool [count, count]: the cells in any of the rectangles whose rows and columns begin and end so, both
+    """Return bool [count, count]: the cells in any of the rectangles whose rows and columns begin and end so, both
     int64 [R, 2]."""
     begins = begins.minimum(ends)  # none, where nothing is inside
     steps = torch.zeros(count + 1, count + 1, dtype=torch.long)
@@ -85,7 +85,7 @@ def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tens
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many blocks each row has, int32 [1, 1, n], and their columns first among all, int32 [1, 1, n, n]."""
+    """Return how many blocks each row has, int32 [1, 1, n], and their columns first among all, int32 [1, 1, n, n]."""
     # The kernel reads rows whose elements follow each other.
     columns = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
@@ -94,7 +94,7 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shared_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """Returns the attended values, [T, heads, v].
+    """Return the attended values, [T, heads, v].
 
     query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
     """
@@ -111,6 +111,6 @@ def shared_attention(
 
 @cache
 def _kernel(device: str) -> Callable[..., torch.Tensor]:
-    """Returns FlexAttention, compiled once for packs of all lengths; on CPU, where it has no kernel for the backward
+    """Return FlexAttention, compiled once for packs of all lengths; on CPU, where it has no kernel for the backward
     pass, as torch's plain products of the whole pack."""
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)

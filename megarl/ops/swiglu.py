@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 
 def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Returns SiLU(gate) · up, for which autograd keeps three products beside its input: the plain twin of `swiglu`."""
+    """Return SiLU(gate) · up, for which autograd keeps three products beside its input: the plain twin of `swiglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Returns from […, 2f] the […, f] of SiLU(gate) · up, with gate the first f channels and up the others
+    """Return from […, 2f] the […, f] of SiLU(gate) · up, with gate the first f channels and up the others
     (arXiv:2002.05202)."""
     return _SwiGLU.apply(gate_and_up)
 

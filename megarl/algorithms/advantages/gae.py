@@ -22,7 +22,7 @@ def gae(
     critic_lambda: float | None = None,
     length_alpha: float | None = None,
 ) -> TokenAdvantages:
-    """Returns A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
+    """Return A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
 
     Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), with TD(λ) returns. A sample's actions
     are its trained tokens: the state after one of them is that before the next, and after the last one worth 0.
@@ -49,7 +49,7 @@ def gae(
 
 
 def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Returns λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where it is negative.
+    """Return λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where it is negative.
 
     VAPO (https://arxiv.org/abs/2504.05118, section 4.2).
 

@@ -15,7 +15,7 @@ def gpg(group: Sequence[Member]) -> list[Baseline]:
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:
-    """Returns α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient
+    """Return α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient
     (https://arxiv.org/abs/2504.02546, section 3.3). It is 1 where all rewards of every group are equal. The rewards
     must be without the KL, which never leaves two of them equal."""
     unequal = sum(len(group) for group in groups if _differ(group))
@@ -23,7 +23,7 @@ def amplification(groups: Sequence[Sequence[Member]]) -> float:
 
 
 def _differ(group: Sequence[Member]) -> bool:
-    """Returns whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are
+    """Return whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are
     equal."""
     totals = sum((member.token_reward_totals for member in group), NO_TOTALS)
     tokens_differ = totals.count * totals.squares > totals.total**2 * (1 + 1e-12)

@@ -22,7 +22,7 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """Returns for each sample (mean, deviation) of all rewards of the group's tokens: GRPO with process supervision
+    """Return for each sample (mean, deviation) of all rewards of the group's tokens: GRPO with process supervision
     (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
     centers = mean_of_tokens(group)
     if std == "none":

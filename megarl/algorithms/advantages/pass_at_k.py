@@ -11,7 +11,7 @@ from megarl.core.types import Baseline
 
 
 def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:
-    """Returns the advantage of each sample, written as a baseline of its reward: `against_all` in units of the
+    """Return the advantage of each sample, written as a baseline of its reward: `against_all` in units of the
     deviation over the sets of k, or `against_without`.
 
     k     is lowered where rewards failed: to the samples left, less one under pass_at_k_baseline="all", because all
@@ -29,7 +29,7 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Returns for each reward the probability that it is the best of k that are drawn without replacement: C(j, k−1) /
+    """Return for each reward the probability that it is the best of k that are drawn without replacement: C(j, k−1) /
     C(n, k) for the one with j below it. Of equal ones the later in the list counts as the better."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
@@ -38,7 +38,7 @@ def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
-    """Returns E[max of k | i among them] − E[max of k] of each sample i, and the standard deviation of the max of k.
+    """Return E[max of k | i among them] − E[max of k] of each sample i, and the standard deviation of the max of k.
 
     Divided by the deviation it is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15), here
     for any rewards, not of 0 and 1 only.
@@ -60,7 +60,7 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
 
 
 def against_without(rewards: Sequence[float], k: int) -> list[float]:
-    """Returns for each i (1 / C(n, k)) · Σ over sets S of k with i among them of (max S − max S without i):
+    """Return for each i (1 / C(n, k)) · Σ over sets S of k with i among them of (max S − max S without i):
     leave-one-out policy optimisation of max@k (arXiv 2505.15201, section 4). With k = n it is the best one minus the
     second, and 0 for the others (arXiv 2503.19595)."""
     _check(rewards, k)
@@ -75,7 +75,7 @@ def against_without(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def _ranks(rewards: Sequence[float]) -> list[int]:
-    """Returns how many are below each; of equal ones the later in the list is above."""
+    """Return how many are below each; of equal ones the later in the list is above."""
     order = sorted(range(len(rewards)), key=lambda i: rewards[i])
     ranks = [0] * len(rewards)
     for rank, i in enumerate(order):

@@ -19,7 +19,7 @@ def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def prime(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """Returns for each sample the mean over the others of the mean of their tokens' rewards: PRIME
+    """Return for each sample the mean over the others of the mean of their tokens' rewards: PRIME
     (https://arxiv.org/abs/2502.01456, eq. 5), and the scale, which is that of these means."""
     return _against_others([totals.total / max(totals.count, 1) for totals in group], std, std_epsilon)
 

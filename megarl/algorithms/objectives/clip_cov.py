@@ -35,7 +35,7 @@ def clip_cov(
 def random_between_bounds(
     covariance: torch.Tensor, draw: torch.Tensor, covariance_low: float, covariance_high: float
 ) -> torch.Tensor:
-    """Returns the order of which the highest tokens are selected: the random draw, −∞ where the covariance is outside
+    """Return the order of which the highest tokens are selected: the random draw, −∞ where the covariance is outside
     of its bounds.
 
     covariance, draw   float32 [N]; draw is of [0, 1)

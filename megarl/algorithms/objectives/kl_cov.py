@@ -29,7 +29,7 @@ def kl_cov(
 
 
 def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Returns the order of which the highest tokens are selected: the covariance itself. covariance, draw: float32
+    """Return the order of which the highest tokens are selected: the covariance itself. covariance, draw: float32
     [N]."""
     require_one_shape(covariance=covariance, draw=draw)
     return covariance

@@ -56,7 +56,7 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Returns all factors by PEFT's names, as views of the checkpoint's files; one that experts share has no
+        """Return all factors by PEFT's names, as views of the checkpoint's files; one that experts share has no
         expert's number in its name."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
@@ -95,7 +95,7 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Writes a PEFT folder. Returns the bytes of its tensors. See _open for the path and errors."""
+    """Write a PEFT folder. Returns the bytes of its tensors. See _open for the path and errors."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
         save_adapters(factors, adapters.lora, adapters.config.model.path, adapters.num_experts, out)
@@ -105,7 +105,7 @@ def adapters_to_peft(path: Path, out: Path) -> int:
 def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Writes the model with the adapters merged as a Hugging Face folder, as an export of the run at this step would.
+    """Write the model with the adapters merged as a Hugging Face folder, as an export of the run at this step would.
     Returns the bytes of tensors written. Raises UserError for a model that is not the run's.
 
     options  a dtype of None is the run's
@@ -131,7 +131,7 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Opens the adapters of a checkpoint. Raises UserError for a checkpoint without any, and for a file that is not
+    """Open the adapters of a checkpoint. Raises UserError for a checkpoint without any, and for a file that is not
     what the run wrote.
 
     path         in a run, `checkpoints/step_…`

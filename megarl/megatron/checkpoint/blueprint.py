@@ -39,7 +39,7 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Returns the blueprint of the model with our own layers, whose keys are the same as with Transformer Engine's.
+    """Return the blueprint of the model with our own layers, whose keys are the same as with Transformer Engine's.
 
     dtype: the dtype of the holder's weights (None: that of config.json)
     format: the metadata for Megatron's `sharded_state_dict`

@@ -94,7 +94,7 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Returns a layout with as few data-parallel ranks as the experts need. Raises UserError for sizes that do not go
+    """Return a layout with as few data-parallel ranks as the experts need. Raises UserError for sizes that do not go
     together."""
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
@@ -114,7 +114,7 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Writes a checkpoint from a Hugging Face folder. Returns the bytes of tensors written.
+    """Write a checkpoint from a Hugging Face folder. Returns the bytes of tensors written.
 
     folder   a path for megarl.data.model_folder.resolve
     layout   the layout of the ranks that the checkpoint is written for
@@ -131,7 +131,7 @@ def megatron_to_huggingface(
     shard_bytes: int = SHARD_BYTES,
     options: Options = Options(),
 ) -> int:
-    """Writes a Hugging Face folder from a checkpoint. Returns the bytes of tensors written. See open_checkpoint and
+    """Write a Hugging Face folder from a checkpoint. Returns the bytes of tensors written. See open_checkpoint and
     write_folder for the arguments."""
     with open_checkpoint(checkpoint, huggingface) as source:
         hf_config = without_value_head(source.hf_config)
@@ -152,7 +152,7 @@ def megatron_to_huggingface(
 def reshape(
     checkpoint: Path, out: Path, layout: Layout, huggingface: Path | None = None, options: Options = Options()
 ) -> int:
-    """Writes a checkpoint for another layout. Returns the bytes of tensors written. The optimizer's state comes along,
+    """Write a checkpoint for another layout. Returns the bytes of tensors written. The optimizer's state comes along,
     if there is one, and so do other weights that are saved beside the model's. The random states of ranks do not,
     because they mean nothing under another layout."""
     with open_checkpoint(checkpoint, huggingface) as source:
@@ -174,7 +174,7 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _without_use(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint may have this tensor beside the model: a copy of the tied head, a constant, or part
+    """Return whether a checkpoint may have this tensor beside the model: a copy of the tied head, a constant, or part
     of a layer that is left out."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
@@ -190,7 +190,7 @@ def _proven(source: Holder, destination: Holder) -> Plan:
 
 
 def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
-    """Writes a checkpoint. common: the content of the file with the state that is not sharded."""
+    """Write a checkpoint. common: the content of the file with the state that is not sharded."""
     ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
@@ -227,7 +227,7 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 
 
 def _common() -> bytes:
-    """Returns the common file of a checkpoint that has weights only: its format, for Megatron's
+    """Return the common file of a checkpoint that has weights only: its format, for Megatron's
     `load_content_metadata`."""
     stream = io.BytesIO()
     torch.save({"content_metadata": FORMAT}, stream)
@@ -235,7 +235,7 @@ def _common() -> bytes:
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Returns the entries that a rank writes. dtypes: prefix -> key -> dtype of the tensors that exist."""
+    """Return the entries that a rank writes. dtypes: prefix -> key -> dtype of the tensors that exist."""
     return [
         Entry(extent, prefix, found[extent.key])
         for prefix, found in dtypes.items()
@@ -245,12 +245,12 @@ def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> li
 
 
 def _dtypes(holder: Holder) -> dict[str, str]:
-    """Returns the dtypes of canonical tensors in their holder, by name."""
+    """Return the dtypes of canonical tensors in their holder, by name."""
     return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the dtypes of a checkpoint's tensors, by key. kept: dtypes that canonical tensors keep (None: the dtypes
+    """Return the dtypes of a checkpoint's tensors, by key. kept: dtypes that canonical tensors keep (None: the dtypes
     of the ranks' holders are taken)."""
     found: dict[str, str] = {}
     for rank in ranks:
@@ -260,7 +260,7 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Returns parameter -> the dtype of the tensors that it is made of; none for a parameter that is only padding."""
+    """Return parameter -> the dtype of the tensors that it is made of; none for a parameter that is only padding."""
     found: dict[str, str] = {}
     for piece in holder.pieces:
         if piece.canonical is not None:

@@ -32,7 +32,7 @@ class Description:
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
 
     def text(self) -> str:
-        """Returns the description for a person: a line for each kind of content, and one for each tensor."""
+        """Return the description for a person: a line for each kind of content, and one for each tensor."""
         dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
         lines = [
             f"{self.checkpoint}: {self.model or 'a model that it does not name'}",
@@ -45,7 +45,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Describes the checkpoint at `path`. Raises UserError for a folder that is no whole checkpoint."""
+    """Describe the checkpoint at `path`. Raises UserError for a folder that is no whole checkpoint."""
     path = model_path(path)
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}

@@ -49,7 +49,7 @@ tensors, or in several places."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:
-    """Returns the extents that make up a parameter. parameter: the name that they have it under."""
+    """Return the extents that make up a parameter. parameter: the name that they have it under."""
     if isinstance(shard, CanonicalShard):
         return shard.extents()
     if isinstance(shard, ShardedTensor):
@@ -72,7 +72,7 @@ def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Exte
 
 
 def _rectangle(view: torch.Tensor, form: torch.Tensor) -> Rectangle:
-    """Returns the rectangle of a contiguous tensor that a view of it covers."""
+    """Return the rectangle of a contiguous tensor that a view of it covers."""
     assert view._base is form and view.stride() == form.stride(), "not a rectangle of the parameter"
     rectangle, left = [], view.storage_offset()
     for stride, size in zip(view.stride(), view.shape, strict=True):

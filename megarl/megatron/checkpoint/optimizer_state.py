@@ -48,7 +48,7 @@ OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 def sharded(
     optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
 ) -> dict[str, ShardedTensor]:
-    """Returns what this rank writes of the trained parameters, copied to host memory: weights and state of its ranges.
+    """Return what this rank writes of the trained parameters, copied to host memory: weights and state of its ranges.
 
     models     the parameters' shards
     on_device  has the state of a parameter on the device for as long as it is read, where it is offloaded
@@ -70,7 +70,7 @@ def sharded(
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
-    """Returns the parameters that the optimizer updates, on this rank or on another of its data-parallel group."""
+    """Return the parameters that the optimizer updates, on this rank or on another of its data-parallel group."""
     buffers = (buffer for part in parts_of(optimizer) for buffer in part.buffers)
     return {parameter for buffer in buffers for parameter in buffer.param_index_map}
 
@@ -83,7 +83,7 @@ def restore(
     folder: Path,
     stored_keys: set[str],
 ) -> None:
-    """Loads weights and state of this rank's ranges, on all ranks together. Raises UserError for those of other
+    """Load weights and state of this rank's ranges, on all ranks together. Raises UserError for those of other
     parameters.
 
     num_updates  the number of updates that the state has seen
@@ -123,14 +123,14 @@ class OwnRange:
     stop: int
 
     def state(self) -> list[torch.Tensor]:
-        """Returns all that the optimizer has of the range."""
+        """Return all that the optimizer has of the range."""
         group, number = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][number]
         state = self.part.optimizer.state.get(main, {}).values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Returns the range's state by KEYS. Before the first update there are no moments: zeros on the host, as an
+        """Return the range's state by KEYS. Before the first update there are no moments: zeros on the host, as an
         engine may be awake on the device."""
         if self.part.optimizer.state:
             return self.part._get_main_param_and_optimizer_states(self.parameter)
@@ -138,19 +138,19 @@ class OwnRange:
         return dict(zip(KEYS, (main, torch.zeros(main.shape), torch.zeros(main.shape)), strict=True))
 
     def extents(self, shard: Shard, prefix: str) -> list[Extent]:
-        """Returns the extents that make up the range. prefix: what is before the parameter's key."""
+        """Return the extents that make up the range. prefix: what is before the parameter's key."""
         spans = flat_span(tuple(self.parameter.shape), self.start, self.stop)
         found = [extent.of(span) for extent in extents_of(shard, shard.key) for span in spans]
         return [replace(extent, key=prefix + extent.key) for extent in found if extent is not None]
 
     def view(self, values: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-        """Returns the part of the range's values that is a rectangle of the parameter."""
+        """Return the part of the range's values that is a rectangle of the parameter."""
         strides = self.parameter.stride()
         first = sum(start * stride for (start, _), stride in zip(rectangle, strides, strict=True))
         return values.as_strided(shape_of(rectangle), strides, first - self.start)
 
     def read(self, stored: TorchDistFolder, extents: list[Extent]) -> torch.Tensor:
-        """Returns the range's values from a checkpoint; 0 for a padding that it has not."""
+        """Return the range's values from a checkpoint; 0 for a padding that it has not."""
         values = torch.zeros(self.stop - self.start)
         for extent in extents:
             part = extent.within(whole(stored.tensors[extent.key].shape))
@@ -183,7 +183,7 @@ def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
 
 
 def _refuse_others(folder: Path, own: set[str], stored: set[str]) -> None:
-    """Raises UserError on all ranks where the ranks' states together are not those that are stored."""
+    """Raise UserError on all ranks where the ranks' states together are not those that are stored."""
     of_ranks: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own, group=parallel.host_group())
     if differing := set().union(*of_ranks) ^ stored:
@@ -191,7 +191,7 @@ def _refuse_others(folder: Path, own: set[str], stored: set[str]) -> None:
 
 
 def _refuse_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
-    """Raises UserError where a parameter is stored in another shape. All ranks that have the parameter look at it, not
+    """Raise UserError where a parameter is stored in another shape. All ranks that have the parameter look at it, not
     only those with a range of it: the others would wait for their part."""
     for extent in extents_of(shard, shard.key):
         found, expected = stored.tensors[extent.key].shape, extent.global_shape
@@ -202,7 +202,7 @@ def _refuse_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
-    """Sets the count of updates: torch's AdamW has it by parameter, the fused kernels of Transformer Engine and Apex by
+    """Set the count of updates: torch's AdamW has it by parameter, the fused kernels of Transformer Engine and Apex by
     group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for state in part.optimizer.state.values():

@@ -72,7 +72,7 @@ class Saving:
         return self._written.done()
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
-        """Waits for the thread, raises its error, and returns the files of this rank, which are on the disk then.
+        """Wait for the thread, raises its error, and returns the files of this rank, which are on the disk then.
         checkpoint: the folder that the files' paths are relative to."""
         try:
             records = self._written.result()
@@ -88,7 +88,7 @@ class Saving:
 
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
-    """Writes this rank's part of the model, and notes its files. Returns them, relative to the folder. Rank 0 adds the
+    """Write this rank's part of the model, and notes its files. Returns them, relative to the folder. Rank 0 adds the
     small files that all share."""
     write()
     files = sorted(folder.glob(f"__{rank}_*"))
@@ -110,7 +110,7 @@ def save(
     on_device: OnDevice,
     adapters: ShardedAdapters | None = None,
 ) -> Saving:
-    """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
+    """Start saving into an empty folder, on all ranks together. Returns when everything is in host memory.
 
     counters   further values that `load` returns, the same on all ranks; num_updates among them
     on_device  see optimizer_state.sharded
@@ -143,7 +143,7 @@ def load(
     same_layout: bool,
     adapters: ShardedAdapters | None = None,
 ) -> dict[str, float]:
-    """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters. Of trained parameters
+    """Load a checkpoint of any layout in place, on all ranks together. Returns the counters. Of trained parameters
     each data-parallel rank reads its range, and gets the others' from them.
 
     same_layout: whether it was saved from this layout, so that each rank takes its random states too.
@@ -176,7 +176,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
     not, and keeps a manager process for each rank."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir, *_) -> AsyncRequest:
-        """Returns a request that writes the tensors, which are in host memory and which nobody changes."""
+        """Return a request that writes the tensors, which are in host memory and which nobody changes."""
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(keyed)
 
@@ -193,13 +193,13 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Returns the sharded state by chunk. Layers are numbered through the whole model, so that the chunks of another
+    """Return the sharded state by chunk. Layers are numbered through the whole model, so that the chunks of another
     layout find them."""
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
 def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Returns the sharded state without the trained parameters, of which every rank has its range to write and read."""
+    """Return the sharded state without the trained parameters, of which every rank has its range to write and read."""
     trained = optimizer_state.trained_parameters(optimizer)
     return {
         name: {key: entry for key, entry in entries.items() if entry.data not in trained}
@@ -210,7 +210,7 @@ def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[
 def _sharded_snapshots(
     weight_snapshots: WeightSnapshots, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
 ) -> dict[str, dict[str, Shard]]:
-    """Returns the snapshots that change, sharded as the model's weights are."""
+    """Return the snapshots that change, sharded as the model's weights are."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
         name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
@@ -219,7 +219,7 @@ def _sharded_snapshots(
 
 
 def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Returns the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
+    """Return the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
         changes["dtype"] = tensor.dtype

@@ -58,7 +58,7 @@ class CheckpointSource:
     sealed: Checkpoint | None
 
     def transport(self, companion: str = "") -> StoredExtents:
-        """Returns a transport for the parameters themselves, or for a companion of theirs."""
+        """Return a transport for the parameters themselves, or for a companion of theirs."""
         return StoredExtents(self.folder, self.extents, companion)
 
     @property
@@ -73,7 +73,7 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Checks the files of a run's checkpoint. Raises UserError that names a file which is not what the run
+        """Check the files of a run's checkpoint. Raises UserError that names a file which is not what the run
         wrote."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
@@ -82,7 +82,7 @@ class CheckpointSource:
                 progress("checked", record.num_bytes, sum(record.num_bytes for record in records))
 
     def dtypes(self, companion: str) -> dict[str, str]:
-        """Returns the dtypes of a companion by the keys of the parameters that have it: only trained ones have an
+        """Return the dtypes of a companion by the keys of the parameters that have it: only trained ones have an
         optimizer's state."""
         tensors = self.folder.tensors.items()
         return {key.removeprefix(companion): tensor.dtype for key, tensor in tensors if key.startswith(companion)}
@@ -90,7 +90,7 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Opens a checkpoint as a source of weights. Raises UserError where it is no whole checkpoint of this model.
+    """Open a checkpoint as a source of weights. Raises UserError where it is no whole checkpoint of this model.
 
     path          a converted checkpoint, or in a run `checkpoints/step_…` (its actor) or one of the folders in it
     huggingface   a folder with the config.json and the tokenizer of its model (None: those that the checkpoint has, or
@@ -121,23 +121,23 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
 
 
 def model_path(path: Path) -> Path:
-    """Returns the checkpoint of one model: the actor's in a run's checkpoint."""
+    """Return the checkpoint of one model: the actor's in a run's checkpoint."""
     return path / "actor" if is_checkpoint(path) else path
 
 
 def is_of_a_run(path: Path) -> bool:
-    """Returns whether the path is one of the models in a run's checkpoint, rather than a folder that somebody put
+    """Return whether the path is one of the models in a run's checkpoint, rather than a folder that somebody put
     there."""
     return path.name in get_args(Role) and is_checkpoint(path.parent)
 
 
 def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
-    """Returns the records of the files in the folder of one of its models."""
+    """Return the records of the files in the folder of one of its models."""
     return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
 
 
 def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
-    """Returns the folder of the model's description, and its config.json."""
+    """Return the folder of the model's description, and its config.json."""
     description = path / DESCRIPTION
     if huggingface is not None or description.is_dir():
         files = resolve(str(huggingface or description), key="--hf")
@@ -156,7 +156,7 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """Returns the format in which Megatron saved: by default all layers are slices of one tensor."""
+    """Return the format in which Megatron saved: by default all layers are slices of one tensor."""
     return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
 
 
@@ -174,7 +174,7 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Returns the prefix before a parameter's key in this key, None if it does not end with one."""
+    """Return the prefix before a parameter's key in this key, None if it does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

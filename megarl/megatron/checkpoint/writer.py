@@ -50,7 +50,7 @@ def write_extents(
     tensor: Callable[[Entry], torch.Tensor],
     folder: Path,
 ) -> None:
-    """Writes into an empty folder a file of each rank's entries and empty objects (by key), as if the rank had saved.
+    """Write into an empty folder a file of each rank's entries and empty objects (by key), as if the rank had saved.
 
     tensor: gives an entry's elements when it is about to be written; they may be overwritten by those of the next
     entry.
@@ -93,7 +93,7 @@ def _description(entry: Entry) -> TensorWriteData:
 
 
 def _empty_object() -> io.BytesIO:
-    """Returns the object that Megatron writes for a layer without state beside its parameters."""
+    """Return the object that Megatron writes for a layer without state beside its parameters."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream

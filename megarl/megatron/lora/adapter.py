@@ -30,7 +30,7 @@ class Factor(torch.nn.Module):
         return F.linear(hidden, self.matrix().to(hidden.dtype))
 
     def matrix(self) -> torch.Tensor:
-        """Returns the matrix that inputs are multiplied with."""
+        """Return the matrix that inputs are multiplied with."""
         if self.partial_over is None:
             return self.weight
         return copy_to_tensor_model_parallel_region(self.weight, group=self.partial_over)
@@ -73,7 +73,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor, out: torch.Tensor, chunk_rows: int) -> None:
-        """Writes the layer's weight with the product added to it, in float32 and then rounded, a few rows at a time."""
+        """Write the layer's weight with the product added to it, in float32 and then rounded, a few rows at a time."""
         inner, outer = self.lora_A.weight, self.lora_B.matrix()
         for rows in range(0, len(weight), chunk_rows):
             part = slice(rows, rows + chunk_rows)

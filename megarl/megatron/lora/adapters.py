@@ -45,12 +45,12 @@ class Adapters:
         self._by_weight: dict[str, Adapter] = {}
 
     def attach(self, models: Sequence[GPTModel]) -> None:
-        """Attaches the adapters to this rank's chunks; their factors are zeros."""
+        """Attach the adapters to this rank's chunks; their factors are zeros."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()
     def initialise(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Fills the factors as PEFT does: A uniformly within ±1/√columns, B with zeros, so that nothing is added to the
+        """Fill the factors as PEFT does: A uniformly within ±1/√columns, B with zeros, so that nothing is added to the
         layers at first. The numbers follow from the seed and the tensor's name: they are the same under every layout.
         """
         for piece in self.holder.pieces:
@@ -62,7 +62,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Takes the factors that a PEFT folder has; the others stay as they are."""
+        """Take the factors that a PEFT folder has; the others stay as they are."""
         with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
             for piece in self.holder.pieces:
                 values = stored.read(piece.canonical, piece.canonical_rectangle)
@@ -70,11 +70,11 @@ class Adapters:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
     def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
-        """Writes a PEFT folder of all ranks' factors. base: the path of the model that they are for."""
+        """Write a PEFT folder of all ranks' factors. base: the path of the model that they are for."""
         write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
-        """Returns the factors with what a checkpoint has of each: PEFT's tensors."""
+        """Return the factors with what a checkpoint has of each: PEFT's tensors."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.holder.pieces:
             pieces.setdefault(piece.local, []).append(piece)
@@ -95,14 +95,14 @@ class Adapters:
         return {name: part.view(shape) for (name, shape), part in parts}
 
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Computes the merged weights anew, from the model's own, so that no rounding adds up over the updates."""
+        """Compute the merged weights anew, from the model's own, so that no rounding adds up over the updates."""
         for name, adapter in self._by_weight.items():
             weight = weights[name]
             adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))
 
 
 def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the number of a factor's replica. One that is cut has one on each rank of the group."""
+    """Return the number of a factor's replica. One that is cut has one on each rank of the group."""
     if factor.tensor_model_parallel and not getattr(factor, "shared", False):
         return (0, 0, 0)
     is_of_one_expert = EXPERTS in name and SHARED not in name

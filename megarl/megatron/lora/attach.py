@@ -34,7 +34,7 @@ from megarl.resharding.piece import Holder
 
 
 def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
-    """Attaches adapters to the models, this rank's chunks, and returns them by the weights that they are beside. Their
+    """Attach adapters to the models, this rank's chunks, and returns them by the weights that they are beside. Their
     factors are zeros. holder: of the models' weights."""
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
@@ -57,7 +57,7 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
 
 @contextmanager
 def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Makes the models compute without their adapters while it is inside."""
+    """Make the models compute without their adapters while it is inside."""
     adapters = [module for model in models for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.is_on = False
@@ -69,7 +69,7 @@ def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _add(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Adds what the layer's adapter gives to what the layer gives."""
+    """Add what the layer's adapter gives to what the layer gives."""
     if not layer.adapter.is_on:
         return None
     hidden, *others = outputs
@@ -77,7 +77,7 @@ def _add(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
 
 
 def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Does the same for a layer of several experts, whose tokens follow each other."""
+    """Do the same for a layer of several experts, whose tokens follow each other."""
     if not layer.adapter[0].is_on:
         return None
     tokens, counts = inputs
@@ -88,7 +88,7 @@ def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tu
 
 
 def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns what a layer multiplies with its weight: Transformer Engine's may have the norm before it in them."""
+    """Return what a layer multiplies with its weight: Transformer Engine's may have the norm before it in them."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return hidden
@@ -120,7 +120,7 @@ def _adapter(
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Returns what of a layer's weight tensor parallelism cuts: rows or columns."""
+    """Return what of a layer's weight tensor parallelism cuts: rows or columns."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be there
     if "ColumnParallel" in names:
         return "rows"
@@ -128,14 +128,14 @@ def _cut(layer: torch.nn.Module) -> str | None:
 
 
 def _group(layer: torch.nn.Module) -> ProcessGroup | None:
-    """Returns the ranks over which a layer's weight is cut, None where every rank has it whole."""
+    """Return the ranks over which a layer's weight is cut, None where every rank has it whole."""
     if _cut(layer) is None:
         return None
     return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
 def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Between:
-    """Returns what ranks do between the products. in_sequence: whether they share out tokens outside of the layers."""
+    """Return what ranks do between the products. in_sequence: whether they share out tokens outside of the layers."""
     if cut is None or group is None or group.size() == 1:
         return lambda hidden: hidden
     exchanges = {
@@ -148,7 +148,7 @@ def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> 
 
 
 def _mark_of_expert(factor: Factor, is_cut: bool, group: ProcessGroup, reduced_with_dense: bool) -> None:
-    """Says whose gradients make up an expert's factor, and which of the ranks that have it count it in the norm."""
+    """Say whose gradients make up an expert's factor, and which of the ranks that have it count it in the norm."""
     factor.weight.allreduce = reduced_with_dense
     factor.weight.tensor_model_parallel = is_cut or group.rank() == 0
     factor.weight.shared = not factor.weight.tensor_model_parallel
@@ -157,7 +157,7 @@ def _mark_of_expert(factor: Factor, is_cut: bool, group: ProcessGroup, reduced_w
 
 
 def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:
-    """Returns the factor that all experts of the layer share: that of those before, or the new one.
+    """Return the factor that all experts of the layer share: that of those before, or the new one.
 
     All ranks of a pipeline stage have it, and each gives the part of the gradient that its experts make of its tokens:
     data-parallel ranks sum these, and so do tensor-parallel ranks, as they do of what they have the same of.

@@ -26,7 +26,7 @@ and exported model would compute something else."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields for a config. Raises UserError for features that are not supported."""
+    """Return the fields for a config. Raises UserError for features that are not supported."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),
@@ -51,7 +51,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a mixture of experts. They have no auxiliary loss, unless megatron_overrides asks for it:
+    """Return the fields of a mixture of experts. They have no auxiliary loss, unless megatron_overrides asks for it:
     it is not linear in microbatches, and no part of the objective."""
     if shape.experts is None:
         return {}
@@ -67,7 +67,7 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of DeepSeek's router: sigmoid scores, to which a bias is added for the choice only; first some
+    """Return the fields of DeepSeek's router: sigmoid scores, to which a bias is added for the choice only; first some
     groups of experts are chosen, then experts of these (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
     return dict(

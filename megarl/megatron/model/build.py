@@ -63,7 +63,7 @@ def build_model(
     attach: Callable[[Sequence[GPTModel]], object] = lambda chunks: None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> list[DistributedDataParallel]:
-    """Builds this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
+    """Build this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
     stage.
 
     frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
@@ -97,22 +97,22 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Returns the model's parameters on this rank, under the names that its holder gives them."""
+    """Return the model's parameters on this rank, under the names that its holder gives them."""
     return parameters_of([chunk.module for chunk in chunks])
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the parameters and the other tensors of a checkpoint: the biases of routers, which no gradient trains."""
+    """Return the parameters and the other tensors of a checkpoint: the biases of routers, which no gradient trains."""
     return tensors_of([chunk.module for chunk in chunks])
 
 
 def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the same tensors, detached from their gradients."""
+    """Return the same tensors, detached from their gradients."""
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
 def adapter_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters of this rank's adapters, which are none of the model's own."""
+    """Return the parameters of this rank's adapters, which are none of the model's own."""
     return {name: p for name, p in _all_parameters([chunk.module for chunk in chunks]).items() if is_factor(name)}
 
 
@@ -133,7 +133,7 @@ def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
-    """Builds this rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output
+    """Build this rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output
     layer.
 
     fused: whether the layers are Transformer Engine's (None: if it is installed).
@@ -161,13 +161,13 @@ def build_chunk(
 
 
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
-    """Returns the functions as Megatron's schedules take them: one per chunk, or for a single chunk the function
+    """Return the functions as Megatron's schedules take them: one per chunk, or for a single chunk the function
     itself."""
     return functions if len(functions) > 1 else functions[0]
 
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Makes the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
+    """Make the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
     from megatron_overrides."""
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
@@ -191,7 +191,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
-    """Makes DDP's config. Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
+    """Make DDP's config. Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -219,7 +219,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 
 def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields that choose what is recomputed. full: each layer by itself, whose input alone is kept.
+    """Return the fields that choose what is recomputed. full: each layer by itself, whose input alone is kept.
 
     selective: the MLPs, which keep most; attention keeps little, as no kernel stores its scores. megatron_overrides may
     choose other units."""
@@ -229,7 +229,7 @@ def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
 
 
 def _kernels(latent: bool) -> dict[str, Any]:
-    """Returns the fields that choose kernels. Most fused ones come with Transformer Engine. Weights are loaded right
+    """Return the fields that choose kernels. Most fused ones come with Transformer Engine. Weights are loaded right
     after, so they are initialised with zeros."""
     fused = uses_transformer_engine()
     return dict(

@@ -15,7 +15,7 @@ one, allgather, is refused by Megatron."""
 
 
 def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
-    """Checks that Megatron's flexible dispatcher can work, if it is the one that the fields of TransformerConfig
+    """Check that Megatron's flexible dispatcher can work, if it is the one that the fields of TransformerConfig
     choose: it sends by DeepEP (https://github.com/deepseek-ai/DeepEP), in kernels of its own for NVLink and InfiniBand.
 
     key: the key that has the fields, for the message of the UserError

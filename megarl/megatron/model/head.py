@@ -126,7 +126,7 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Initialises the weights alike on every rank. Values start at 0; if fc1 were zero as well, it would stay
+        """Initialise the weights alike on every rank. Values start at 0; if fc1 were zero as well, it would stay
         so."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.fc1.weight.shape, generator=generator) / self.fc1.in_features**0.5
@@ -140,7 +140,7 @@ class ValueHead(torch.nn.Module):
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Returns rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
+    """Return rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
 
     Each rank then has the whole gradient of the head's weight, and of the hidden states: under sequence parallelism the
     rank's part of these goes back, and nothing is summed over the ranks.
@@ -152,7 +152,7 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
-    """Makes the head of a language model, wrapped or not, divide its logits by another temperature while it is
+    """Make the head of a language model, wrapped or not, divide its logits by another temperature while it is
     entered."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
     before = [head.temperature for head in heads]
@@ -168,7 +168,7 @@ def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator
 def replace_output_layer(
     model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
 ) -> None:
-    """Gives a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one.
+    """Give a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one.
 
     temperature, logits_dtype: of a language model's head, as in log_prob_and_entropy
     """

@@ -54,7 +54,7 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Joins values of every context-parallel rank's rows, [N', …], to [N, …] in the order of the batch, on all
+        """Join values of every context-parallel rank's rows, [N', …], to [N, …] in the order of the batch, on all
         ranks."""
         everybody = values.new_zeros(self.num_rows, *values.shape[1:])
         everybody[self.row_numbers] = values
@@ -62,7 +62,7 @@ class ModelInput:
 
 
 def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
-    """Returns which tokens attend to each other. Transformer Engine attends within boundaries, where no prompt is
+    """Return which tokens attend to each other. Transformer Engine attends within boundaries, where no prompt is
     shared; our own attention reads `documents`, and to the rotary embedding, which has the positions, the pack is one
     sequence."""
     num_tokens = len(batch.tokens)

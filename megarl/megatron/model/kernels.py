@@ -16,20 +16,20 @@ TORCH_ADAM = "torch's fused AdamW"
 
 
 def adam() -> str:
-    """Returns the AdamW that Megatron takes: Transformer Engine's, else NVIDIA Apex's, else torch's."""
+    """Return the AdamW that Megatron takes: Transformer Engine's, else NVIDIA Apex's, else torch's."""
     origin = megatron_optimizer.Adam.__module__.partition(".")[0]
     return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def fuses_weight_gradients() -> bool:
-    """Returns whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer
+    """Return whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer
     Engine's layers do, Megatron's own with Apex's kernel, and on CPU with torch's product."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return not device.on_cuda() or apex or uses_transformer_engine()
 
 
 def fuse_weight_gradients() -> None:
-    """Lets Megatron fuse weight gradients without Apex's kernel, on which its output layer insists. Our head, which
+    """Let Megatron fuse weight gradients without Apex's kernel, on which its output layer insists. Our head, which
     replaces that layer, does not use the kernel."""
     layers._grad_accum_fusion_available = True
     if not device.on_cuda():
@@ -41,12 +41,12 @@ class TorchWeightGradient:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """Adds gradientᵀ · inputs, of [T, out] and [T, in], to main_grad, float32 [out, in]."""
+        """Add gradientᵀ · inputs, of [T, out] and [T, in], to main_grad, float32 [out, in]."""
         add_product(main_grad, gradient.t(), inputs)
 
 
 def describe() -> str:
-    """Returns the kernels in one line, for the log and for the run's summary."""
+    """Return the kernels in one line, for the log and for the run's summary."""
     maker = "Transformer Engine" if uses_transformer_engine() else "torch"
     gradients = "fused into the products" if fuses_weight_gradients() else "added by torch"
     return f"layers of {maker}, {adam()}, weight gradients {gradients}"

@@ -113,12 +113,12 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def uses_transformer_engine() -> bool:
-    """Returns whether the layers are Transformer Engine's."""
+    """Return whether the layers are Transformer Engine's."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def can_share_prompts(context_ranks: int) -> bool:
-    """Returns whether documents of a pack may have a prompt in common. Transformer Engine's attention, which alone
+    """Return whether documents of a pack may have a prompt in common. Transformer Engine's attention, which alone
     shares out documents over context-parallel ranks among its layers, takes those that follow each other in the
     pack."""
     return context_ranks == 1 or not uses_transformer_engine()
@@ -127,7 +127,7 @@ def can_share_prompts(context_ranks: int) -> bool:
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """Returns the decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
+    """Return the decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
 
     fused: whether they are Transformer Engine's.
     """
@@ -156,14 +156,14 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
-    """Returns parameter of our layers -> its name in Transformer Engine's, which checkpoints have, so that either loads
+    """Return parameter of our layers -> its name in Transformer Engine's, which checkpoints have, so that either loads
     those of the other."""
     parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
     return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Drops the biases that the model does not have: TransformerConfig gives them to all linear layers or to none."""
+    """Drop the biases that the model does not have: TransformerConfig gives them to all linear layers or to none."""
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
@@ -174,12 +174,12 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
 
 
 def _submodules(spec: ModuleSpec | partial) -> object:
-    """Returns the submodules of a specification; since megatron-core 0.17 an MLP's is a call that builds it."""
+    """Return the submodules of a specification; since megatron-core 0.17 an MLP's is a call that builds it."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def without_bias(linear: type) -> type:
-    """Returns a class of the same layer, which never has a bias."""
+    """Return a class of the same layer, which never has a bias."""
 
     class WithoutBias(linear):
         def __init__(self, *args, bias: bool, **kwargs):
@@ -201,7 +201,7 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
 
 
 def replace_activations(model: torch.nn.Module) -> None:
-    """Gives the MLPs, experts among them, our activation, which takes gate and up at once like Transformer Engine's.
+    """Give the MLPs, experts among them, our activation, which takes gate and up at once like Transformer Engine's.
     MLPs call it this way under TransformerConfig.use_te_activation_func."""
     for module in model.modules():
         if isinstance(module, MLP):

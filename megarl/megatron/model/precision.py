@@ -19,7 +19,7 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for number formats. Raises UserError where this machine has no such
+    """Return the fields of TransformerConfig for number formats. Raises UserError where this machine has no such
     fp8."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
@@ -50,7 +50,7 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Returns the divisor of the tokens of a pack on one tensor-parallel rank: the block of an fp8 matrix product."""
+    """Return the divisor of the tokens of a pack on one tensor-parallel rank: the block of an fp8 matrix product."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

@@ -55,12 +55,12 @@ def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int)
 
 
 def _power_of_two(least: int) -> int:
-    """Returns the smallest power of two that is not less."""
+    """Return the smallest power of two that is not less."""
     return 1 << (least - 1).bit_length()
 
 
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
-    """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
+    """Give the model, and with latent attention all of its layers, the one embedding that config.json describes."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
     readers: list[torch.nn.Module] = [model]
     if shape.latent:
@@ -80,7 +80,7 @@ def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) 
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Returns radians per position of each pair of channels, float32 [dim / 2]. rope: config.huggingface's
+    """Return radians per position of each pair of channels, float32 [dim / 2]. rope: config.huggingface's
     rope_parameters."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:

@@ -107,7 +107,7 @@ def printed(folders) -> dict[str, str]:
 
 
 def run(folders: list[Path], code: str) -> str:
-    """Returns what the code prints where the two are found beside the others."""
+    """Return what the code prints where the two are found beside the others."""
     command = [sys.executable, "-c", ADDED + code, *map(str, folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 

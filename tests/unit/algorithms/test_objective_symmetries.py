@@ -59,7 +59,7 @@ class Samples:
         )
 
     def spread(self) -> Samples:
-        """Returns the samples with a token of a tool before each of theirs, and two of them in a row after the last:
+        """Return the samples with a token of a tool before each of theirs, and two of them in a row after the last:
         between these is a turn without a token."""
 
         def longer(parts: Sequence[torch.Tensor], fill: float | bool) -> list[torch.Tensor]:
@@ -82,13 +82,13 @@ class Samples:
         return {name: torch.cat(list(parts)) for name, parts in self.columns.items()}
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what rows have at the trained tokens of each sample."""
+        """Return what rows have at the trained tokens of each sample."""
         parts = rows.split([len(mask) for mask in self.columns["mask"]])
         return [part[mask] for part, mask in zip(parts, self.columns["mask"], strict=True)]
 
 
 def losses(name: str, samples: Samples) -> list[torch.Tensor]:
-    """Returns loss and slope of each trained token, [n, 2] of each sample."""
+    """Return loss and slope of each trained token, [n, 2] of each sample."""
     spec, columns = OBJECTIVES[name], samples.whole()
     now = columns["now"].clone().requires_grad_()
     given = {"samples": samples.segments, "selected": columns["selected"]}

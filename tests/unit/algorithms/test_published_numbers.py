@@ -123,7 +123,7 @@ def test_verls_remax():
 
 
 def whitened(advantage: torch.Tensor) -> torch.Tensor:
-    """Returns the advantages whitened with the sample deviation, to whose square verl adds 1e-8."""
+    """Return the advantages whitened with the sample deviation, to whose square verl adds 1e-8."""
     trained = advantage[MASK]
     moments = mean_and_std(len(trained), trained.sum().item(), trained.square().sum().item(), "sample")
     return whiten(advantage, MASK, *moments, std_epsilon=0.0)
@@ -155,7 +155,7 @@ def test_generalised_advantages():
 
 
 def assert_loss(library: str, name: str, loss: Callable[[torch.Tensor], torch.Tensor], variable: str = "now") -> None:
-    """Asserts that the library has the same value, where it is of the same loss, and the same gradient for each
+    """Assert that the library has the same value, where it is of the same loss, and the same gradient for each
     token."""
     now = rows(variable).requires_grad_()
     value = loss(now)
@@ -230,7 +230,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PolicyLoss]
 
 
 def objective(name: str, **options: object) -> Loss:
-    """Returns an objective's loss with all of its options but those that are none; where it is of samples, of the whole
+    """Return an objective's loss with all of its options but those that are none; where it is of samples, of the whole
     batch."""
     spec = OBJECTIVES[name]
     assert options.keys() | {"dual_clip"} == spec.arguments.keys() | {"dual_clip"}

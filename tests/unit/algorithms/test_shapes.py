@@ -30,7 +30,7 @@ OTHER_LENGTH = {("at_last_token", "reward")}
 
 
 def functions() -> Iterator[Callable]:
-    """Yields the functions with two tensors or more."""
+    """Yield the functions with two tensors or more."""
     for module in pkgutil.walk_packages(algorithms.__path__, "megarl.algorithms."):
         for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
             own = function.__module__ == module.name and name[0] != "_"

@@ -77,7 +77,7 @@ IN_REWARD = "kl={placement: reward, coefficient: 1.0}"
 
 
 def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list[float]]:
-    """Returns the advantages of each sample, all in one pack after an empty one."""
+    """Return the advantages of each sample, all in one pack after an empty one."""
     samples = [replace(training_sample(name), baseline=BASELINE) for name in MASKS]
     scores = {name: {sample: torch.tensor(own) for sample, own in of.items()} for name, of in given.items()}
     nothing = collate([], packing(), **scores)

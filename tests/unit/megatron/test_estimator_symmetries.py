@@ -45,7 +45,7 @@ class Update:
         return (sample for group in self.groups for sample, _ in group)
 
     def rewarded(self, change: Callable[[float], float], values: Callable[[torch.Tensor], torch.Tensor]) -> Update:
-        """Returns the update with every reward changed, and with it what rewards are compared with."""
+        """Return the update with every reward changed, and with it what rewards are compared with."""
         return Update(
             [[(sample, change(reward)) for sample, reward in group] for group in self.groups],
             {prompt: change(reward) for prompt, reward in self.greedy.items()},
@@ -91,7 +91,7 @@ def config(name: str, *more: str) -> Config:
 
 
 def advantages(name: str, update: Update, *more: str, budget: int = 4096) -> dict[str, torch.Tensor]:
-    """Returns the advantage of each token, by sample. budget: the tokens of a microbatch."""
+    """Return the advantage of each token, by sample. budget: the tokens of a microbatch."""
     chosen = config(name, *more)
     scores = {"values": update.values} if ESTIMATORS[name].comparison == "values" else {}
     packed = packing(token_budget=budget)
@@ -111,18 +111,18 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def normalises(name: str) -> bool:
-    """Returns whether advantages are in units of a deviation."""
+    """Return whether advantages are in units of a deviation."""
     options = config(name).algorithm.advantage.options()
     return bool(options["whiten"]) or options.get("std", "none") != "none"
 
 
 def is_by_group(name: str) -> bool:
-    """Returns whether a group's advantages do not depend on other groups."""
+    """Return whether a group's advantages do not depend on other groups."""
     return not config(name).algorithm.advantage.option("whiten") and getattr(ESTIMATORS[name], "amplify", None) is None
 
 
 def totals(update: Update, found: Mapping[str, torch.Tensor], weighted: bool) -> list[float]:
-    """Returns the sum over each group of one advantage of each sample, by its trained tokens or not. A sample that has
+    """Return the sum over each group of one advantage of each sample, by its trained tokens or not. A sample that has
     none is left out."""
     sums = []
     for group in update.groups:
@@ -133,7 +133,7 @@ def totals(update: Update, found: Mapping[str, torch.Tensor], weighted: bool) ->
 
 
 def whole(update: Update) -> Update:
-    """Returns the update without the group in which a sample has no trained token."""
+    """Return the update without the group in which a sample has no trained token."""
     return update.kept(update.groups[:2])
 
 
@@ -275,7 +275,7 @@ def test_equal_rewards_have_none(name, update):
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_groups_advantages_add_up_to_nothing(name, update):
-    """Sums are over samples, or over tokens where lengths weigh and where advantages are whitened."""
+    """Sum are over samples, or over tokens where lengths weigh and where advantages are whitened."""
     if name == "opo" or config(name).algorithm.advantage.option("whiten"):
         sums = totals(whole(update), advantages(name, whole(update)), weighted=True)
         assert sum(sums) == pytest.approx(0, abs=1e-5)

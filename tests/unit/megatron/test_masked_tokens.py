@@ -141,13 +141,13 @@ class World:
         return extreme[torch.randint(len(extreme), values.shape, generator=self._generator)]
 
     def scored(self, members: Sequence[TrainingSample], columns: slice) -> torch.Tensor:
-        """Returns what the head gives for the rows, float32 [N, columns], as a leaf."""
+        """Return what the head gives for the rows, float32 [N, columns], as a leaf."""
         parts = [self.head[item.sample.id][:, columns] for item in members]
         return torch.cat(parts).contiguous().requires_grad_()
 
 
 def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
-    """Yields what a policy objective gives in each setting. A correction stands beside two estimators."""
+    """Yield what a policy objective gives in each setting. A correction stands beside two estimators."""
     for correction, keys in CORRECTIONS.items():
         chosen = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
         objective = chosen.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
@@ -165,7 +165,7 @@ def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
 
 
 def estimated_batches(world: World) -> Iterator[tuple[str, Estimated]]:
-    """Yields the batches with their advantages, by setting: for each estimator and placement of the KL, with a pass for
+    """Yield the batches with their advantages, by setting: for each estimator and placement of the KL, with a pass for
     old log-probs or without one."""
     for estimator, (placement, keys) in product(ESTIMATORS, PLACEMENTS.items()):
         config = load(BASE, [*COMMON, f"algorithm.advantage.estimator={estimator}", f"algorithm.kl={keys}"])
@@ -195,7 +195,7 @@ def dispatched(world: World, config: Config) -> LocalBatch:
 
 
 def other_outcome(world: World, name: str) -> Outcome:
-    """Returns what a loss gives that has no advantages of its own."""
+    """Return what a loss gives that has no advantages of its own."""
     samples = [(sample, reward) for group in world.groups for sample, reward in group]
     members = [TrainingSample(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
     batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old", "labels")})

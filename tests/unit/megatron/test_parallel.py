@@ -12,7 +12,7 @@ from tests.unit.resharding.cases import layout_of
 
 
 def seconds_of_groups(store: dist.Store, rank: int) -> list[float]:
-    """Returns the seconds that collectives of each kind of group wait at most."""
+    """Return the seconds that collectives of each kind of group wait at most."""
     parallel.initialize(layout_of(pp=2), store, rank, seed=0, timeout_s=90)
     groups = [
         dist.group.WORLD,

@@ -34,20 +34,20 @@ def tree(file: Path) -> ast.Module:
 
 
 def imported(file: Path, package: str) -> set[str]:
-    """Returns the dotted names that a file imports from the modules of a package, wherever in it."""
+    """Return the dotted names that a file imports from the modules of a package, wherever in it."""
     nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom) and node.level == 0]
     return {f"{n.module}.{a.name}" for n in nodes if f"{n.module}.".startswith(f"{package}.") for a in n.names}
 
 
 def source(module: str) -> Path | None:
-    """Returns the file of a module of Transformer Engine."""
+    """Return the file of a module of Transformer Engine."""
     place = TRANSFORMER_ENGINE / module.replace(".", "/")
     files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
     return files[0] if files else None
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a module, those under its conditions and attempts included."""
+    """Yield the statements of a module, those under its conditions and attempts included."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):

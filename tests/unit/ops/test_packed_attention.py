@@ -82,7 +82,7 @@ def test_padding_stays_below_one_step_per_document():
 
 
 def test_gradients_are_the_same_in_every_run():
-    """Sums over rows that stand more than once, as those of a shared prompt, in one order whatever threads do."""
+    """Sum over rows that stand more than once, as those of a shared prompt, in one order whatever threads do."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

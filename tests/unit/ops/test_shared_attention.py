@@ -30,7 +30,7 @@ PACKS: dict[str, Trees] = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    """Lets torch's plain products, of which FlexAttention also has the gradient, run where it has no kernels for it."""
+    """Let torch's plain products, of which FlexAttention also has the gradient, run where it has no kernels for it."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
@@ -65,7 +65,7 @@ def test_blocks_are_those_of_the_whole_mask(name):
 
 
 def whole(mask, side: str, kind: str = "full_") -> torch.Tensor:
-    """Returns bool [blocks, blocks] of the blocks that are listed, by rows of queries (kv) or of keys (q)."""
+    """Return bool [blocks, blocks] of the blocks that are listed, by rows of queries (kv) or of keys (q)."""
     counts, indices = (getattr(mask, f"{kind}{side}_{what}")[0, 0] for what in ("num_blocks", "indices"))
     assert indices.is_contiguous()  # the kernel reads them without asking
     listed = torch.arange(indices.shape[1]) < counts[:, None]

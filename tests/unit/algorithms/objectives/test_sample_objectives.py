@@ -19,7 +19,7 @@ def gspo(log_ratio, advantage, clip_low, clip_high):
 
 
 def gmpo(log_ratio, advantage, clip_low, clip_high):
-    """Returns the loss as the paper has it: minus the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the
+    """Return the loss as the paper has it: minus the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the
     sign of A."""
     ratio = log_ratio.exp()
     terms = torch.minimum(ratio * advantage, ratio.clamp(math.exp(-clip_low), math.exp(clip_high)) * advantage)

@@ -181,7 +181,7 @@ def has_experts(config: dict[str, Any]) -> bool:
 
 
 def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Returns the tensors as torch reads them, without the padding of the vocabulary."""
+    """Return the tensors as torch reads them, without the padding of the vocabulary."""
     metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in metadata.items() if hasattr(e, "chunks")}
     torch_checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
