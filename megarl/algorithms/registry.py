@@ -1,6 +1,6 @@
-"""The estimators and the objectives, found by walking their folders: one file for each, whose SPEC has the file's name.
+"""Registry of estimators and objectives, discovered from their packages: one file each, whose SPEC has the file's name.
 
-They are ordered by kind, and within a kind by name.
+Entries are sorted by kind, then by name.
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec
 Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
 
 
-def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) -> dict[str, Spec]:
-    """Return the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
-    without a SPEC of the file's name, and for a name that two folders have."""
+def find(package: ModuleType, kind: type[Spec], rank: Callable[[Spec], int]) -> dict[str, Spec]:
+    """Return the specs of a package by name.
+
+    Args:
+        kind: the class that each SPEC must be an instance of.
+        rank: returns the sort position of a spec's kind.
+
+    Raises:
+        ImportError: a file has no SPEC named after it, or a name exists in two folders.
+    """
     specs = list(_specs(package, kind))
-    twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
-    if twice:
-        raise ImportError(f"{package.__name__}: more than one file is named {', '.join(sorted(twice))}")
-    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (place(spec), spec.name))}
+    duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
+    if duplicates:
+        raise ImportError(f"{package.__name__}: more than one file has the name {', '.join(sorted(duplicates))}")
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (rank(spec), spec.name))}
 
 
 def _specs(package: ModuleType, kind: type[Spec]) -> Iterator[Spec]:
     for name in [module.name for folder in package.__path__ for module in iter_modules([folder])]:
         spec = getattr(import_module(f"{package.__name__}.{name}"), "SPEC", None)
         if not isinstance(spec, kind):
-            raise ImportError(f"{package.__name__}.{name}: it has no SPEC that is a {kind.__name__}")
+            raise ImportError(f"{package.__name__}.{name}: missing SPEC. Fix: define SPEC as a {kind.__name__}")
         if spec.name != name:
-            raise ImportError(f"{package.__name__}.{name}: its SPEC is named {spec.name}; give both the same name")
+            raise ImportError(
+                f"{package.__name__}.{name}: SPEC.name={spec.name}: differs from the file's name. Fix: set it to {name}"
+            )
         yield spec
 
 
