@@ -115,7 +115,7 @@ def k_samples_are_there(options: Options, samples_per_prompt: int) -> str | None
         return (
             f"algorithm.advantage.k={k}: equal to batch.samples_per_prompt={samples_per_prompt}, so there is only one "
             f"subset of k samples and every advantage is 0. Fix: set k to at most {k - 1}, or "
-            "pass_at_k_baseline=without"
+            "algorithm.advantage.pass_at_k_baseline=without"
         )
     return None
 

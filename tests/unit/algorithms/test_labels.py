@@ -34,5 +34,5 @@ def test_both_reward_models_of_tokens_have_it():
 
 
 def test_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"score and label must share one shape"):
+    with pytest.raises(ValueError, match=r"score and label must have the same shape"):
         binary_cross_entropy(torch.zeros(2), torch.zeros(3))

@@ -55,15 +55,15 @@ def test_the_order_is_that_of_kinds_and_names(monkeypatch, tmp_path):
 
 def test_a_file_without_a_spec_of_its_name_is_an_error(monkeypatch, tmp_path):
     other = write(tmp_path / "other", "a", "b")
-    with pytest.raises(ImportError, match=r"\.a: its SPEC is named b; give both the same name"):
+    with pytest.raises(ImportError, match=r"\.a: SPEC.name=b: differs from the file's name"):
         found(monkeypatch, other)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "e.py").write_text("")
-    with pytest.raises(ImportError, match=r"\.e: it has no SPEC that is a ObjectiveSpec"):
+    with pytest.raises(ImportError, match=r"\.e: missing SPEC. Fix: define SPEC as a ObjectiveSpec"):
         found(monkeypatch, tmp_path / "none")
 
 
 def test_two_files_of_one_name_are_an_error(monkeypatch, tmp_path):
     folders = [write(tmp_path / folder, "f", "f") for folder in ("one", "two")]
-    with pytest.raises(ImportError, match="more than one file is named f"):
+    with pytest.raises(ImportError, match="more than one file has the name f"):
         found(monkeypatch, *folders)

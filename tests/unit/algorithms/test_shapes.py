@@ -58,23 +58,23 @@ def test_one_of_another_shape_is_refused(function, name):
     given = arguments(function)
     function(**given)
     for shape in ((1,), (3, 1), ()):
-        with pytest.raises(ValueError, match="must share one shape"):
+        with pytest.raises(ValueError, match="must have the same shape"):
             function(**given | {name: given[name].new_zeros(shape)})
 
 
 @pytest.mark.parametrize("shape", [(3, 1), ()])
 def test_rewards_of_samples_are_a_list(shape):
     mask, row_sample = torch.ones(3, dtype=torch.bool), torch.arange(3)
-    with pytest.raises(ValueError, match="reward must have one axis"):
+    with pytest.raises(ValueError, match="reward must have one dimension"):
         at_last_token(torch.zeros(shape), mask, row_sample)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 1), ()])
 def test_rows_of_samples_and_their_mask_are_as_many(shape):
     for mask, row_sample in (((3,), shape), (shape, (3,))):
-        with pytest.raises(ValueError, match="mask and row_sample must share one shape"):
+        with pytest.raises(ValueError, match="mask and row_sample must have the same shape"):
             SampleSegments(torch.ones(mask, dtype=torch.bool), torch.zeros(row_sample, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="log_ratio and mask must share one shape"):
+    with pytest.raises(ValueError, match="log_ratio and mask must have the same shape"):
         factors(torch.zeros(shape), OTHERS["samples"], None, None, None, 0.5, 2.0)
 
 

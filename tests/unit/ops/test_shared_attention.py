@@ -83,7 +83,7 @@ def test_whole_blocks_are_found():
 
 
 def test_what_goes_on_from_a_token_follows_it_before_anything_else():
-    with pytest.raises(AssertionError, match="documents are not in the pack depth first"):
+    with pytest.raises(AssertionError, match="documents are not packed depth first"):
         pack_mask(torch.tensor([0, 1, 2, 0, 3]), torch.tensor([0, 2, 3, 5]))
 
 

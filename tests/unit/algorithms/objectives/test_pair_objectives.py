@@ -71,7 +71,7 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"rewards must have shape \[2·P\], got \(3,\)"):
         margins(torch.zeros(3))
     for better in (torch.zeros(3), torch.zeros(2, 1)):
-        with pytest.raises(ValueError, match=r"margin and better must share one shape \[N\]"):
+        with pytest.raises(ValueError, match=r"margin and better must have the same shape \[N\]"):
             slic(torch.zeros(2), better, 1.0, 0.0)
     for loss in (lambda m: bradley_terry(m, 0.0), lambda m: ipo(m, 0.1)):
         with pytest.raises(ValueError, match=r"margin must have shape \[P\], got \(2, 1\)"):

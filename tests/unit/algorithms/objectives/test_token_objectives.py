@@ -121,7 +121,7 @@ def test_wrong_shapes_are_refused(name):
     mask = torch.ones(3, dtype=torch.bool)
     samples = SampleSegments(mask, torch.zeros(3, dtype=torch.int64), 1)
     for shapes in ((3, 1, 3), (3, 3, 1), (1, 3, 3)):
-        with pytest.raises(ValueError, match=r"must share one shape \[N\], got \(\d,\), "):
+        with pytest.raises(ValueError, match=r"must have the same shape \[N\], got \(\d,\), "):
             inputs = [{"samples": samples, "selected": mask[: shapes[0]]}[given] for given in OBJECTIVES[name].inputs]
             OBJECTIVES[name].loss(*map(torch.zeros, shapes), *inputs, **OBJECTIVES[name].arguments)
 
