@@ -51,8 +51,8 @@ class Documents:
 def documents_of(
     document_tokens: torch.Tensor,
     boundaries: torch.Tensor,
-    own: torch.Tensor | None = None,
-    held: torch.Tensor | None = None,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
 ) -> Documents:
     """Return the documents of a pack. Computed once per microbatch, for all layers.
 
@@ -61,15 +61,16 @@ def documents_of(
 
     Args:
         document_tokens, boundaries: as in TokenBatch.
-        own: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all, in order.
-        held: int64 [T], pack position of each token in the order of keys and values. Required with `own`.
+        query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all,
+            in order.
+        key_positions: int64 [T], the pack position of each row of keys and values. Required with `query_positions`.
     """
     device = document_tokens.device
     num_tokens = int(document_tokens.max()) + 1
     documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
     members_by_shape: dict[tuple[bool, int], list[_Document]] = {}
     unclaimed = torch.ones(num_tokens, dtype=torch.bool)
-    query_index, key_index = (_inverse(places, num_tokens) for places in (own, held))
+    query_index, key_index = (_inverse(places, num_tokens) for places in (query_positions, key_positions))
     for places in documents:
         document = _Document(places, query_index, key_index, unclaimed)
         unclaimed[places] = False
@@ -79,7 +80,7 @@ def documents_of(
     buckets = [_bucket(members) for members in ordered]
     tokens = torch.cat([bucket.queries.flatten() for bucket in buckets])
     kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
-    outputs = torch.empty(num_tokens if own is None else len(own), dtype=torch.long)
+    outputs = torch.empty(num_tokens if query_positions is None else len(query_positions), dtype=torch.long)
     outputs[tokens[kept]] = kept.nonzero()[:, 0]
     return Documents(tuple(bucket.to(device) for bucket in buckets), outputs.to(device))
 

@@ -67,7 +67,7 @@ def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
     checkpoints.begin(1)
     folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
     shutil.copytree(model / "checkpoint", folder / "actor")
-    assert ": the actor of a run after step 1, which began as org/model\n" in convert("inspect", folder)
+    assert ": actor of a run after step 1, started from org/model\n" in convert("inspect", folder)
 
 
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):

@@ -246,7 +246,7 @@ def test_a_parameter_of_tensors_with_several_dtypes_needs_a_cast(tmp_path):
     for path in (tmp_path / "hf").glob("*.safetensors"):
         members = load_file(path)
         save_file({n: t.half() if n == name else t for n, t in members.items()}, path)
-    with pytest.raises(ValueError, match=r"k_proj.weight is float16, and other tensors .* are float32; give --dtype"):
+    with pytest.raises(ValueError, match=r"k_proj.weight: float16, but other tensors .* are float32. Fix: pass --dtype"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert left_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(dtype="float32"))
@@ -329,10 +329,10 @@ def checkpoint(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, which a model with this config.json has"),
+        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, but config.json requires it"),
         (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
-        (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json makes it \(48, 12\)"),
-        (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json makes it \(256, 12\)"),
+        (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json requires \(48, 12\)"),
+        (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json requires \(256, 12\)"),
     ],
 )
 def test_a_checkpoint_of_another_model(tmp_path, checkpoint, changes, message):
@@ -401,7 +401,7 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
     assert "__0_0.distcp is damaged: it has 100 bytes and had" in error(
         lambda copy: os.truncate(copy / "__0_0.distcp", 100)
     )
-    assert "says nothing of its model; give --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
+    assert "does not describe its model. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(forget_the_files)
 
 
@@ -550,5 +550,5 @@ def test_a_runs_checkpoint_may_have_a_converted_one_beside_its_models(tmp_path):
     megatron_to_huggingface(own / "megatron", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
     shutil.rmtree(own / "megatron" / "huggingface")
-    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
+    with pytest.raises(ValueError, match="does not describe its model. Fix: pass --hf"):
         megatron_to_huggingface(own / "megatron", tmp_path / "again")
