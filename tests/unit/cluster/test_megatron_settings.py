@@ -44,7 +44,7 @@ def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_pa
     with pytest.raises(ValueError) as error:
         run(config, tmp_path)
     fp8, optimizer, ddp, critic = str(error.value).splitlines()
-    assert fp8.startswith("actor.fp8=blockwise: fp8 is Transformer Engine's, which needs a CUDA device")
+    assert fp8.startswith("actor.fp8=blockwise: fp8 requires a CUDA device and the package transformer-engine")
     assert fp8.endswith("install it or set actor.fp8=null")
     assert optimizer == (
         "actor.megatron_overrides.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field; did you mean "

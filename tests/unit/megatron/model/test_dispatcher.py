@@ -53,7 +53,7 @@ def test_the_default_is_an_all_to_all(fields: Fields) -> None:
 def test_flex_is_megatrons_where_it_can_work(fields: Fields, machine_with_deepep: None) -> None:
     config = fields(FLEX)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
-    with pytest.raises(ValueError, match="dispatcher_type=flex: each rank of the layout has all experts"):
+    with pytest.raises(ValueError, match="dispatcher_type=flex: every rank of the layout has all experts"):
         fields(FLEX, "actor.layout.ep=1")
 
 
@@ -62,13 +62,13 @@ def test_flex_is_refused_without_deepep(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deep_ep" else real(name))
-    with pytest.raises(ValueError, match="dispatcher_type=flex: it needs the package deep_ep, which is not installed"):
+    with pytest.raises(ValueError, match="dispatcher_type=flex: requires the package deep_ep, which is not installed"):
         fields(FLEX)
 
 
 def test_flex_is_refused_without_gpus(fields: Fields) -> None:
     key = "actor.megatron_overrides.model.moe_token_dispatcher_type=flex"
-    with pytest.raises(ValueError, match=f"^{key}: it sends from GPU to GPU, and this trainer has none; leave it out"):
+    with pytest.raises(ValueError, match=f"^{key}: requires GPUs, and this trainer has none. Fix: remove the key"):
         fields(FLEX)
 
 

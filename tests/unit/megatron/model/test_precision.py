@@ -12,16 +12,16 @@ pytestmark = pytest.mark.newest
 
 
 def test_fp8_is_refused_without_transformer_engine():
-    with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 is Transformer Engine's, .* set actor.fp8=null"):
+    with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 requires a CUDA device .* set actor.fp8=null"):
         check_fp8("actor.fp8", "delayed")
 
 
 @pytest.mark.parametrize(
     ("capability", "recipe", "message"),
     [
-        ((8, 0), "delayed", "8.9, and this device has 8.0; choose from null"),
-        ((8, 9), "blockwise", "9.0, and this device has 8.9; choose from delayed, tensorwise"),
-        ((9, 0), "mxfp8", "10.0, and this device has 9.0; choose from delayed, tensorwise, blockwise"),
+        ((8, 0), "delayed", "8.9, but this device has 8.0. Fix: choose from null"),
+        ((8, 9), "blockwise", "9.0, but this device has 8.9. Fix: choose from delayed, tensorwise"),
+        ((9, 0), "mxfp8", "10.0, but this device has 9.0. Fix: choose from delayed, tensorwise, blockwise"),
         ((9, 0), "blockwise", None),
         ((10, 0), "mxfp8", None),
     ],
@@ -32,7 +32,7 @@ def test_fp8_needs_the_hardware(monkeypatch, capability, recipe, message):
     if message is None:
         check_fp8("actor.fp8", recipe)
     else:
-        with pytest.raises(ValueError, match=f"actor.fp8={recipe}: it needs compute capability {message}"):
+        with pytest.raises(ValueError, match=f"actor.fp8={recipe}: requires compute capability {message}"):
             check_fp8("actor.fp8", recipe)
 
 
