@@ -66,11 +66,11 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
             "actor.megatron_overrides.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
             "mean moe_aux_loss_coeff?",
         ),
-        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field; leave it out"),
+        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field. Fix: remove it"),
         (
             TransformerConfig,
             {"num_layers": 3},
-            "actor.megatron_overrides.x.num_layers=3: this follows from the model's config.json; set it there",
+            "actor.megatron_overrides.x.num_layers=3: derived from the model's config.json. Fix: set it there",
         ),
         (
             TransformerConfig,
@@ -109,7 +109,7 @@ def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: 
 
 
 def test_what_megatron_refuses_names_what_was_passed_through():
-    refusal = "Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
+    refusal = "Megatron's OptimizerConfig rejects these settings: exp_avg_dtype can only be fp32"
     config = config_of_llama("critic", "optimizer", exp_avg_dtype="bfloat16", decoupled_weight_decay=False)
     given = "critic.megatron_overrides.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
     with pytest.raises(ValueError, match=f"^{given}: {refusal}"):
@@ -126,7 +126,7 @@ def config_of_llama(role: str, part: str, **fields: Any) -> Config:
 
 FROM_LAYOUT = r"follows from critic.layout; set it there"
 FROM_MODEL = r"follows from the model's config.json; set it there"
-RELIED_ON = r"the trainer relies on its own value; leave it out"
+RELIED_ON = r"the trainer relies on its own value. Fix: remove it"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_other_dataclasses_have_fields_of_our_own_too():
     ):
         optimizer_config(config.actor, torch.float32)
     config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
-    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
+    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: derived from actor.overlap_communication"):
         data_parallel_config(config.actor)
 
 
