@@ -1,4 +1,4 @@
-"""The machines that fp8 is refused on, the words of the refusal, and the packs that its kernels need."""
+"""Hardware requirements of fp8, their error messages, and the pack multiples of its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.megatron.model.precision import check_fp8, token_multiple
 pytestmark = pytest.mark.newest
 
 
-def test_fp8_is_refused_without_transformer_engine():
+def test_fp8_is_rejected_without_transformer_engine():
     with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 requires a CUDA device .* set actor.fp8=null"):
         check_fp8("actor.fp8", "delayed")
 
@@ -26,7 +26,7 @@ def test_fp8_is_refused_without_transformer_engine():
         ((10, 0), "mxfp8", None),
     ],
 )
-def test_fp8_needs_the_hardware(monkeypatch, capability, recipe, message):
+def test_fp8_requires_compute_capability(monkeypatch, capability, recipe, message):
     monkeypatch.setattr(precision, "uses_transformer_engine", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
     if message is None:
@@ -37,7 +37,7 @@ def test_fp8_needs_the_hardware(monkeypatch, capability, recipe, message):
 
 
 @pytest.mark.parametrize("recipe", [None, *precision.FORMATS])
-def test_packs_fill_the_blocks_that_megatron_asks_for(recipe):
+def test_token_multiple_matches_megatron(recipe):
     from megatron.core.enums import Fp8Recipe
     from megatron.core.fp8_utils import get_fp8_align_size
 
