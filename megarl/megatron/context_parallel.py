@@ -29,7 +29,7 @@ class ContextShares:
     rank: int
 
     @property
-    def own(self) -> torch.Tensor:
+    def local(self) -> torch.Tensor:
         """Pack positions of this rank's tokens, int64 [T/cp]."""
         return self.places[self.rank]
 
@@ -50,7 +50,7 @@ class ContextShares:
         """Return the rows whose tokens this rank holds: their indices in the batch, and the indices of the tokens among
         this rank's tokens."""
         index = torch.full((self.places.numel(),), -1, device=self.places.device)
-        index[self.own] = torch.arange(len(self.own), device=index.device)
+        index[self.local] = torch.arange(len(self.local), device=index.device)
         token_index = index[batch.rows]
         numbers = (token_index >= 0).nonzero()[:, 0]
         return numbers, token_index[numbers]

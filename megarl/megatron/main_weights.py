@@ -60,8 +60,8 @@ def begin_main_weights(
             values = view(inexact[piece.local].main_grad, piece.local_rectangle)
             _place(values, inexact[piece.local].dtype, piece.canonical, piece.canonical_rectangle)
     for part in parts_of(optimizer):
-        for main, parameter, own in _main_weights(part):
-            main.copy_(parameter.main_grad.flatten()[own])
+        for main, parameter, span in _main_weights(part):
+            main.copy_(parameter.main_grad.flatten()[span])
 
 
 def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:
@@ -117,8 +117,8 @@ class ChangedShare:
     def _after_count(self, part: DistributedOptimizer, copy: Callable[[], None]) -> Callable[[], None]:
         @torch.no_grad()
         def count_and_copy() -> None:
-            for main, parameter, own in _main_weights(part):
-                before = parameter.view(-1)[own]
+            for main, parameter, span in _main_weights(part):
+                before = parameter.view(-1)[span]
                 self._counts[0] += (main.to(before.dtype) != before).count_nonzero()
                 self._counts[1] += main.numel()
             copy()

@@ -60,7 +60,7 @@ def build_optimizer(
 
 def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     config = settings.optimizer
-    ours = dict(
+    settings_fields = dict(
         lr=config.lr,
         min_lr=config.schedule.min_lr,
         adam_beta1=config.beta1,
@@ -77,10 +77,12 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
         use_distributed_optimizer=True,
         overlap_param_gather=settings.overlap_communication,
     )
-    homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
+    homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(settings_fields, f"{settings.section}.optimizer")
     key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
-    return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | loss_scale.DEFAULTS | extra)
+    return build(
+        described(settings.section, key, extra), OptimizerConfig, settings_fields | fixed | loss_scale.DEFAULTS | extra
+    )
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:

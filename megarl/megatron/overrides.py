@@ -16,15 +16,15 @@ from megarl.core.errors import UserError
 T = TypeVar("T")
 
 
-def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
+def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the override fields for the dataclass `target`, with names of dtypes and enum members resolved.
 
     Args:
         key: the config key that holds the fields, such as actor.megatron_overrides.model.
-        ours: fields derived from our own keys -> that key; None if the trainer relies on the field's default.
+        reserved: fields derived from our own keys -> that key; None if the trainer relies on the field's default.
 
     Raises:
-        UserError: a field is unknown, derived from our keys, or of the wrong type.
+        UserError: a field is unknown, reserved, or of the wrong type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)
@@ -34,8 +34,8 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
             near = difflib.get_close_matches(name, defaults, n=1)
             remedy = f"did you mean {near[0]}?" if near else "remove it"
             raise UserError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field. Fix: {remedy}")
-        if name in ours:
-            home = ours[name]
+        if name in reserved:
+            home = reserved[name]
             why = (
                 f"derived from {home}. Fix: set it there"
                 if home

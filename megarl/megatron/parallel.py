@@ -83,7 +83,7 @@ def destroy() -> None:
     dist.destroy_process_group()
 
 
-def own_part(tokens: torch.Tensor) -> torch.Tensor:
+def local_part(tokens: torch.Tensor) -> torch.Tensor:
     """Return this tensor-parallel rank's part of a sequence's tokens under sequence parallelism."""
     return tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())[
         parallel_state.get_tensor_model_parallel_rank()

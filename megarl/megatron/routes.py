@@ -37,14 +37,14 @@ class Routes:
     is_sampled: torch.Tensor
 
     @classmethod
-    def of(cls, batch: TokenBatch, own: torch.Tensor, sequence_parallel: bool) -> Routes:
-        """Return this rank's routes. `own` holds the pack positions of this context-parallel rank's tokens; sequence
+    def of(cls, batch: TokenBatch, places: torch.Tensor, sequence_parallel: bool) -> Routes:
+        """Return this rank's routes. `places` holds the pack positions of this context-parallel rank's tokens; sequence
         parallelism splits them evenly over tensor-parallel ranks."""
         if sequence_parallel:
-            own = parallel.own_part(own)
+            places = parallel.local_part(places)
         is_sampled = torch.zeros_like(batch.tokens, dtype=torch.bool)
         is_sampled[batch.document_tokens[: int(batch.boundaries[len(batch.reward)])]] = True
-        return cls(None if batch.routes is None else batch.routes[own], is_sampled[own])
+        return cls(None if batch.routes is None else batch.routes[places], is_sampled[places])
 
 
 class LayerRouter:
@@ -82,28 +82,28 @@ class LayerRouter:
         gradient: their scores do not come from the router's own top-k."""
         routes = self._recomputed.pop(0) if self._routes is None else self._routes
         with torch.no_grad():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = own
+            _, preferred = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = preferred
         if routes.experts is not None:
             replayed = routes.experts[:, self.layer].long()
-            chosen = torch.where(replayed < 0, own, replayed)
+            chosen = torch.where(replayed < 0, preferred, replayed)
         if self._routes is not None and self._router.training:
-            self._count(own, chosen, routes)
+            self._count(preferred, chosen, routes)
             if not torch.is_grad_enabled():
                 self._recomputed.append(routes)
         return scores.gather(1, chosen), chosen
 
     @torch.no_grad()
-    def _count(self, own: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
+    def _count(self, preferred: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
         """Count the tokens of each expert, the tokens replayed to other experts than the router's choice, and all
         replayed tokens."""
         if self._counts is None:
-            self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=own.device)
+            self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=preferred.device)
         is_sampled = routes.is_sampled.long()
         self._counts.scatter_add_(0, chosen.flatten(), is_sampled.repeat_interleave(chosen.shape[1]))
         if routes.experts is not None:
             is_replayed = is_sampled * (routes.experts[:, self.layer] >= 0).all(dim=1)
-            differs = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
+            differs = (preferred.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
             self._counts[-2] += (is_replayed * differs).sum()
             self._counts[-1] += is_replayed.sum()
 
@@ -161,9 +161,10 @@ def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, 
 def metrics_of(counts: torch.Tensor, prefix: str) -> dict[str, Metric]:
     """Return the metrics of the LayerRouter counts of each layer, int64 [layers, experts + 2].
 
-    max_vio         load of a layer's busiest expert relative to the mean, minus 1, averaged over layers; 0 if
-        all loads are equal (MaxVio, arXiv 2408.15664)
-    routes_differ   fraction of replayed (token, layer) pairs for which the trainer would have chosen other experts
+    max_vio: load of a layer's busiest expert relative to the mean, minus 1, averaged over layers; 0 if all loads are
+    equal (MaxVio, arXiv 2408.15664).
+
+    routes_differ: fraction of replayed (token, layer) pairs for which the trainer would have chosen other experts.
     """
     loads, (differing, replayed) = counts[:, :-2].double(), counts[:, -2:].sum(dim=0).tolist()
     metrics = {}

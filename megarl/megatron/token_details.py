@@ -56,8 +56,8 @@ class TokenDetails:
 
     def take(self) -> dict[str, dict[str, list[float]]]:
         """Return sample id -> name -> value of each response token, for all updates since the last call."""
-        taken, self._details = self._details, {}
-        return {name: {key: values.tolist() for key, values in rows.items()} for name, rows in taken.items()}
+        details, self._details = self._details, {}
+        return {name: {key: values.tolist() for key, values in rows.items()} for name, rows in details.items()}
 
     def _record(self, microbatch: int, batch: TokenBatch, key: str, values: torch.Tensor) -> None:
         for number, name in enumerate(self._members[microbatch]):

@@ -179,7 +179,7 @@ class FisherProduct:
             slopes = [(a - b) / (2 * length) for a, b in zip(above, below, strict=True)]
             batches = [replace(batch, advantage=slope) for batch, slope in zip(batches, slopes, strict=True)]
         product = self._shards.gradient_of(self._loss, batches)
-        return [part.add_(own, alpha=self._damping) for part, own in zip(product, vector, strict=True)]
+        return [part.add_(component, alpha=self._damping) for part, component in zip(product, vector, strict=True)]
 
     def _log_probs(self, factor: float, vector: Vector) -> list[torch.Tensor]:
         self._shards.move(self._start, factor, vector)

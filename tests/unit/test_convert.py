@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import ROOT
-from tests.unit.megatron.checkpoint.test_conversion import left_in, write_model
+from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
 
 TOOL = ROOT / "tools" / "convert.py"
@@ -77,7 +77,7 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     assert (done.returncode, done.stderr) == (2, expected)
     with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
-    assert left_in(tmp_path) == set()
+    assert names_in(tmp_path) == set()
 
 
 def with_command(body: str) -> str:

@@ -56,18 +56,18 @@ def sharded(
         on_device: brings offloaded state of a parameter to the device while it is read.
     """
     written: dict[str, ShardedTensor] = {}
-    for own in _own_ranges(optimizer):
-        shard = models[own.parameter]
+    for owned in _owned_ranges(optimizer):
+        shard = models[owned.parameter]
         # A replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
         if is_main_replica(shard.replica_id[:2]):
-            with on_device(own.state()):
-                state = own.values()
-                values = {"": own.parameter.flatten()[own.start : own.stop]}
+            with on_device(owned.state()):
+                state = owned.values()
+                values = {"": owned.parameter.flatten()[owned.start : owned.stop]}
                 values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
-                copied = {prefix: of_range.to("cpu", copy=True) for prefix, of_range in values.items()}
-            for prefix, of_range in copied.items():
-                for extent in own.extents(shard, prefix):
-                    written[extent.name] = _sharded_tensor(extent, own.view(of_range, extent.rectangle))
+                copied = {prefix: part.to("cpu", copy=True) for prefix, part in values.items()}
+            for prefix, part in copied.items():
+                for extent in owned.extents(shard, prefix):
+                    written[extent.name] = _sharded_tensor(extent, owned.view(part, extent.rectangle))
     return written
 
 
@@ -99,27 +99,27 @@ def restore(
             part.init_state_fn(part.optimizer, part.config)
     prefixes = {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in KEYS}
     extents = [
-        (own, {name: own.extents(models[own.parameter], prefix) for name, prefix in prefixes.items()})
-        for own in _own_ranges(optimizer)
+        (owned, {name: owned.extents(models[owned.parameter], prefix) for name, prefix in prefixes.items()})
+        for owned in _owned_ranges(optimizer)
     ]
-    own_keys = {extent.key for _, states in extents for parts in states.values() for extent in parts}
-    _reject_other_keys(folder, own_keys, stored_keys)
+    rank_keys = {extent.key for _, states in extents for parts in states.values() for extent in parts}
+    _reject_other_keys(folder, rank_keys, stored_keys)
     trained = trained_parameters(optimizer)
     with TorchDistFolder(folder) as stored:
         for shard in (shard for parameter, shard in models.items() if parameter in trained):
             _reject_other_shape(folder, shard, stored)
-        for own, states in extents:
-            tensors = {name: own.read(stored, parts) for name, parts in states.items()}
-            own.parameter.view(-1)[own.start : own.stop].copy_(tensors.pop(WEIGHT))
+        for owned, states in extents:
+            tensors = {name: owned.read(stored, parts) for name, parts in states.items()}
+            owned.parameter.view(-1)[owned.start : owned.stop].copy_(tensors.pop(WEIGHT))
             if kernels.adam() == kernels.TORCH_ADAM:
                 tensors["step"] = torch.tensor(float(num_updates))  # Megatron expects every entry of the state
-            own.part._set_main_param_and_optimizer_states(own.parameter, tensors)
+            owned.part._set_main_param_and_optimizer_states(owned.parameter, tensors)
     for part in parts_of(optimizer):
         _set_count(part, num_updates)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRange:
+class OwnedRange:
     """The range of a flattened parameter whose state this rank holds in one part of the optimizer."""
 
     part: DistributedOptimizer
@@ -165,13 +165,13 @@ class OwnRange:
         return values
 
 
-def _own_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnRange]:
+def _owned_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
     for part in parts_of(optimizer):
         for ranges_by_dtype in part.gbuf_ranges:
             [buckets] = ranges_by_dtype.values()
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    yield OwnRange(part, parameter, ranges["param"].start, ranges["param"].end)
+                    yield OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
 
 
 def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
@@ -187,10 +187,10 @@ def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
     )
 
 
-def _reject_other_keys(folder: Path, own: set[str], stored: set[str]) -> None:
+def _reject_other_keys(folder: Path, rank_keys: set[str], stored: set[str]) -> None:
     """Raise UserError on all ranks unless the ranks' keys together equal the stored keys."""
     keys_by_rank: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(keys_by_rank, own, group=parallel.host_group())
+    dist.all_gather_object(keys_by_rank, rank_keys, group=parallel.host_group())
     if differing := set().union(*keys_by_rank) ^ stored:
         raise UserError(f"{folder}: checkpoint of a different model: {min(differing)} exists in only one of them")
 
@@ -199,10 +199,10 @@ def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
     """Raise UserError if a parameter is stored with another shape. All ranks that hold the parameter check it, not only
     those with a range of it; otherwise the rest would wait for their parts."""
     for extent in extents_of(shard, shard.key):
-        found, expected = stored.tensors[extent.key].shape, extent.global_shape
-        if found != expected and not extent.resizable:
+        shape, expected = stored.tensors[extent.key].shape, extent.global_shape
+        if shape != expected and not extent.resizable:
             raise UserError(
-                f"{folder}: checkpoint of a different model: {extent.key} has shape {found}, not {expected}"
+                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape}, not {expected}"
             )
 
 

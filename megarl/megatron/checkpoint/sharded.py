@@ -123,7 +123,7 @@ def save(
     """
     models = _sharded_models(chunks) if adapters is None else {}
     # This makes its own copies. It looks up parameters by identity, so the model's must be copied after it.
-    own = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
+    optimized = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     untrained = _untrained(models, optimizer)
     for shard in _shards([untrained, snapshots]):
@@ -132,7 +132,7 @@ def save(
     state = {
         **untrained,
         SNAPSHOTS: snapshots,
-        "own": own,
+        "own": optimized,
         "counters": dict(counters),
         RANDOM: _sharded_random(),
     }

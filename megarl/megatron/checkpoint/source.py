@@ -190,7 +190,7 @@ def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
 
 
 def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
-    found, expected = stored.shape, extent.global_shape
-    repadded = extent.resizable and min(found[0], expected[0]) >= vocab and found[1:] == expected[1:]
-    if found != expected and not repadded:
-        raise UserError(f"{path}: {extent.key} has shape {found}, but config.json requires {expected}")
+    shape, expected = stored.shape, extent.global_shape
+    repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
+    if shape != expected and not repadded:
+        raise UserError(f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
-Between = Callable[[torch.Tensor], torch.Tensor]
-"""The communication of tensor-parallel ranks between an adapter's two products."""
+Communication = Callable[[torch.Tensor], torch.Tensor]
+"""The communication of tensor-parallel ranks communicate an adapter's two products."""
 
 
 class Factor(torch.nn.Module):
@@ -57,11 +57,13 @@ class OuterFactor(Factor):
 class Adapter(torch.nn.Module):
     """Computes scale · B · A · hidden, which is added to a layer's output while the adapter is on."""
 
-    def __init__(self, inner: Factor, outer: Factor, scale: float, between: Between, shared: str | None = None):
+    def __init__(
+        self, inner: Factor, outer: Factor, scale: float, communicate: Communication, shared: str | None = None
+    ):
         """`shared` is the factor that belongs to another module, lora_A or lora_B, if any."""
         super().__init__()
         self.is_on = True
-        self._scale, self._between = scale, between
+        self._scale, self._communicate = scale, communicate
         for name, factor in (("lora_A", inner), ("lora_B", outer)):
             if name == shared:
                 object.__setattr__(self, name, factor)  # do not register as a submodule
@@ -69,7 +71,7 @@ class Adapter(torch.nn.Module):
                 setattr(self, name, factor)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lora_B(self._between(self.lora_A(hidden) * self._scale))
+        return self.lora_B(self._communicate(self.lora_A(hidden) * self._scale))
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor, out: torch.Tensor, chunk_rows: int) -> None:

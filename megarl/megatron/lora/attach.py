@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.config.model_schema import Lora
 from megarl.core import device
-from megarl.megatron.lora.adapter import Adapter, Between, Factor, OuterFactor
+from megarl.megatron.lora.adapter import Adapter, Communication, Factor, OuterFactor
 from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, adapted_weights
 from megarl.resharding.piece import Holder
 
@@ -118,8 +118,8 @@ def _adapter(
             factor.weight.sequence_parallel = not is_cut and in_sequence
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
-    between = _between(None if is_expert else cut, in_sequence, group)
-    return Adapter(factors[A], factors[B], lora.scale, between, adapted.shared)
+    communicate = _communication(None if is_expert else cut, in_sequence, group)
+    return Adapter(factors[A], factors[B], lora.scale, communicate, adapted.shared)
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
@@ -138,7 +138,7 @@ def _group(layer: torch.nn.Module) -> ProcessGroup | None:
     return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
-def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Between:
+def _communication(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Communication:
     """Return the communication between the two products. `in_sequence`: whether sequence parallelism splits tokens
     outside of the layers."""
     if cut is None or group is None or group.size() == 1:

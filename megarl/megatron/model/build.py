@@ -173,18 +173,18 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
     config_class = MLATransformerConfig if latent else TransformerConfig
-    groups = {
+    sections = {
         "the model's config.json": architecture(hf_config),
         f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
-    ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
-    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
-    ours |= {name: home for home, fields in groups.items() for name in fields}
+    reserved = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
+    reserved |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
+    reserved |= {name: home for home, fields in sections.items() for name in fields}
     key = f"{section}.megatron_overrides.model"
-    extra = checked(key, settings.megatron_overrides.model, config_class, ours)
-    fields = {name: value for group in groups.values() for name, value in group.items()}
+    extra = checked(key, settings.megatron_overrides.model, config_class, reserved)
+    fields = {name: value for section_fields in sections.values() for name, value in section_fields.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING | DISPATCHER
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)

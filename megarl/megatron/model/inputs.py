@@ -44,11 +44,11 @@ class ModelInput:
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
         return cls(
-            tokens=batch.tokens[shares.own][None],
-            positions=batch.positions[shares.own][None],
+            tokens=batch.tokens[shares.local][None],
+            positions=batch.positions[shares.local][None],
             attention=_attention(batch, shares),
             head=HeadRequest(places, rows.targets, rows.candidate_ids),
-            routes=Routes.of(batch, shares.own, sequence_parallel),
+            routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
             row_numbers=numbers,
             num_rows=len(batch.rows),
@@ -73,7 +73,7 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
         longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
         return PackedDocuments("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device)
-    parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
+    parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     describe = pack_mask if uses_transformer_engine() else documents_of
     return PackedDocuments(
         "thd",

@@ -161,7 +161,7 @@ def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
     """Return our layers' parameter names -> Transformer Engine's names, which checkpoints use, so that both load each
     other's checkpoints."""
     parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
-    return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
+    return {name: fused for part in parts for name, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:

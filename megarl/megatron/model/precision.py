@@ -41,12 +41,12 @@ def check_fp8(key: str, recipe: str) -> None:
             f"{key}={recipe}: fp8 requires a CUDA device and the package transformer-engine. "
             f"Fix: install it or set {key}=null"
         )
-    needed, found = CAPABILITIES[recipe], device.capability()
-    if found < needed:
-        choices = [name for name, least in CAPABILITIES.items() if found >= least] or ["null"]
+    needed, capability = CAPABILITIES[recipe], device.capability()
+    if capability < needed:
+        choices = [name for name, least in CAPABILITIES.items() if capability >= least] or ["null"]
         raise UserError(
             f"{key}={recipe}: requires compute capability {needed[0]}.{needed[1]}, but this device has "
-            f"{found[0]}.{found[1]}. Fix: choose from {', '.join(choices)}"
+            f"{capability[0]}.{capability[1]}. Fix: choose from {', '.join(choices)}"
         )
 
 

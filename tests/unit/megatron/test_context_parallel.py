@@ -43,7 +43,7 @@ def test_shares_of_pack_follow_megatrons_order(lengths, size):
     assert sorted(places.flatten().tolist()) == list(range(len(batch.tokens)))
     for rank in range(size):
         shares = ContextShares(places, rank)
-        assert torch.equal(shares.own, chunks_of(shares.sequence, size, rank))
+        assert torch.equal(shares.local, chunks_of(shares.sequence, size, rank))
 
 
 @given(LENGTHS, st.integers(2, 4))
@@ -78,7 +78,7 @@ def test_rows_of_all_ranks_cover_the_batch():
     for rank in range(2):
         shares = ContextShares(places, rank)
         for number, place in zip(*(x.tolist() for x in shares.rows(batch)), strict=True):
-            token_by_row[number] = int(shares.own[place])
+            token_by_row[number] = int(shares.local[place])
     assert token_by_row == dict(enumerate(batch.rows.tolist()))
 
 
@@ -86,4 +86,4 @@ def test_rows_of_all_ranks_cover_the_batch():
 def test_single_rank_keeps_the_pack_order(length):
     batch = batch_of([length], 1, 1)
     shares = ContextShares(torch.arange(len(batch.tokens))[None], 0)
-    assert shares.sequence.tolist() == shares.own.tolist() == list(range(1 + length))
+    assert shares.sequence.tolist() == shares.local.tolist() == list(range(1 + length))

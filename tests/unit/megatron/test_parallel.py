@@ -15,7 +15,7 @@ def group_timeouts(store: dist.Store, rank: int) -> list[float]:
     """Return the collective timeout of each kind of process group, in seconds."""
     parallel.initialize(layout_of(pp=2), store, rank, seed=0, timeout_s=90)
     process_groups = [
-        dist.process_group.WORLD,
+        dist.group.WORLD,
         parallel.host_group(),
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
