@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.run.test_loop import loop
+from tests.unit.run.test_context import loop
 
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
