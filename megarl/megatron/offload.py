@@ -111,7 +111,7 @@ class Offload:
         for part in self._optimizer.chained_optimizers:
             if part.optimizer is None:  # a stage without trainable parameters
                 continue
-            yield from chain.from_iterable(group["params"] for group in part.optimizer.param_groups)
+            yield from chain.from_iterable(param_group["params"] for param_group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

@@ -94,13 +94,13 @@ def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
     """Set learning rate and weight decay of the next update. Both are set before every update, because a loaded
     optimizer has its saved values."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+        param_group["weight_decay"] = weight_decay * param_group["wd_mult"]
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
     """Make torch's AdamW use its fused kernel, available on CPU and CUDA: a single pass over memory, without temporary
     copies of the largest parameter."""
-    for group in optimizer.param_groups:
-        group["fused"] = True
+    for param_group in optimizer.param_groups:
+        param_group["fused"] = True

@@ -97,9 +97,9 @@ def tensor_group(is_expert: bool) -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_max(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
     """Reduce a tensor to the maximum over a process group, in place."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=process_group)
 
 
 def data_parallel_rank() -> int:

@@ -69,7 +69,7 @@ def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top
-    group = parallel_state.get_data_parallel_group()
-    all_largest = largest.new_empty(dist.get_world_size(group) * k)
-    dist.all_gather_into_tensor(all_largest, largest, group=group)
+    process_group = parallel_state.get_data_parallel_group()
+    all_largest = largest.new_empty(dist.get_world_size(process_group) * k)
+    dist.all_gather_into_tensor(all_largest, largest, group=process_group)
     return all_largest.topk(k).values[-1]

@@ -58,7 +58,7 @@ def log_prob_and_entropy(
     targets: torch.Tensor,
     temperature: float | torch.Tensor,
     vocab_size: int,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
     logits_dtype: torch.dtype = torch.float32,
@@ -66,14 +66,14 @@ def log_prob_and_entropy(
     """Return the log-prob of each target and the entropy of its distribution, float32 [N, 2].
 
     Args:
-        hidden: [N, h], identical on all ranks of `group`. Its gradient is this shard's contribution; the caller
+        hidden: [N, h], identical on all ranks of `process_group`. Its gradient is this shard's contribution; the caller
             reduces it.
         weight: [V / tp, h], this rank's rows of the output weight. If it has a `main_grad` buffer (Megatron's
             gradient accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
         targets: int64 [N], ids in the whole vocabulary.
         temperature: divisor of the logits; a float, or float32 [N] for one per token.
         vocab_size: number of token rows of the unsharded weight. Rows beyond it are padding, with probability 0.
-        group: the tensor-parallel ranks that hold the shards, in order.
+        process_group: the tensor-parallel ranks that hold the shards, in order.
         bias: [V / tp], this rank's part of the output bias; None if the layer has none.
         candidate_ids: int64 [N, K], the only tokens with nonzero probability, as ids in the whole vocabulary,
             padded with −1. A row of −1 only, or None, makes every token a candidate.
@@ -90,7 +90,9 @@ def log_prob_and_entropy(
     scale = None
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))
-    return _LinearHead.apply(hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype)
+    return _LinearHead.apply(
+        hidden, weight, bias, targets, scale, candidate_ids, vocab_size, process_group, logits_dtype
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,8 @@ class _Tokens:
 
 class _LinearHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype):
-        first_row = dist.get_rank(group) * weight.shape[0] if _sharded(group) else 0
+    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, process_group, logits_dtype):
+        first_row = dist.get_rank(process_group) * weight.shape[0] if _sharded(process_group) else 0
         num_rows = max(0, min(weight.shape[0], vocab_size - first_row))
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
@@ -153,8 +155,8 @@ class _LinearHead(torch.autograd.Function):
         num_tokens, _ = _tile()
         for part, part_sums in zip(tokens.split(), sums.split(num_tokens, 1), strict=False):
             _fold(part, weight[:num_rows], bias, logits_dtype, part_sums)
-        if _sharded(group):
-            _reduce(sums, group)
+        if _sharded(process_group):
+            _reduce(sums, process_group)
         maximum, total, total_d, target_z = sums
         log_sum_exp = maximum + total.log()
         entropy = total.log() - total_d / total
@@ -200,8 +202,8 @@ class _LinearHead(torch.autograd.Function):
         )
 
 
-def _sharded(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and dist.get_world_size(group) > 1
+def _sharded(process_group: dist.ProcessGroup | None) -> bool:
+    return process_group is not None and dist.get_world_size(process_group) > 1
 
 
 def _tile() -> tuple[int, int]:
@@ -236,16 +238,16 @@ def _fold(
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
 
 
-def _reduce(sums: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _reduce(sums: torch.Tensor, process_group: dist.ProcessGroup) -> None:
     """Combine the shards' sums in place: first the maximum, then the sums relative to it."""
     maximum, total, total_d, _ = sums
     raised = maximum.clone()
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=process_group)
     shrunk, rise = (maximum - raised).exp(), raised - maximum
     total_d.sub_(rise * total).mul_(shrunk)
     total.mul_(shrunk)
     maximum.copy_(raised)
-    dist.all_reduce(sums[1:], group=group)
+    dist.all_reduce(sums[1:], group=process_group)
 
 
 def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:

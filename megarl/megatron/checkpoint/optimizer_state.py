@@ -129,8 +129,8 @@ class OwnedRange:
 
     def state(self) -> list[torch.Tensor]:
         """Return all optimizer tensors of the range."""
-        group, number = self.part.model_param_group_index_map[self.parameter]
-        main = self.part.optimizer.param_groups[group]["params"][number]
+        param_group, number = self.part.model_param_group_index_map[self.parameter]
+        main = self.part.optimizer.param_groups[param_group]["params"][number]
         state = self.part.optimizer.state.get(main, {}).values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
@@ -213,5 +213,5 @@ def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(num_updates))
     else:
-        for group in part.optimizer.param_groups:
-            group["step"] = num_updates
+        for param_group in part.optimizer.param_groups:
+            param_group["step"] = num_updates

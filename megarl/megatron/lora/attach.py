@@ -102,7 +102,7 @@ def _adapter(
     model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
 ) -> Adapter:
     count, cut = len(adapted.projections), _cut(layer)
-    group, in_sequence = _group(layer), model.config.sequence_parallel
+    process_group, in_sequence = _process_group(layer), model.config.sequence_parallel
     is_expert = EXPERTS in adapted.weight
     factors = {
         A: Factor(count * lora.rank, weight.shape[1], device.device()),
@@ -111,14 +111,14 @@ def _adapter(
     for name, factor in factors.items():
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
-            _mark_expert_factor(factor, is_cut, group, weight.allreduce)
+            _mark_expert_factor(factor, is_cut, process_group, weight.allreduce)
         else:
             factor.weight.tensor_model_parallel = is_cut
             # Each rank sees a part of the tokens and computes a part of the gradient.
             factor.weight.sequence_parallel = not is_cut and in_sequence
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
-    communicate = _communication(None if is_expert else cut, in_sequence, group)
+    communicate = _communication(None if is_expert else cut, in_sequence, process_group)
     return Adapter(factors[A], factors[B], lora.scale, communicate, adapted.shared)
 
 
@@ -131,17 +131,17 @@ def _cut(layer: torch.nn.Module) -> str | None:
     return "columns" if "RowParallel" in names else None
 
 
-def _group(layer: torch.nn.Module) -> ProcessGroup | None:
+def _process_group(layer: torch.nn.Module) -> ProcessGroup | None:
     """Return the ranks that shard a layer's weight; None if it is replicated."""
     if _cut(layer) is None:
         return None
     return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
-def _communication(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Communication:
+def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGroup | None) -> Communication:
     """Return the communication between the two products. `in_sequence`: whether sequence parallelism splits tokens
     outside of the layers."""
-    if cut is None or group is None or group.size() == 1:
+    if cut is None or process_group is None or process_group.size() == 1:
         return lambda hidden: hidden
     exchanges = {
         ("rows", False): copy_to_tensor_model_parallel_region,
@@ -149,17 +149,17 @@ def _communication(cut: str | None, in_sequence: bool, group: ProcessGroup | Non
         ("columns", False): reduce_from_tensor_model_parallel_region,
         ("columns", True): reduce_scatter_to_sequence_parallel_region,
     }
-    return partial(exchanges[cut, in_sequence], group=group)
+    return partial(exchanges[cut, in_sequence], group=process_group)
 
 
-def _mark_expert_factor(factor: Factor, is_cut: bool, group: ProcessGroup, reduced_with_dense: bool) -> None:
+def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGroup, reduced_with_dense: bool) -> None:
     """Mark which ranks reduce the gradient of an expert's factor, and which of its replicas counts in the gradient
     norm."""
     factor.weight.allreduce = reduced_with_dense
-    factor.weight.tensor_model_parallel = is_cut or group.rank() == 0
+    factor.weight.tensor_model_parallel = is_cut or process_group.rank() == 0
     factor.weight.shared = not factor.weight.tensor_model_parallel
-    if not is_cut and group.size() > 1:
-        factor.partial_over = group
+    if not is_cut and process_group.size() > 1:
+        factor.partial_over = process_group
 
 
 def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:

@@ -38,13 +38,15 @@ def random_candidates(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tenso
     return candidate_ids
 
 
-def check_equal(ours, theirs, gradients, leaves, tolerance=1e-5):
+def check_equal(actual, reference, gradients, leaves, tolerance=1e-5):
     """Compare values and gradients with respect to named leaves, and return the gradients."""
-    assert relative_error(ours.detach(), theirs.detach()) <= tolerance
-    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
-    for name, a, b in zip(leaves, own, expected, strict=True):
+    assert relative_error(actual.detach(), reference.detach()) <= tolerance
+    computed, expected = (
+        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
+    )
+    for name, a, b in zip(leaves, computed, expected, strict=True):
         assert relative_error(a, b) <= tolerance, name
-    return dict(zip(leaves, own, strict=True))
+    return dict(zip(leaves, computed, strict=True))
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -62,11 +64,11 @@ def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, t
     bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
     candidate_ids = random_candidates(num_tokens, vocab) if truncated else None
     at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)
-    theirs = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
-    ours = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
+    reference = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
+    actual = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    own = check_equal(ours, theirs, gradients, leaves)
-    assert own["weight"][vocab:].abs().sum() == 0
+    computed = check_equal(actual, reference, gradients, leaves)
+    assert computed["weight"][vocab:].abs().sum() == 0
 
 
 def test_truncated_policy_matches_worked_example():
@@ -114,8 +116,8 @@ def test_frozen_weight_costs_no_gradient_computation():
     expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), h)[0]
     scored = log_prob_and_entropy(h, w.detach(), y, 1.0, 40)
     with FlopCounterMode(display=False) as counter:
-        ours = torch.autograd.grad((scored * gradients).sum(), h)[0]
-    assert torch.equal(ours, expected)
+        actual = torch.autograd.grad((scored * gradients).sum(), h)[0]
+    assert torch.equal(actual, expected)
     assert counter.get_total_flops() == 2 * 2 * 9 * 12 * 40  # recomputed logits and the gradient of the hidden states
 
 
@@ -160,15 +162,17 @@ def test_bfloat16_logits_match_a_bfloat16_product(temperature, has_bias):
     h, w, y, gradients = inputs(30, 24, 50, 47)
     h, w = (torch.randint(-8, 9, x.shape, generator=generator).bfloat16().requires_grad_() for x in (h, w))
     bias = torch.randint(-4, 5, (50,), generator=generator).bfloat16().requires_grad_() if has_bias else None
-    given = (h, w, y, temperature, 47)
-    theirs = torch.stack(plain_log_prob_and_entropy(*given, bias), -1)
-    ours = log_prob_and_entropy(*given, bias=bias, logits_dtype=torch.bfloat16)
-    exact = log_prob_and_entropy(*given, bias=bias)
-    assert relative_error(ours.detach(), theirs.detach()) <= 1e-5
-    assert relative_error(exact.detach(), theirs.detach()) > 1e-3
+    arguments = (h, w, y, temperature, 47)
+    reference = torch.stack(plain_log_prob_and_entropy(*arguments, bias), -1)
+    actual = log_prob_and_entropy(*arguments, bias=bias, logits_dtype=torch.bfloat16)
+    exact = log_prob_and_entropy(*arguments, bias=bias)
+    assert relative_error(actual.detach(), reference.detach()) <= 1e-5
+    assert relative_error(exact.detach(), reference.detach()) > 1e-3
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
-    for name, a, b in zip(leaves, own, expected, strict=True):
+    computed, expected = (
+        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
+    )
+    for name, a, b in zip(leaves, computed, expected, strict=True):
         assert relative_error(a.float(), b.float()) <= 2e-2, name
 
 
