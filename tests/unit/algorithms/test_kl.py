@@ -123,7 +123,11 @@ def test_adaptive_penalty_is_halved_or_doubled(divergence, expected):
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
 def test_every_kl_form_has_its_own_metric(adaptive_target):
     """A form consists of placement, credit, level, estimator and gradient."""
-    placements = (("loss", "whole", "loss"), ("reward", "whole", "reward_whole"), ("reward", "to_go", "reward_to_go"))
+    placements = (
+        ("loss", "whole", "loss"),
+        ("reward", "whole", "reward_whole"),
+        ("reward", "reward_to_go", "reward_to_go"),
+    )
     forms = product(placements, ("token", "sequence"), kl.KL_ESTIMATORS, ("", "_straight_through"))
     names = set()
     for (placement, credit, where), level, estimator, gradient in forms:
