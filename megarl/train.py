@@ -18,9 +18,9 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
+from megarl.models.paths import find_model_paths
 from megarl.run.context import RunContext, exit_status
-from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of

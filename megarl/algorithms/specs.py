@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field
+
+from megarl.core.ranges import NonNegativeFloat, PositiveFloat, Share
 from megarl.core.types import NO_BASELINE, Baseline, TokenTotals
 
 if TYPE_CHECKING:
@@ -21,7 +24,31 @@ if TYPE_CHECKING:
 
 Option = float | int | str | bool | None
 Options = Mapping[str, Option]
-"""Options: name of a key -> its value; in a spec, the value that null stands for."""
+"""Option name -> value."""
+
+Parameters = Mapping[str, tuple[Any, Option]]
+"""Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
+
+Deviation = Literal["sample", "population", "none"]
+"""A standard deviation that divides by n − 1 or by n, or no division by one."""
+
+ClipLow = Annotated[float, Field(gt=0, lt=1)]
+"""Below 1, because the ratio's lower bound 1 − clip_low must be positive."""
+
+Credit = Literal["whole", "reward_to_go"]
+"""Whether a token's reward counts for its whole sample, or for the tokens up to it."""
+
+LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+Signature = tuple[Callable[..., object], int, Parameters]
+"""A function with the number of its positional arguments and its keyword arguments."""
+
+
+def defaults(parameters: Parameters) -> dict[str, Option]:
+    """Return the default of each option."""
+    return {name: default for name, (_, default) in parameters.items()}
+
 
 Kind = Literal["sequence", "token"]
 """The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
@@ -51,31 +78,64 @@ class TokenAdvantages(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimatorSpec:
-    """An advantage estimator. In formulas r_i is the reward of sample i and r_t that of token t.
+class Spec:
+    """An entry of algorithm.advantage or algorithm.objective.
 
-    arguments   keyword argument of its function -> the value that null stands for, the paper's
-    whitens     the paper's value of `whiten`
-    rules       (values of all options that it reads, samples of a prompt) -> None, or a line with the key and value
-                that do not work, the reason and the remedy
+    parameters  keyword arguments of its function
     """
 
     name: str
     formula: str
     paper: str
+    parameters: Parameters = field(default_factory=dict)
+
+    @property
+    def all_parameters(self) -> Parameters:
+        """The section's keys that depend on the entry."""
+        return self.parameters
+
+    @property
+    def functions(self) -> list[Signature]:
+        """Its functions and what they are called with."""
+        raise NotImplementedError
+
+    @property
+    def arguments(self) -> Options:
+        """The keyword arguments of its function with their defaults."""
+        return defaults(self.parameters)
+
+    @property
+    def options(self) -> Options:
+        """The section's keys that depend on the entry, with their defaults."""
+        return defaults(self.all_parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorSpec(Spec):
+    """An advantage estimator. In formulas r_i is the reward of sample i and r_t that of token t.
+
+    whitens     the paper's value of `whiten`
+    rules       (values of all options that it reads, samples of a prompt) -> None, or a line with the key and value
+                that do not work, the reason and the remedy
+    """
+
     comparison: BaselineKind
-    arguments: Options = field(default_factory=dict)
     whitens: bool = False
     rules: tuple[Callable[[Options, int], str | None], ...] = ()
 
     @property
-    def options(self) -> Options:
-        """Every key of algorithm.advantage that it reads besides `estimator`."""
-        whitening = {"whiten": self.whitens, "whiten_over": "update", "whiten_std": "sample", "whiten_epsilon": 1e-6}
-        return {**self.arguments, **self.shared_options(), **whitening}
+    def all_parameters(self) -> Parameters:
+        return {
+            **self.parameters,
+            **self.shared_parameters(),
+            "whiten": (bool, self.whitens),
+            "whiten_over": (Literal["update", "step"], "update"),
+            "whiten_std": (Deviation, "sample"),
+            "whiten_epsilon": (NonNegativeFloat, 1e-6),
+        }
 
-    def shared_options(self) -> Options:
-        """Returns the options that all estimators of its kind read."""
+    def shared_parameters(self) -> Parameters:
+        """Return the options of all estimators of this kind."""
         return {}
 
     @property
@@ -96,12 +156,16 @@ class SampleEstimator(EstimatorSpec):
 
     compare: Callable[..., list[Baseline]]
 
-    def shared_options(self) -> Options:
-        decay = {"baseline_decay": 0.9} if self.comparison == "moving_average" else {}
-        return {"gamma": 1.0, "credit": "whole"} | decay
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.compare, 1, self.parameters)]
+
+    def shared_parameters(self) -> Parameters:
+        decay = {"baseline_decay": (Share, 0.9)} if self.comparison == "moving_average" else {}
+        return {"gamma": (Share, 1.0), "credit": (Credit, "whole")} | decay
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        return self.compare(group, **{name: options[name] for name in self.arguments})
+        return self.compare(group, **{name: options[name] for name in self.parameters})
 
 
 def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[float, float]]:
@@ -122,15 +186,23 @@ class GroupEstimator(SampleEstimator):
     compare_tokens: Callable[..., list[tuple[float, float]]] = mean_of_tokens
     amplify: Callable[[Sequence[Sequence[Member]]], float] | None = None
 
-    def shared_options(self) -> Options:
-        return {"gamma": 1.0, "credit": "whole", "group_of_one": "zero"}
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters)]
+
+    def shared_parameters(self) -> Parameters:
+        return {
+            "gamma": (Share, 1.0),
+            "credit": (Credit, "whole"),
+            "group_of_one": (Literal["zero", "reward"], "zero"),
+        }
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         """Returns the baseline of each member. A group of one (the others' rewards failed) has nothing to compare with:
         its advantage is 0, whatever the rewards of its tokens, or with group_of_one=reward its reward."""
         if len(group) == 1:
             return [NO_BASELINE if options["group_of_one"] == "reward" else NO_ADVANTAGE]
-        arguments = {name: options[name] for name in self.arguments}
+        arguments = {name: options[name] for name in self.parameters}
         baselines = self.compare(group, **arguments)
         if options["credit"] == "whole":
             return baselines
@@ -151,39 +223,30 @@ class TokenEstimator(EstimatorSpec):
 
     estimate: Callable[..., TokenAdvantages]
 
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.estimate, 4 if self.comparison == "values" else 3, self.parameters)]
+
 
 Rows = Literal["prompts", "messages", "preferences", "labels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveSpec:
+class ObjectiveSpec(Spec):
     """An objective that the actor minimises.
 
-    arguments         keyword argument of `loss` -> the value that null stands for, the paper's (None: nothing is
-                      bounded)
     rows              the values of data.format that it learns from; prompts: from sampled responses
     reads_reference   whether its loss compares log-probs with those of the reference
     classifier        the kind of classifier that the actor is; None: a language model
-    clips_log_ratio   whether clip_low and clip_high bound log ρ, which may be far below 0, and not ρ itself
     rules             (values of all options that it reads) -> None, or a line with the key and value that do not work,
                       the reason and the remedy
     """
 
-    name: str
-    formula: str
-    paper: str
     loss: Callable[..., object]
-    arguments: Options = field(default_factory=dict)
     rows: tuple[Rows, ...] = ("prompts",)
     reads_reference: bool = False
     classifier: Kind | None = None
-    clips_log_ratio: bool = False
     rules: tuple[Callable[[Options], str | None], ...] = ()
-
-    @property
-    def options(self) -> Options:
-        """The keys of algorithm.objective that it reads and others may not."""
-        return self.arguments
 
     @property
     def is_policy_objective(self) -> bool:
@@ -211,13 +274,18 @@ class Selection:
     """The tokens of an update that an objective treats apart: a share of them, those that are highest in an order.
 
     order       (covariance [N], draw [N], **arguments) -> float32 [N]. draw is random, of [0, 1)
-    arguments   keyword argument of `order` -> the value that null stands for, the paper's
+    parameters  keyword arguments of `order`
     share       the paper's share of the tokens
     """
 
     order: Callable[..., torch.Tensor]
-    arguments: Options = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=dict)
     share: float
+
+    @property
+    def arguments(self) -> Options:
+        """The keyword arguments of `order` with their defaults."""
+        return defaults(self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,19 +295,25 @@ class PolicyObjective(ObjectiveSpec):
     loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
     inputs      further arguments of `loss`: the SampleSegments of the rows, or which tokens are selected
     selection   the rule by which these tokens are selected
-    of_steps    options by which arguments change from step to step -> the value that null stands for
+    of_steps    options by which arguments change from step to step
     """
 
     loss: Callable[..., PolicyLoss]
     inputs: tuple[Literal["samples", "selected"], ...] = ()
     selection: Selection | None = None
-    of_steps: Options = field(default_factory=dict)
+    of_steps: Parameters = field(default_factory=dict)
 
     @property
-    def options(self) -> Options:
+    def functions(self) -> list[Signature]:
+        selection = [] if self.selection is None else [(self.selection.order, 2, self.selection.parameters)]
+        return [(self.loss, 3 + len(self.inputs), self.parameters), *selection]
+
+    @property
+    def all_parameters(self) -> Parameters:
         if self.selection is None:
-            return {**self.arguments, **self.of_steps}
-        return {**self.arguments, **self.selection.arguments, "covariance_share": self.selection.share}
+            return {**self.parameters, **self.of_steps}
+        share = (Annotated[float, Field(gt=0, le=1)], self.selection.share)
+        return {**self.parameters, **self.selection.parameters, "covariance_share": share}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,11 +332,15 @@ class PairObjective(ObjectiveSpec):
     rows: tuple[Rows, ...] = ("preferences",)
 
     @property
-    def options(self) -> Options:
-        """Every option that it reads: its arguments and those of a reward from log-probs."""
-        scale = {"beta": 0.1} if self.reads_reference else {}
-        implicit = {} if self.classifier is not None else {**scale, "length_normalised": False}
-        return {**implicit, **self.arguments}
+    def functions(self) -> list[Signature]:
+        return [(self.loss, 1 + len(self.inputs), self.parameters)]
+
+    @property
+    def all_parameters(self) -> Parameters:
+        """Its own options, and those of a reward that is computed from log-probs."""
+        scale = {"beta": (PositiveFloat, 0.1)} if self.reads_reference else {}
+        implicit = {} if self.classifier is not None else {**scale, "length_normalised": (bool, False)}
+        return {**implicit, **self.parameters}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +349,10 @@ class ImitationObjective(ObjectiveSpec):
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)
+
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.loss, 1, self.parameters)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,3 +368,7 @@ class LabelObjective(ObjectiveSpec):
     rows: tuple[Rows, ...] = ("labels",)
     classifier: Kind | None = "token"
     labelled: Literal["end", "all"]
+
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.loss, 2, self.parameters)]

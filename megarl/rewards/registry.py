@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.user_file import defined_in_file
 from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
@@ -95,16 +92,6 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
     return found
 
 
-def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
-    """Returns the file of `path/to/file.py:name`, the name, and what the file defines by it, or None. Raises UserError
-    if there is no such file, or it cannot be imported."""
-    file, _, inner = name.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
-    return path, inner, getattr(_load(key, path), inner, None)
-
-
 def takes_batches(function: Callable[..., Any]) -> bool:
     """Returns whether a reward function takes whole batches, which the names of its first parameters say."""
     return _first_parameters(function) == BATCH
@@ -130,15 +117,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (TypeError, ValueError):
         return None
-
-
-def _load(key: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"file of {key} {path.resolve()}", path)
-    assert spec is not None and spec.loader is not None, f"{path} has a loader by its suffix"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{key}: importing {path} raised {type(error).__name__}: {error}; fix the file") from error
-    return module

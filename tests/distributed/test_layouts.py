@@ -144,9 +144,7 @@ def check(folder: Path, reference: Outcome, layout: str, variant: str, variants:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "layout",
-    exhaustive_but(
-        newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "DP2", "TP2", "PP3, uneven", "PP2, VPP2", "CP2, TP2, SP"
-    ),
+    exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "DP2", "PP3, uneven", "CP2, TP2, SP"),
 )
 def test_dense_model(dense, dense_outcome, layout, variant):
     check(dense, dense_outcome, DENSE[layout], variant)

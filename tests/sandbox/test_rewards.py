@@ -9,15 +9,15 @@ import pytest
 from megarl.environments.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.sandboxes import limits
+from tests.timing import WAIT_S
 
-TIMEOUT_S = 40.0
 ADDS = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
 
 
 @pytest.fixture(scope="module")
 def pool(provider) -> Iterator[FunctionPool]:
     """provider: without bubblewrap there would be another message."""
-    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, TIMEOUT_S, sandbox=limits(wall_s=6.0, cpu_s=2))
+    pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, WAIT_S, sandbox=limits(wall_s=6.0, cpu_s=2))
     yield pool
     pool.close()
 
@@ -55,7 +55,7 @@ def test_a_sandbox_that_does_not_run_is_a_failure_and_no_zero(provider, tmp_path
     link = tmp_path / "bwrap"
     link.symlink_to("/usr/bin/bwrap")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    pool = FunctionPool(["code_stdin_stdout"], None, 1, TIMEOUT_S, sandbox=limits())
+    pool = FunctionPool(["code_stdin_stdout"], None, 1, WAIT_S, sandbox=limits())
     try:
         pair = [{"input": "1", "output": "1"}]
         assert pool.call("code_stdin_stdout", "", ADDS, pair).result().value == 1.0
@@ -74,7 +74,7 @@ def test_a_users_function_gets_sandboxes_too(provider, tmp_path):
         "    return finished.stdout.decode() == answer\n"
     )
     name = f"{tmp_path / 'rewards.py'}:prints"
-    pool = FunctionPool([name], None, 1, TIMEOUT_S, sandbox=limits())
+    pool = FunctionPool([name], None, 1, WAIT_S, sandbox=limits())
     try:
         assert pool.columns == {}
         assert pool.call(name, "", "print(6 * 7)", "42\n").result() == Result(1.0, "1.0")

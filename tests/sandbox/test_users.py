@@ -14,6 +14,7 @@ import pytest
 from megarl.sandbox.bubblewrap import Bubblewrap
 from tests.paths import ROOT
 from tests.sandboxes import limits, printed
+from tests.timing import WAIT_S
 
 RIGHTS = """
     import os
@@ -56,7 +57,7 @@ def test_an_ordinary_user_has_sandboxes():
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
     command = ["bwrap", "--dev-bind", "/", "/", *shown, *rights, "--", *user, sys.executable, "-B", "-c", ORDINARY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split("\n") == [f"{USER} bubblewrap False", "1000 False []", "", "refused", "", ""]
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import ROOT
+from tests.timing import RUN_S
 from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
 
@@ -115,5 +116,5 @@ import megarl.megatron.checkpoint.conversion
 print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))
 """
     command = [sys.executable, "-c", with_command(loaded)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch.distributed.checkpoint\n", "")

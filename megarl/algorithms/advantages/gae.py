@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.returns import discounted_sum, same_sample
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
+from megarl.core.ranges import PositiveFloat, Share
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,11 @@ SPEC = TokenEstimator(
     paper="GAE, arXiv 1506.02438",
     comparison="values",
     estimate=gae,
-    arguments={"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "length_alpha": None},
+    parameters={
+        "gamma": (Share, 1.0),
+        "gae_lambda": (Share, 0.95),
+        "critic_lambda": (Share | None, None),
+        "length_alpha": (PositiveFloat | None, None),
+    },
     whitens=True,
 )

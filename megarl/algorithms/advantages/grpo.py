@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member, mean, scale_of, standard_deviation
-from megarl.algorithms.specs import GroupEstimator, mean_of_tokens
+from megarl.algorithms.specs import Deviation, GroupEstimator, mean_of_tokens
+from megarl.core.ranges import NonNegativeFloat
 from megarl.core.types import Baseline, TokenTotals
 
 
@@ -41,5 +42,5 @@ SPEC = GroupEstimator(
     paper="GRPO, arXiv 2402.03300",
     compare=grpo,
     compare_tokens=process_supervision,
-    arguments={"std": "sample", "std_epsilon": 1e-6},
+    parameters={"std": (Deviation, "sample"), "std_epsilon": (NonNegativeFloat, 1e-6)},
 )

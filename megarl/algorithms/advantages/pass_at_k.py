@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from megarl.algorithms.baselines import Member, scale_of
 from megarl.algorithms.specs import GroupEstimator, Options
+from megarl.core.ranges import NonNegativeFloat, PositiveInt
 from megarl.core.types import Baseline
 
 
@@ -91,16 +93,7 @@ def _check(rewards: Sequence[float], k: int) -> None:
         raise ValueError(f"k={k}: must be between 1 and the number of samples, {len(rewards)}")
 
 
-def std_is_that_of_the_population(options: Options, samples_per_prompt: int) -> str | None:
-    if options["std"] != "sample":
-        return None
-    return (
-        "algorithm.advantage.std=sample: pass_at_k enumerates all subsets of k samples, so their standard deviation is "
-        "the population's. Fix: set algorithm.advantage.std=null"
-    )
-
-
-def k_samples_are_there(options: Options, samples_per_prompt: int) -> str | None:
+def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
     """k is at most the number of samples. With the baseline over all subsets it must be less: n samples have one subset
     of size n, whose best is the same for each sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
@@ -125,6 +118,11 @@ SPEC = GroupEstimator(
     formula="(E[max r of k samples, i among them] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
     paper="Pass@k training, arXiv 2508.10751",
     compare=pass_at_k,
-    arguments={"k": 4, "pass_at_k_baseline": "all", "std": "population", "std_epsilon": 1e-6},
-    rules=(std_is_that_of_the_population, k_samples_are_there),
+    parameters={
+        "k": (PositiveInt, 4),
+        "pass_at_k_baseline": (Literal["all", "without"], "all"),
+        "std": (Literal["population", "none"], "population"),
+        "std_epsilon": (NonNegativeFloat, 1e-6),
+    },
+    rules=(k_is_at_most_the_group_size,),
 )

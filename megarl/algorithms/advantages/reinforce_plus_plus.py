@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.returns import reward_to_go
 from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
+from megarl.core.ranges import Share
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,6 @@ SPEC = TokenEstimator(
     paper="REINFORCE++, arXiv 2501.03262",
     comparison="none",
     estimate=reinforce_plus_plus,
-    arguments={"gamma": 1.0},
+    parameters={"gamma": (Share, 1.0)},
     whitens=True,
 )

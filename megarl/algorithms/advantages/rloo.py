@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member, deviations_of_others, means_of_others
-from megarl.algorithms.specs import GroupEstimator
+from megarl.algorithms.specs import Deviation, GroupEstimator
+from megarl.core.ranges import NonNegativeFloat
 from megarl.core.types import Baseline, TokenTotals
 
 
@@ -41,5 +42,5 @@ SPEC = GroupEstimator(
     paper="RLOO, arXiv 2402.14740",
     compare=rloo,
     compare_tokens=prime,
-    arguments={"std": "none", "std_epsilon": 1e-6},
+    parameters={"std": (Deviation, "none"), "std_epsilon": (NonNegativeFloat, 1e-6)},
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
-from megarl.algorithms.specs import PolicyObjective
+from megarl.algorithms.specs import ClipLow, PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -30,5 +31,5 @@ SPEC = PolicyObjective(
     formula="−sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π",
     paper="CISPO of MiniMax-M1, arXiv 2506.13585",
     loss=cispo,
-    arguments={"clip_low": None, "clip_high": 4.0},
+    parameters={"clip_low": (ClipLow | None, None), "clip_high": (PositiveFloat, 4.0)},
 )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.objectives.clip import clip
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.specs import Options, PolicyObjective, Selection
+from megarl.algorithms.specs import ClipLow, Options, PolicyObjective, Selection
+from megarl.core.ranges import FiniteFloat, PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +68,11 @@ SPEC = PolicyObjective(
     paper="Clip-Cov, arXiv 2505.22617",
     loss=clip_cov,
     inputs=("selected",),
-    arguments={"clip_low": 0.2, "clip_high": 0.2},
+    parameters={"clip_low": (ClipLow, 0.2), "clip_high": (PositiveFloat, 0.2)},
     selection=Selection(
-        order=random_between_bounds, arguments={"covariance_low": 1.0, "covariance_high": 5.0}, share=2e-4
+        order=random_between_bounds,
+        parameters={"covariance_low": (FiniteFloat, 1.0), "covariance_high": (FiniteFloat, 5.0)},
+        share=2e-4,
     ),
     rules=(bounds_leave_covariances,),
 )

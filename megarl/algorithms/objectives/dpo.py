@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.pairs import bradley_terry
-from megarl.algorithms.specs import PairObjective
+from megarl.algorithms.specs import LabelSmoothing, PairObjective
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ SPEC = PairObjective(
     formula="−(1 − ε)·log σ(m) − ε·log σ(−m), m = β·(log π/π_ref of the better − of the worse), ε = label_smoothing",
     paper="DPO, arXiv 2305.18290; from sampled responses: online DPO, arXiv 2402.04792",
     loss=dpo,
-    arguments={"label_smoothing": 0.0},
+    parameters={"label_smoothing": (LabelSmoothing, 0.0)},
     rows=("preferences", "prompts"),
     reads_reference=True,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.divergence_mask import masked_surrogate
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,8 @@ def dppo_kl(
 
 SPEC = PolicyObjective(
     name="dppo_kl",
-    formula="−ρ·A, 0 for a token that has moved as A asks and whose KL(π_old ‖ π) > divergence_limit",
+    formula="−ρ·A, 0 for a token that has moved in the direction of A and whose KL(π_old ‖ π) > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_kl,
-    arguments={"divergence_limit": 0.05, "divergence_limit_negative": None},
+    parameters={"divergence_limit": (PositiveFloat, 0.05), "divergence_limit_negative": (PositiveFloat | None, None)},
 )

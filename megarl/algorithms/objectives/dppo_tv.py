@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.divergence_mask import masked_surrogate
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,8 @@ def dppo_tv(
 
 SPEC = PolicyObjective(
     name="dppo_tv",
-    formula="−ρ·A, 0 for a token that has moved as A asks and whose |π − π_old| > divergence_limit",
+    formula="−ρ·A, 0 for a token that has moved in the direction of A and whose |π − π_old| > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_tv,
-    arguments={"divergence_limit": 0.15, "divergence_limit_negative": None},
+    parameters={"divergence_limit": (PositiveFloat, 0.15), "divergence_limit_negative": (PositiveFloat | None, None)},
 )

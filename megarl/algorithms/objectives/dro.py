@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -39,5 +40,5 @@ SPEC = PolicyObjective(
     paper="DRO, arXiv 2405.19107",
     loss=dro,
     inputs=("samples",),
-    arguments={"tau": 1.0, "level": "sequence"},
+    parameters={"tau": (PositiveFloat, 1.0), "level": (Literal["token", "sequence"], "sequence")},
 )

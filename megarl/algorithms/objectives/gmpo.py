@@ -8,6 +8,7 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,5 @@ SPEC = PolicyObjective(
     paper="GMPO, arXiv 2507.20673",
     loss=gmpo,
     inputs=("samples",),
-    arguments={"clip_low": 0.4, "clip_high": 0.4},
-    clips_log_ratio=True,
+    parameters={"clip_low": (PositiveFloat, 0.4), "clip_high": (PositiveFloat, 0.4)},
 )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.objectives.clip import clip
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.specs import PolicyObjective
+from megarl.algorithms.specs import ClipLow, PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -38,5 +39,5 @@ SPEC = PolicyObjective(
     paper="GSPO, arXiv 2507.18071",
     loss=gspo,
     inputs=("samples",),
-    arguments={"clip_low": 3e-4, "clip_high": 4e-4},
+    parameters={"clip_low": (ClipLow, 3e-4), "clip_high": (PositiveFloat, 4e-4)},
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.pairs import require_pairs
 from megarl.algorithms.specs import PairObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ SPEC = PairObjective(
     formula="(m/β − 1 / (2·β))², m = β·(log π/π_ref of the better − of the worse)",
     paper="IPO, arXiv 2310.12036",
     loss=ipo,
-    arguments={"beta": 0.1},
+    parameters={"beta": (PositiveFloat, 0.1)},
     rows=("preferences", "prompts"),
     reads_reference=True,
 )

@@ -8,6 +8,7 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective, Selection
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,6 @@ SPEC = PolicyObjective(
     paper="KL-Cov, arXiv 2505.22617",
     loss=kl_cov,
     inputs=("selected",),
-    arguments={"penalty": 1.0},
+    parameters={"penalty": (PositiveFloat, 1.0)},
     selection=Selection(order=highest_covariance, share=2e-3),
 )

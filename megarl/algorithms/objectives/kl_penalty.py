@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.ratio import bounded
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,6 @@ SPEC = PolicyObjective(
     formula="−ρ·A + penalty·(ρ − 1 − log ρ)",
     paper="TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8",
     loss=kl_penalty,
-    arguments={"penalty": 1.0},
-    of_steps={"penalty_target": None},
+    parameters={"penalty": (PositiveFloat, 1.0)},
+    of_steps={"penalty_target": (PositiveFloat | None, None)},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.pairs import bradley_terry
-from megarl.algorithms.specs import PairObjective
+from megarl.algorithms.specs import LabelSmoothing, PairObjective
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,8 @@ def reward_model(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 SPEC = PairObjective(
     name="reward_model",
     formula="−(1 − ε)·log σ(m) − ε·log σ(−m), m = s_better − s_worse, ε = label_smoothing",
-    paper="a reward model of Bradley and Terry's; InstructGPT, arXiv 2203.02155, eq. 1",
+    paper="Bradley–Terry reward model; InstructGPT, arXiv 2203.02155, eq. 1",
     loss=reward_model,
-    arguments={"label_smoothing": 0.0},
+    parameters={"label_smoothing": (LabelSmoothing, 0.0)},
     classifier="sequence",
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -28,5 +29,5 @@ SPEC = PolicyObjective(
     formula="−(4/τ)·σ(τ·(ρ − 1))·A, τ = tau_positive where A > 0, else tau_negative",
     paper="SAPO, arXiv 2511.20347",
     loss=sapo,
-    arguments={"tau_positive": 1.0, "tau_negative": 1.05},
+    parameters={"tau_positive": (PositiveFloat, 1.0), "tau_negative": (PositiveFloat, 1.05)},
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PairObjective
+from megarl.core.ranges import NonNegativeFloat, PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,6 @@ SPEC = PairObjective(
     paper="SLiC-HF, arXiv 2305.10425",
     loss=slic,
     inputs=("better",),
-    arguments={"hinge_margin": 1.0, "regularisation": 0.5},
+    parameters={"hinge_margin": (PositiveFloat, 1.0), "regularisation": (NonNegativeFloat, 0.5)},
     rows=("preferences", "prompts"),
 )

@@ -20,6 +20,6 @@ def unclipped(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor
 SPEC = PolicyObjective(
     name="unclipped",
     formula="−ρ·A",
-    paper="the surrogate of TRPO, arXiv 1502.05477, without its bound, which algorithm.trust_region.kl_limit gives it",
+    paper="the surrogate of TRPO, arXiv 1502.05477, unbounded unless algorithm.trust_region.kl_limit is set",
     loss=unclipped,
 )

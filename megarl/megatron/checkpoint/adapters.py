@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from megarl.config.model_schema import Lora
-from megarl.config.saved import complete
+from megarl.config.saved import validated
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
-from megarl.data.model_folder import read_config, resolve
-from megarl.data.weights_hash import weights_hash
 from megarl.megatron.checkpoint.conversion import Options
 from megarl.megatron.checkpoint.source import is_of_a_run, model_path
+from megarl.models.folder import read_config, resolve
+from megarl.models.shape import ModelShape
+from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.families.adapters import PREFIX, A, B, of_each_expert
-from megarl.resharding.families.shape import ModelShape
+from megarl.resharding.families.adapters import PREFIX, A, B, expert_tensor_names
 from megarl.resharding.folder import SHARD_BYTES, write_folder
 from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder, Rectangle, whole
@@ -74,7 +74,7 @@ class MergedWeights(Readable):
         self._factors = {
             each: factor
             for name, factor in adapters.factors().items()
-            for each in of_each_expert(name, adapters.num_experts)
+            for each in expert_tensor_names(name, adapters.num_experts)
         }
         stored = weights.dtypes.items()
         dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in stored}
@@ -128,7 +128,7 @@ def adapters_to_huggingface(
             )
         hf_config, dtype = read_config(adapters.base), adapters.config.model.dtype
         weights = huggingface_holder(hf_config, dtype)
-        base.described(weights)  # validates the folder
+        base.with_file_dtypes(weights)  # validates the folder
         transport = MergedWeights(base, weights, adapters)
         source, destination = transport.holder, huggingface_holder(hf_config, options.dtype or dtype)
         plan = make_plan([source], [destination])
@@ -154,7 +154,7 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
         raise UserError(f"{path}: not a checkpoint of a run. Fix: pass a folder checkpoints/step_… of a run")
     sealed = Checkpoint.open(path.parent)
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
-    config = Config.model_validate(complete(sealed.state["config"], sealed.format))
+    config = validated(sealed.state["config"], sealed.format)
     if config.actor.adapters is None or path.name != "actor":
         raise UserError(f"{path}: contains no adapters. Fix: convert it with megatron-to-hf")
     revision = config.model.revision if huggingface is None else None

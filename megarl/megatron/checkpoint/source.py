@@ -14,19 +14,18 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config.model_schema import Layout, Role
-from megarl.config.saved import complete
-from megarl.config.schema import Config
-from megarl.config.trained_model import trained_hf_config
-from megarl.config.value_head import with_value_head
+from megarl.config.saved import validated
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
 from megarl.core.errors import UserError
 from megarl.core.files import Progress
-from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
+from megarl.models.folder import read_config, resolve
+from megarl.models.shape import ModelShape
+from megarl.models.trained_model import trained_hf_config
+from megarl.models.value_head import with_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
@@ -148,7 +147,7 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
             f"{path}: does not describe its model. Fix: pass --hf with a folder that has its config.json and tokenizer"
         )
     try:
-        config = Config.model_validate(complete(sealed.state["config"], sealed.format))
+        config = validated(sealed.state["config"], sealed.format)
     except ValidationError:
         raise UserError(f"{path}: the run's config is from another version of megarl. Fix: pass --hf") from None
     role = path.name

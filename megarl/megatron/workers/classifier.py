@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
-from megarl.data.model_folder import read_config
 from megarl.megatron.losses import Loss, label_loss, reward_model_loss
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
 
 
 class ClassifierWorker(TrainerWorker):

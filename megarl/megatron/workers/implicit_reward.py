@@ -12,10 +12,10 @@ from megarl.algorithms.implicit_reward import token_reward
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.losses import Loss, implicit_reward_loss
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.folder import read_config
 
 
 class ImplicitRewardWorker(TrainerWorker):

@@ -1,11 +1,11 @@
-"""Attention with grouped queries: Llama, Mistral, Phi-3, Qwen2 and Qwen3."""
+"""Grouped-query attention: Llama, Mistral, Phi-3, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.part import Part
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Fused, Grouped, Heads, Split, Whole
 
 _QKV = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")

@@ -1,20 +1,19 @@
-"""The weights in a Hugging Face folder: canonical space itself."""
+"""Describe the weights in a Hugging Face folder: canonical space itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.huggingface import weights_dtype
+from megarl.models.huggingface import weights_dtype
 from megarl.resharding.families.canonical import Canonical
 from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
 def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -> Holder:
-    """Returns the holder of every tensor of the checkpoint, named "huggingface". A tied head is not among them: it is
-    the embedding.
+    """Return the holder of all tensors of the checkpoint, named "huggingface".
 
-    dtype   of the weights, such as "bfloat16" (None: what config.json says)
+    A tied output layer has no tensor of its own. `dtype` overrides the dtype in config.json.
     """
     canonical = Canonical(hf_config)
     dtype = dtype or weights_dtype(hf_config)

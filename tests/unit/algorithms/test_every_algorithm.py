@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import EstimatorSpec, GroupEstimator, ObjectiveSpec, SampleEstimator
-from megarl.config.algorithm_schema import Advantage, Objective
+from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec
 from megarl.config.document import show
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -104,24 +103,13 @@ def test_every_objective_has(name, place):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_function_arguments_match_spec(spec):
     """Each option has a function argument of the same name."""
-    for function, arguments in functions(spec):
-        parameters = inspect.signature(function).parameters
-        assert parameters.keys() - INPUTS == arguments.keys()
-
-
-def functions(spec: EstimatorSpec | ObjectiveSpec) -> list[tuple[Callable, dict]]:
-    if isinstance(spec, ObjectiveSpec):
-        selection = [(spec.selection.order, spec.selection.arguments)] if spec.selects_tokens else []
-        return [(spec.loss, spec.arguments), *selection]
-    if isinstance(spec, GroupEstimator) and "_" not in inspect.signature(spec.compare_tokens).parameters:
-        return [(spec.compare, spec.arguments), (spec.compare_tokens, spec.arguments)]
-    return [(spec.compare if isinstance(spec, SampleEstimator) else spec.estimate, spec.arguments)]
+    for function, _, parameters in spec.functions:
+        arguments = inspect.signature(function).parameters
+        assert "_" in arguments or arguments.keys() - INPUTS == parameters.keys()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_options_are_config_keys_with_paper_defaults(spec):
-    chosen = Advantage if isinstance(spec, EstimatorSpec) else Objective
-    assert [option for option in spec.options if option not in chosen.model_fields] == []
     rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={rows}", f"{key_of_name(spec)}={spec.name}"]
     overrides = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
@@ -132,23 +120,7 @@ def test_options_are_config_keys_with_paper_defaults(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_comments_of_specific_options_name_the_algorithm(spec):
-    """If only some algorithms have an option, its comment in the base recipe names them."""
-    others = ESTIMATORS if isinstance(spec, EstimatorSpec) else OBJECTIVES
-    arguments = spec.arguments if isinstance(spec, EstimatorSpec) else spec.options
-    specific = [option for option in arguments if not all(option in other.options for other in others.values())]
-    assert [option for option in specific if spec.name not in comments()[f"{section(spec)}.{option}"]] == []
-
-
-@pytest.mark.parametrize(("name", "specs"), [("advantage", ESTIMATORS), ("objective", OBJECTIVES)])
-def test_every_null_key_is_an_option(name, specs):
-    values = yaml.safe_load(BASE.read_text())["algorithm"][name]
-    options = {option for spec in specs.values() for option in spec.options}
-    assert {key for key, value in values.items() if value is None} == options
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_formula_paper_and_docstring_are_present(spec):
     assert spec.formula and spec.paper
-    for function, _ in functions(spec):
+    for function, _, _ in spec.functions:
         assert function.__doc__

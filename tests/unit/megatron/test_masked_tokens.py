@@ -42,6 +42,7 @@ from tests.forked import run_ranks
 from tests.packing import packing
 from tests.parity import Group, local_batch, random_groups, rank_batches
 from tests.paths import BASE
+from tests.timing import WAIT_S
 
 COMMON = ("model.path=m", "data.source=arithmetic", "rollout.max_new_tokens=16", "rollout.context_length=64")
 PLACEMENTS = {
@@ -87,7 +88,7 @@ def test_masked_tokens_do_not_affect(leaks, name, disturbance):
 
 
 def all_leaks(store, rank: int) -> dict[tuple[str, str], list[str]]:
-    parallel.initialize(load(BASE, COMMON).actor.layout, store, rank, seed=0, timeout_s=60)
+    parallel.initialize(load(BASE, COMMON).actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
     plain, worlds = World(None), {disturbance: World(disturbance) for disturbance in DISTURBANCES}
     by_case = {}
     for name in [*POLICY_OBJECTIVES, *OTHER_LOSSES]:

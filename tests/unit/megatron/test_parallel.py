@@ -8,12 +8,13 @@ from megatron.core import parallel_state
 
 from megarl.megatron import parallel
 from tests.forked import run_ranks
+from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
 
 
 def group_timeouts(store: dist.Store, rank: int) -> list[float]:
     """Return the collective timeout of each kind of process group, in seconds."""
-    parallel.initialize(layout_of(pp=2), store, rank, seed=0, timeout_s=90)
+    parallel.initialize(layout_of(pp=2), store, rank, seed=0, timeout_s=WAIT_S)
     process_groups = [
         dist.group.WORLD,
         parallel.host_group(),

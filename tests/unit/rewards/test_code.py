@@ -10,6 +10,7 @@ import pytest
 from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
 from megarl.sandbox.unsafe import Unsafe
 from tests.sandboxes import limits
+from tests.timing import HANG_S
 
 PROVIDER = Unsafe(limits(wall_s=5.0))
 
@@ -138,7 +139,7 @@ def test_whitespace_does_not_count_but_between_words_and_lines(printed, expected
 
 def test_a_program_that_fails_after_it_printed_is_wrong():
     assert not prints("print(3)\n1 / 0", [{"input": "", "output": "3"}])
-    slow = fenced("print(3, flush=True)\nimport time; time.sleep(60)")
+    slow = fenced(f"print(3, flush=True)\nimport time; time.sleep({HANG_S})")
     quick = Unsafe(limits(wall_s=0.5))
     assert not asyncio.run(code_stdin_stdout("", slow, [{"input": "", "output": "3"}], sandbox=quick))
 

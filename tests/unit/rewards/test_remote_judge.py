@@ -17,9 +17,9 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
 from megarl.environments.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
+from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
-SLOW_S = 6.0
-WAIT_S = 0.3
+CONCURRENCY = 4
 
 
 class Server(ThreadingHTTPServer):
@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.under_way = self.most = 0
         self.lock = threading.Lock()
+        self.several = threading.Barrier(CONCURRENCY)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,9 +59,9 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, response: str) -> None:
         action, _, text = response.partition(" ")
         if action == "slow":
-            time.sleep(SLOW_S)
+            time.sleep(HANG_S)
         elif action == "wait":
-            time.sleep(WAIT_S)
+            self.server.several.wait(WAIT_S)
         if action == "drop":
             self.close_connection = True
             return
@@ -90,14 +91,20 @@ def server() -> Iterator[Server]:
 def judged(server: Server, *responses: str, **options) -> list:
     """The results of the responses, in the real processes of a pool."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    given = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}", "timeout_s": 3.0, "retries": 0}
+    given = {
+        "base_url": url,
+        "model": "m",
+        "template": "{prompt}|{response}|{answer}",
+        "timeout_s": LIMIT_S,
+        "retries": 0,
+    }
     entry = RewardFunction(function="generative_judge", options=given | options)
     prompt = Prompt("p", "Q {answer}", [1], answer="12")
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
     ]
-    pool = FunctionPool([entry], None, 1, 30.0)
+    pool = FunctionPool([entry], None, 1, WAIT_S)
     try:
         return [results["generative_judge"] for results in asyncio.run(judge_batch(pool, samples))]
     finally:
@@ -117,16 +124,14 @@ def test_ratings_are_rewards_and_failures_are_none(server):
         "plain": "answered without a message: 'no JSON'",
         "shape": "answered without a message: ",
         "drop": "could not be asked (RemoteProtocolError: ",
-        "slow [[10]]": "did not answer within 3 s",
+        "slow [[10]]": f"did not answer within {LIMIT_S} s",
     }
-    begin = time.monotonic()
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
         if isinstance(expected, float):
             assert result.value == expected, response
         else:
             assert result.value is None and expected in result.failure, response
             assert result.failure.startswith("raised ValueError: ")
-    assert time.monotonic() - begin < 20
     [question] = [q for q in server.asked if "Good" in q["messages"][0]["content"]]
     assert question["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [[10]]|12"}]
     assert (question["model"], question["temperature"], server.keys[0]) == ("m", 0.0, None)
@@ -134,9 +139,10 @@ def test_ratings_are_rewards_and_failures_are_none(server):
 
 def test_questions_are_asked_side_by_side_and_not_more_than_so_many(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    results = judged(server, *["wait [[4]]"] * 12, scale=[0, 4], concurrency=4, api_key_env="JUDGE_KEY", timeout_s=5.0)
-    assert [result.value for result in results] == [1.0] * 12
-    assert server.most == 4 and set(server.keys) == {"Bearer secret"}
+    options = {"concurrency": CONCURRENCY, "api_key_env": "JUDGE_KEY", "timeout_s": WAIT_S}
+    results = judged(server, *["wait [[4]]"] * 3 * CONCURRENCY, scale=[0, 4], **options)
+    assert [result.value for result in results] == [1.0] * 3 * CONCURRENCY
+    assert server.most == CONCURRENCY and set(server.keys) == {"Bearer secret"}
 
 
 def test_what_passes_is_asked_again_and_what_does_not_is_not(server):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from megarl.sandbox.sandbox import SandboxError
 from megarl.sandbox.unsafe import Unsafe
 from tests.paths import ROOT
 from tests.sandboxes import finish, limits, printed
+from tests.timing import WAIT_S, wait_until
 
 
 @pytest.fixture
@@ -93,19 +93,17 @@ asyncio.run(main())
 def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path):
     file = tmp_path / "folder"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], cwd=ROOT)
-    end = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: file.exists() and file.read_text())
     folder = Path(file.read_text().strip())
     pid = int((folder / "pid").read_text())
     children = psutil.Process(pid).children()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    _, alive = psutil.wait_procs([psutil.Process(pid), *children] if psutil.pid_exists(pid) else children, timeout=20)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid), *children] if psutil.pid_exists(pid) else children, timeout=WAIT_S
+    )
     assert alive == []
-    while folder.exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not folder.exists()
+    wait_until(lambda: not folder.exists())
 
 
 def test_an_agent_that_its_program_kills_is_a_failure_and_leaves_no_folder(provider):

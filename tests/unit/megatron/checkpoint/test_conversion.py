@@ -397,12 +397,10 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
         entry.chunks = []
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    assert "holds no .metadata; give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
+    assert "has no .metadata. Fix: give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
-    assert "__1_0.distcp, which .metadata names, is missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
-    assert "__0_0.distcp is damaged: it has 100 bytes and had" in error(
-        lambda copy: os.truncate(copy / "__0_0.distcp", 100)
-    )
+    assert "__1_0.distcp is listed in .metadata but missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
+    assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
     assert "does not describe its model. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(remove_chunks)
 
@@ -416,7 +414,7 @@ def test_corrupted_write_is_detected(tmp_path, monkeypatch):
         save(tensor + 1 if isinstance(tensor, torch.Tensor) and tensor.shape == (12, 18) else tensor, stream)
 
     monkeypatch.setattr(torch, "save", faulty)
-    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] reads back other than it was written"):
+    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] differs from the data that was written"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert names_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
@@ -525,7 +523,7 @@ def test_model_description_can_come_from_the_hub(tmp_path, monkeypatch):
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of())
     shutil.rmtree(tmp_path / "checkpoint" / "huggingface")
     monkeypatch.setattr(
-        "megarl.data.model_folder._from_hub", lambda key, name, revision: {"org/tiny": tmp_path / "hf"}[name]
+        "megarl.models.folder._from_hub", lambda key, name, revision: {"org/tiny": tmp_path / "hf"}[name]
     )
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", Path("org/tiny"))
     assert_same(weights_of(tmp_path / "back"), tensors)

@@ -1,0 +1,63 @@
+"""The devices of each role, one per rank, numbered over all nodes."""
+
+from __future__ import annotations
+
+from megarl.config.model_schema import MegatronRole, Role
+from megarl.config.schema import Config
+from megarl.core.spans import overlap
+
+NAMES: dict[MegatronRole, str] = {
+    "actor": "trainer",
+    "critic": "critic",
+    "reward_model": "reward-model",
+    "implicit_reward": "implicit-reward",
+}
+"""Role -> name of the model's processes."""
+
+ENGINE = "engine"
+
+
+def device_spans(config: Config) -> dict[str, range]:
+    """Return the devices of each role by the name of its processes, as cluster.roles sets them.
+
+    Without cluster.roles, colocated roles all start at the first device, and disaggregated ones follow each other.
+    """
+    given = config.role_devices
+    spans, first = {}, 0
+    for role, count in config.num_ranks.items():
+        spans[NAMES.get(role, ENGINE)] = given[role] if given else range(first, first + count)
+        first += 0 if config.is_colocated else count
+    return spans
+
+
+def num_devices(config: Config) -> int:
+    """Return the number of devices in use."""
+    return max(span.stop for span in device_spans(config).values())
+
+
+def places_per_node(config: Config) -> int:
+    """Return the number of devices per node if the ranks are spread evenly."""
+    return -(-num_devices(config) // config.cluster.nodes)
+
+
+def sharing(config: Config) -> dict[Role, frozenset[Role]]:
+    """Return for each trained model the other trained models on its devices."""
+    spans = device_spans(config)
+    own: dict[Role, range] = {trained.section: spans[NAMES[trained.section]] for trained in config.all_trained}
+    return {
+        role: frozenset(other for other in own if other != role and overlap(own[other], span))
+        for role, span in own.items()
+    }
+
+
+def reward_model_is_beside_engines(config: Config) -> bool:
+    """Return whether a reward model shares devices with the engines, which release them while it scores."""
+    spans = device_spans(config)
+    return overlap(spans[ENGINE], spans.get(NAMES["reward_model"], range(0)))
+
+
+def is_alone(config: Config, role: MegatronRole) -> bool:
+    """Return whether no other model or engine uses a model's devices."""
+    spans = device_spans(config)
+    own = spans.pop(NAMES[role])
+    return not any(overlap(own, span) for span in spans.values())

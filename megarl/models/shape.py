@@ -1,0 +1,135 @@
+"""The architecture parameters that determine the shapes of a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.models.classifier import score_head_of
+from megarl.models.huggingface import (
+    Experts,
+    LatentAttention,
+    completed,
+    experts,
+    kv_heads,
+    latent_attention,
+    unsupported,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The architecture parameters that determine the shapes of a model's weights.
+
+    heads      number of query heads
+    kv_heads   number of key and value heads
+    tied       whether the output layer shares the embedding's weight
+    fused      whether the checkpoint fuses the query, key and value projections, and the gate and up projections
+    """
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    fused: bool
+    experts: Experts | None
+    latent: LatentAttention | None
+
+    @property
+    def query(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def active_intermediate(self) -> float:
+        """MLP rows that process a token, averaged over the layers."""
+        if self.experts is None:
+            return self.intermediate
+        rows = self.experts.active * self.experts.intermediate + self.experts.shared_intermediate
+        return sum(rows if mixed else self.intermediate for mixed in self.experts.layers) / self.num_layers
+
+    @property
+    def key(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that carry the rotary position embedding."""
+        return self.latent.position_dim if self.latent else self.head_dim
+
+    @property
+    def value(self) -> int:
+        """Columns of the output projection."""
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def latent_keys_and_values(self) -> int:
+        """Rows of the up-projection from the latent of keys and values."""
+        return self.heads * (self.latent.content_dim + self.latent.value_dim) if self.latent else 0
+
+    @property
+    def latent_and_position(self) -> int:
+        """Rows of the down-projection to that latent and to the rotary key channels, which all heads share."""
+        return self.latent.kv_rank + self.latent.position_dim if self.latent else 0
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
+        """Build the shape from a Hugging Face config.json.
+
+        Raises UserError for an unknown family, a missing key or an unsupported feature.
+        """
+        model = _checked(hf_config)
+        hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
+        family, latent = model["model_type"], latent_attention(model)
+        return cls(
+            model_type=family,
+            num_layers=_number(model, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads(model),
+            # With latent attention, head_dim in config.json counts only the rotary channels of a head.
+            head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
+            intermediate=_number(model, "intermediate_size"),
+            vocab=_number(model, "vocab_size"),
+            # A classifier's config may set it as well, but the classifier has no language head to tie.
+            tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
+            qkv_bias=family == "qwen2" or model["attention_bias"],
+            attention_out_bias=family != "qwen2" and model["attention_bias"],
+            mlp_bias=model["mlp_bias"],
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            fused=family == "phi3",
+            experts=experts(model),
+            latent=latent,
+        )
+
+
+def _checked(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        model = completed(hf_config)
+    except ValueError as error:
+        raise UserError(f"config.json: {error}") from None
+    if features := unsupported(model):
+        raise UserError(f"config.json: {', '.join(features)}: not supported for {model['model_type']}")
+    return model
+
+
+def _number(model: Mapping[str, Any], key: str) -> int:
+    value = model.get(key)
+    if not isinstance(value, int):
+        raise UserError(f"config.json: {key} must be an integer, found {value!r}")
+    return value
