@@ -83,7 +83,7 @@ def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str
         except TypeError as error:
             raise UserError(
                 f"{key}={name}: {function.__name__}{signature(function)} is called with {num_positional} positional "
-                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function or "
-                f"the parameters of {inner}"
+                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function "
+                f"or the parameters of {inner}"
             ) from None
     return spec, sha256(path.read_bytes()).hexdigest()
