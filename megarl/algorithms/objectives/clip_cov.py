@@ -51,7 +51,7 @@ def random_between_bounds(
     return draw.where(is_inside, -math.inf)
 
 
-def bounds_leave_covariances(options: Options) -> str | None:
+def covariance_bounds_are_ordered(options: Options) -> str | None:
     low, high = options["covariance_low"], options["covariance_high"]
     if low < high:
         return None
@@ -74,5 +74,5 @@ SPEC = PolicyObjective(
         parameters={"covariance_low": (FiniteFloat, 1.0), "covariance_high": (FiniteFloat, 5.0)},
         share=2e-4,
     ),
-    rules=(bounds_leave_covariances,),
+    rules=(covariance_bounds_are_ordered,),
 )
