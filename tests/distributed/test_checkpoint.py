@@ -484,8 +484,8 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
     _, checkpoint = saved_by(config_of(model), model, tmp_path / "checkpoints")
     untied = write_tiny_llama(tmp_path / "untied", **SIZES, tied=False)
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
-    assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
-    assert "output_layer.weight is in one only" in message
+    assert message.startswith(f"{checkpoint.path}/actor: checkpoint of a different model: ")
+    assert "output_layer.weight exists in only one of them" in message
     wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
     messages = run_ranks(2, refusal, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
     assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)

@@ -442,9 +442,9 @@ def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(req
 def test_adapters_are_merged_into_the_model_of_their_run_alone(dense, tmp_path):
     _, checkpoint = saved(config_of(dense, f"actor.lora.rank={RANK}"), dense, tmp_path / "run")
     other = write_tiny_llama(tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1)
-    with pytest.raises(UserError, match=rf"^{other}: its weights are not those .*; give --hf, a folder with these$"):
+    with pytest.raises(UserError, match=rf"^{other}: these are not the base weights .* pass --hf .* base model$"):
         adapters_to_huggingface(checkpoint.path, tmp_path / "merged", Options(), other)
-    with pytest.raises(UserError, match="merge them into it with adapters-to-hf, or make"):
+    with pytest.raises(UserError, match="merge them with adapters-to-hf, or export"):
         megatron_to_huggingface(checkpoint.path, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
