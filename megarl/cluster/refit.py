@@ -71,7 +71,7 @@ class Refit:
                 self._connect()
                 if not self._connected:  # an engine was lost meanwhile: plan without it
                     continue
-            sending = self._trainers.start_sending() if self._sends else {}
+            sending = self._trainers.send.start() if self._sends else {}
             calls = sending | self._engines.start_refit(version, expected)
             answers = self._session.submit(calls, "refit", "refit", may_fail=self._engines.may_fail).result()
             if not answers.lost:
