@@ -6,12 +6,14 @@ Of most samples a run keeps means. Of a few of a step, whole groups, it keeps ea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron.losses import Loss
+from megarl.megatron.losses import Loss, PolicyTerms
+from megarl.megatron.metric_sums import Sums
 from megarl.rewards.rollout_file import has_token_details
 
 ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
@@ -40,18 +42,18 @@ class TokenDetails:
                 self._note(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
-        """Returns the loss, which notes the differences of the first update of a step, for which there was no pass: the
-        microbatches come one after the other. Rows shared out over context-parallel ranks are left out."""
+        """Return a loss whose metrics also note the differences of a step's first update, for which there was no pass:
+        the microbatches come one after the other. Rows shared out over context-parallel ranks are left out."""
         if not self._num_groups:
             return loss
         numbers = iter(range(len(self._members)))
 
-        def watched(batch: TokenBatch, scored: torch.Tensor):
+        def metrics(batch: TokenBatch, terms: PolicyTerms) -> Sums:
             if batch.old is None:
-                self._note(next(numbers), batch, DIFFERENCES, scored[:, 0].detach() - batch.rollout_logprobs)
-            return loss(batch, scored)
+                self._note(next(numbers), batch, DIFFERENCES, terms.scored[:, 0].detach() - batch.rollout_logprobs)
+            return loss.metrics(batch, terms)
 
-        return watched
+        return replace(loss, metrics=metrics)
 
     def take(self) -> dict[str, dict[str, list[float]]]:
         """Returns sample id -> name -> value of each response token, of all updates since the last call."""

@@ -158,9 +158,7 @@ class EnvironmentActor(AsyncProcessActor):
         return self._turns[engine]
 
 
-async def _finish(
-    rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns
-) -> list[list[RemoteSample]] | None:
+async def _finish(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> list[list[RemoteSample]] | None:
     """Return the samples, or None if the engine was lost."""
     try:
         samples = await rollouts

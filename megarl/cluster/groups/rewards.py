@@ -284,10 +284,7 @@ class RewardGroup(WorkerGroup):
 
     @remote(timeout="update")
     def _write_advantages(
-        self,
-        rollouts: Path,
-        advantages: Mapping[str, float],
-        details: Mapping[str, Mapping[str, Sequence[float]]],
+        self, path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> None: ...
 
     @property

@@ -31,6 +31,7 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from megarl.data.local_batch import LocalBatch
+    from megarl.megatron.offload import Part
     from megarl.megatron.workers.actor import Policy
     from megarl.resharding.planning.plan import Plan
     from megarl.resharding.transports.p2p import Rendezvous, Sent
@@ -154,10 +155,10 @@ class TrainerGroup(RankGroup):
     def _stop_profile(self, ranks: Sequence[int], folder: Path, role: Role) -> None: ...
 
     @remote(timeout="refit")
-    def _offload(self, parts: Collection[str]) -> dict[str, Metric]: ...
+    def _offload(self, parts: Collection[Part]) -> dict[str, Metric]: ...
 
     @remote(timeout="refit")
-    def onload(self, parts: Collection[str]) -> None:
+    def onload(self, parts: Collection[Part]) -> None:
         """Move these parts back to the devices if `offload` has moved them."""
 
     @remote(timeout="refit")
@@ -280,7 +281,7 @@ class TrainerGroup(RankGroup):
         """Write the profile of each of these ranks into a file of the folder."""
         return self._stop_profile(ranks, folder, self._checkpoint_folder)
 
-    def offload(self, parts: Collection[str]) -> Pending[dict[str, Metric]]:
+    def offload(self, parts: Collection[Part]) -> Pending[dict[str, Metric]]:
         """Move those of these parts that the key `offload` names to host memory, until `onload`. The result has the
         bytes that this frees over all ranks, as metrics."""
         return self._offload(parts).then(merge)

@@ -100,7 +100,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     @property
     @abstractmethod
-    def objective(self) -> Loss:
+    def loss(self) -> Loss:
         """The loss of the next update."""
 
     def prepare_refit(self) -> None:
@@ -178,13 +178,14 @@ class TrainerWorker(ModelWorker, ABC):
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         biases, self._is_complete = RouterBiases(self.chunks), False
-        sums = step.accumulate_gradients(self.chunks, self.objective, batches)
+        sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         self._loss_scale.take_out()
         grad_norm, found = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped, self._loss_scale.is_least)
         self._loss_scale.update(is_skipped)
+        found |= self._take_rounding_metrics()
         if is_skipped:
             biases.restore()
             self._check_limit(batch, sums, grad_norm)
@@ -207,6 +208,10 @@ class TrainerWorker(ModelWorker, ABC):
         batches, sums: the microbatches, and the objective's metrics of them
         """
         return step.apply_gradients(self.optimizer), {}
+
+    def _take_rounding_metrics(self) -> dict[str, Metric]:
+        """Return metrics of parameters that are rounded from main weights. All ranks call it together."""
+        return {}
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""
