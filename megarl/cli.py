@@ -70,9 +70,9 @@ def show(file: Recipe, overrides: Overrides = None) -> None:
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
     """Print the batch arithmetic of a recipe, and check it against the models that are on this machine."""
-    from megarl.cluster.model_folders import check_models_here
     from megarl.config.explain import explain
     from megarl.config.load import load
+    from megarl.models.run_models import check_models_here
 
     config = load(file, overrides or ())
     typer.echo(explain(config))
@@ -276,8 +276,8 @@ def reshard(
 
     sides = {"--model": model, "--from": source, "--to": destination}
     if file is not None:
-        from megarl.cluster.refit_preview import preview_refit, transport_of
         from megarl.config.load import load
+        from megarl.planner.refit_preview import preview_refit, transport_of
 
         given = [option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None]
         if given:
@@ -324,9 +324,9 @@ def plan(
     from importlib.util import find_spec
 
     from megarl.config.load import load
-    from megarl.planning import plan_text
-    from megarl.planning.hardware import read_cluster
-    from megarl.planning.plan import plan_recipe, recorded, simulate_steps
+    from megarl.planner import plan_text
+    from megarl.planner.hardware import read_cluster
+    from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # said before a file of --emit is written
         raise UserError(f"--html {html}: it needs matplotlib; pip install 'megarl[run]'")
@@ -344,7 +344,7 @@ def plan(
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}", err=as_json)
     if html is not None:
-        from megarl.report import plan_page
+        from megarl.planner import plan_page
 
         plan_page.write(planned, html)
         typer.echo(f"wrote {html}", err=as_json)
@@ -369,7 +369,7 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from megarl.doctor.examine import examine, table
+    from megarl.planner.doctor.examine import examine, table
 
     findings = examine(folder)
     typer.echo(json.dumps([asdict(finding) for finding in findings]) if as_json else table(findings))

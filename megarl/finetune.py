@@ -8,19 +8,19 @@ from pathlib import Path
 from megarl import report
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.config.trained_model import trained_hf_config
 from megarl.core.metrics import values
 from megarl.core.timing import ElapsedTime
 from megarl.core.types import Sample
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
+from megarl.models.paths import find_model_paths
+from megarl.models.run_models import ModelFolders
+from megarl.models.trained_model import trained_hf_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.run.context import RunContext, exit_status
-from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes

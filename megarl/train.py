@@ -14,9 +14,9 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
+from megarl.models.paths import find_model_paths
 from megarl.run.context import RunContext, exit_status
-from megarl.run.model_paths import find_model_paths
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
 from megarl.step.logprob_check import LogprobCheck

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from megarl.data.packing import Packing
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 
 Trees = Sequence[tuple[int, Sequence["int | tuple[int, Sequence]"]]]
 """The tokens of each prompt, and what goes on from it, in the order of the pack: the tokens of a response that ends, or

@@ -22,11 +22,11 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.data.packing import Packing
 from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder

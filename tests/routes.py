@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.config.huggingface import completed, experts
 from megarl.core.types import NO_ROUTE, Sample
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
+from megarl.models.huggingface import completed, experts
 from tests.grpo_reference import GrpoReference
 
 

@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping
 
 import psutil
 
-from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.memory.host import least_host_bytes
+from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
+from megarl.config.device_spans import ENGINE, device_spans, num_devices, places_per_node
+from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
-from megarl.data.model_folder import read_config
-from megarl.planning import shared_gpu_rules
-from megarl.planning.device_spans import ENGINE, device_spans, num_devices, places_per_node
-from megarl.planning.hardware import GPUS, Cluster
-from megarl.planning.host_memory import least_host_bytes
-from megarl.planning.parameters import ModelParameters, Models
-from megarl.planning.refit_time import deltas_are_measured_faster
-from megarl.planning.shared_gpu import Load, fullest_phase
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.folder import read_config
+from megarl.models.run_models import ModelFolders
+from megarl.models.shape import ModelShape
+from megarl.planner.hardware import GPUS, Cluster
+from megarl.planner.refit_time import deltas_are_measured_faster
 
 LINKS_OF = "H100-80GB"
 """The GPU whose links are counted with: what those of this machine get is not known here."""

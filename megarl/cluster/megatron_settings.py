@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.model_folders import ModelFolders
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
+from megarl.models.run_models import ModelFolders
 
 PROGRAM = "megarl.megatron.preflight"
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megarl.config.device_spans import ENGINE, NAMES, device_spans, num_devices, places_per_node
 from megarl.config.model_schema import Placed, RewardModel
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
-from megarl.planning.device_spans import ENGINE, NAMES, device_spans, num_devices, places_per_node
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16

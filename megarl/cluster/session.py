@@ -21,17 +21,17 @@ from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stack
 from megarl.cluster.network import interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
+from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
-from megarl.config.huggingface import Experts
 from megarl.config.schema import Config, TimeoutKind
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.versions import installed_versions
-from megarl.planning.object_store import FLOOR_MIB, object_store_mib
+from megarl.models.huggingface import Experts
 
 SETTLE_S = 3.0
 """The time after a first failure in which other calls may report theirs, because the cause is among them."""

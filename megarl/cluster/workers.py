@@ -13,19 +13,19 @@ from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import PARTS, TrainedModels
+from megarl.config.device_spans import reward_model_is_beside_engines, sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
-from megarl.planning.device_spans import reward_model_is_beside_engines, sharing
+from megarl.models.run_models import ModelFolders
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan

@@ -140,7 +140,7 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 def suggest(key: str) -> str:
     """Returns advice on what to write instead of an unknown key, as the end of a sentence."""
-    for name in _suffixes(key):
+    for name in (*_suffixes(key), key.partition(".")[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
         if name in VERL:

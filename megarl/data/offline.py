@@ -22,7 +22,7 @@ from megarl.data.files import label_rows, message_rows, preference_rows
 from megarl.data.labels import joined, text_ends, token_labels
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
 from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow
-from megarl.data.tokenizer import load_tokenizer
+from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.core.errors import UserError
 from megarl.core.types import SampleInfo
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
 """The indexes of the samples that are packed together; empty for a microbatch that only keeps ranks in step."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.tokenizer import response_text
 from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.models.tokenizer import response_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

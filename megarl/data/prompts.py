@@ -21,7 +21,7 @@ from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import after_system_prompt, as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import MessageRow, PreferenceRow, Row
-from megarl.data.tokenizer import load_tokenizer
+from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
-from megarl.data.tokenizer import response_text
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS, CallReader, format_of, instructions
+from megarl.models.tokenizer import response_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

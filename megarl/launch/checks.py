@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.placement import place
+from megarl.config.device_spans import device_spans, num_devices
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.launch.named_files import Named, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.launch.script import mounts
-from megarl.planning.device_spans import device_spans, num_devices
-from megarl.planning.hardware import read_cluster
-from megarl.planning.plan import plan_recipe
+from megarl.planner.hardware import read_cluster
+from megarl.planner.plan import plan_recipe
 
 RUN = "run.folder"
 

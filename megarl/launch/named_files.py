@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.schema import Config
 from megarl.config.sources import is_procedural
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
 
 
 @dataclass(frozen=True, slots=True)

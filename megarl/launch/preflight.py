@@ -17,11 +17,11 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.core.versions import installed_versions
-from megarl.doctor.examine import examine
-from megarl.doctor.gpus import ask
-from megarl.doctor.machine import RUN_DISK
 from megarl.launch.folder import Job, Verdict
 from megarl.launch.named_files import named_files
+from megarl.planner.doctor.examine import examine
+from megarl.planner.doctor.gpus import ask
+from megarl.planner.doctor.machine import RUN_DISK
 
 POLL_S = 0.2
 CONNECT_S = 10.0

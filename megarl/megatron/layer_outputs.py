@@ -12,8 +12,8 @@ from torch.distributed import FileStore
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.model import ModelWorker
+from megarl.models.folder import read_config
 
 
 class ForwardOnlyActor(ModelWorker):

@@ -9,7 +9,7 @@ from megarl.config.model_schema import Trained
 from megarl.data.packing import Packing
 from megarl.megatron.model.layer_spec import can_share_prompts, uses_transformer_engine
 from megarl.megatron.model.precision import token_multiple
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 
 
 def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:

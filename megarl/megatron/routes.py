@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

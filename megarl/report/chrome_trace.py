@@ -11,7 +11,7 @@ from typing import Any
 from megarl.cluster.trace import DRIVER, FILE, Span
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, replace_text
-from megarl.report.jsonl import read_objects
+from megarl.core.jsonl import read_objects
 from megarl.run.folder import ATTEMPT
 
 STEP = re.compile(r"step \d+")

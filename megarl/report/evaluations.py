@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.core.jsonl import read_objects
 from megarl.report.history import History
-from megarl.report.jsonl import read_objects
 from megarl.report.plots import Band, Chart, draw
 from megarl.report.viewer import shorten, shown_turn, spread
 

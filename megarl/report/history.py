@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.report.jsonl import read_objects
+from megarl.core.jsonl import read_objects
 
 
 @dataclass(frozen=True, slots=True)

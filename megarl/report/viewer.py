@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megarl.report.jsonl import read_objects
+from megarl.core.jsonl import read_objects
 
 MAX_STEPS = 20
 MAX_SAMPLES = 128  # of a step

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megarl.config.huggingface import without_left_out
 from megarl.core.files import Progress, new_folder, no_progress
+from megarl.models.huggingface import without_left_out
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import ITEM_BYTES, whole
 from megarl.resharding.planning.plan import Plan

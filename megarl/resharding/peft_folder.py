@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.config.model_schema import Lora
-from megarl.config.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
+from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import of_each_expert
 from megarl.resharding.piece import Holder, Rectangle

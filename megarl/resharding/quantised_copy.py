@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megarl.config.huggingface import FP8_BLOCK as BLOCK
+from megarl.models.huggingface import FP8_BLOCK as BLOCK
 from megarl.resharding.families.quantised import FP8, SCALES, blocks_of
 from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of
 from megarl.resharding.transports.transport import view

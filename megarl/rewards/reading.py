@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.config.classifier import Kind
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.chat import MARK, response_span
+from megarl.models.classifier import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

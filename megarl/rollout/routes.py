@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.huggingface import Experts
 from megarl.core.types import NO_ROUTE
+from megarl.models.huggingface import Experts
 
 
 def of_layers_with_experts(routed: Experts, told: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -9,10 +9,10 @@ from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.data.model_folder import model_paths
-from megarl.data.weights_hash import weights_hash
+from megarl.models.folder import model_paths
+from megarl.models.paths import find_model_paths, moved_models, with_present_paths
+from megarl.models.weights_hash import weights_hash
 from megarl.run.folder import Models, RunFolder
-from megarl.run.model_paths import find_model_paths, moved_models, with_present_paths
 
 
 def check_beginning(config: Config) -> str | None:

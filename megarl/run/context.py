@@ -14,7 +14,6 @@ from typing import Any
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import place_here
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.nodes.rendezvous import NodeRendezvous
 from megarl.cluster.placement import Placement
 from megarl.cluster.supervision.interrupts import interrupts
@@ -26,13 +25,14 @@ from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.planning.checkpoint_size import checkpoint_bytes
-from megarl.run.early_end import early_end
+from megarl.models.paths import note_given_paths
+from megarl.models.run_models import ModelFolders
+from megarl.report.early_end import early_end
+from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
-from megarl.run.model_paths import note_given_paths
 from megarl.run.resume import ResumePoint, RunState, start
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.summary import print_run_summary

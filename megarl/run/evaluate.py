@@ -15,7 +15,6 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.machine import check_machine, place_here
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.config.evaluation_schema import SetEnvironment
@@ -25,8 +24,9 @@ from megarl.config.schema import Config, Roles
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.core.timing import ElapsedTime
-from megarl.data.model_folder import resolve
-from megarl.data.weights_hash import weights_hash
+from megarl.models.folder import resolve
+from megarl.models.run_models import ModelFolders
+from megarl.models.weights_hash import weights_hash
 from megarl.run.context import exit_status
 from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets

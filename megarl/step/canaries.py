@@ -12,13 +12,13 @@ from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch, SampleRef
 from megarl.cluster.workers import Workers
-from megarl.config.huggingface import completed, experts
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Scoring
-from megarl.data.model_folder import read_config
 from megarl.data.packing import Lengths, schedule
 from megarl.data.prompts import PromptSet
-from megarl.data.tokenizer import load_tokenizer
+from megarl.models.folder import read_config
+from megarl.models.huggingface import completed, experts
+from megarl.models.tokenizer import load_tokenizer
 from megarl.resharding.verification import regions
 from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence

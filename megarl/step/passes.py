@@ -8,7 +8,7 @@ from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates, join_named_scores
 from megarl.config.schema import Config
-from megarl.planning.passes import PassName, passes
+from megarl.step.needed_passes import PassName, passes
 
 if TYPE_CHECKING:
     from megarl.megatron.workers.actor import Policy

@@ -15,8 +15,8 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
 from megarl.data.prompts import PromptSet
-from megarl.planning.schedule import RolloutSchedule
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.schedule import RolloutSchedule
 from megarl.run.resume import PendingPrompt, RunState
 from megarl.step.requests import requests
 

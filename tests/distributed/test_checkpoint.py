@@ -23,16 +23,16 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megarl.cluster.groups.ranks import worker_class
-from megarl.cluster.model_folders import ModelFolders
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal
-from megarl.data.model_folder import read_config
 from megarl.megatron.checkpoint.conversion import reshape
 from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.models.folder import read_config
+from megarl.models.run_models import ModelFolders
 from megarl.resharding.transports.torch_dist import TorchDistFolder
+from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks

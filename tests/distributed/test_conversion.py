@@ -15,11 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.cluster.groups.ranks import worker_class
-from megarl.config.classifier import as_classifier
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.config.value_head import with_value_head
-from megarl.data.model_folder import read_config
 from megarl.megatron.checkpoint.conversion import (
     huggingface_to_megatron,
     layout_of_files,
@@ -28,6 +25,9 @@ from megarl.megatron.checkpoint.conversion import (
 )
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
+from megarl.models.value_head import with_value_head
 from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
 from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic

@@ -19,13 +19,13 @@ from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import Updates, join_named_scores, join_scores
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
-from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import SampleInfo
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
 from megarl.step.dispatch import epochs_of
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import ScoredSample

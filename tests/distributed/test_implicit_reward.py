@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import Config
 from megarl.core.types import Sample
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
+from megarl.models.folder import read_config
 from tests.closeness import relative_error
 from tests.forked import run_ranks
 from tests.parity import (

@@ -17,18 +17,17 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megarl.config.peft import WEIGHTS
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
-from megarl.data.model_folder import read_config
-from megarl.data.weights_hash import weights_hash
 from megarl.megatron.checkpoint.adapters import adapters_to_huggingface, adapters_to_peft
 from megarl.megatron.checkpoint.conversion import Options, megatron_to_huggingface
 from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.planning.checkpoint_size import checkpoint_bytes
+from megarl.models.folder import read_config
+from megarl.models.peft import WEIGHTS
+from megarl.models.weights_hash import weights_hash
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import of_each_expert, peft_holder
@@ -37,6 +36,7 @@ from megarl.resharding.peft_folder import save_adapters, write_peft_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
+from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from tests.forked import run_ranks
 from tests.lora_reference import MergedReference, PeftReference, write_adapters

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.cluster.memory.rank import layer_bytes, rank_memory
 from megarl.config.schema import Config
 from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import step
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.planning.memory import layer_bytes, rank_memory
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.folder import read_config
+from megarl.models.shape import ModelShape
 from tests.forked import run_ranks
 from tests.marks import newest_of
 from tests.parity import config_of

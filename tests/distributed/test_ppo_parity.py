@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
-from megarl.config.value_head import with_value_head
 from megarl.core.types import Sample
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
+from megarl.models.value_head import with_value_head
 from megarl.rewards.process import on_turns, turn_ends
 from tests.forked import run_ranks
 from tests.marks import newest_of

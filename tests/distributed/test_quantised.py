@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.schema import Config
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources
 from megarl.resharding.families.quantised import SCALES

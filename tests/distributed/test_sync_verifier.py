@@ -12,8 +12,8 @@ import torch
 
 from megarl.cluster.sync_verifier import SyncVerifier
 from megarl.config.schema import Config
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, vllm_holders
 from megarl.resharding.planning.planner import make_plan

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.model_folders import find_models
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.prompts import load_prompts
+from megarl.models.run_models import find_models
 from megarl.run.context import RunContext
 from megarl.step.logprob_check import LogprobCheck
 

@@ -16,7 +16,6 @@ from threading import Timer
 
 from megarl import finetune, train
 from megarl.cluster.groups.engines import EngineGroup
-from megarl.cluster.model_folders import ModelFolders, find_models
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.cluster.trace import Trace
@@ -25,6 +24,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
+from megarl.models.run_models import ModelFolders, find_models
 from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
 from tests.paths import ROOT

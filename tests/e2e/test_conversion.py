@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.load import load
 from megarl.core.types import Prompt, Sample
-from megarl.data.model_folder import read_config
 from megarl.megatron.checkpoint.conversion import (
     huggingface_to_megatron,
     layout_of_files,
     megatron_to_huggingface,
     reshape,
 )
+from megarl.models.folder import read_config
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context

@@ -17,7 +17,7 @@ from megarl.cluster.placement import place
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
 from megarl.core.types import Prompt
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan

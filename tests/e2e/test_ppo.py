@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megarl.cluster.trace import read_trace
-from megarl.config.value_head import KEY
+from megarl.models.value_head import KEY
 from tests.e2e.test_train import REWARD, ROUNDS, TURNS, metrics_of, train_in
 
 pytestmark = pytest.mark.slow

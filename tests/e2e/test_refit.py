@@ -30,8 +30,8 @@ from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.models.folder import read_config
 from megarl.resharding.families import (
     huggingface_holder,
     quantised_destinations,

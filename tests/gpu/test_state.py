@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.cluster.memory.rank import rank_memory
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.planning.memory import rank_memory
+from megarl.models.folder import read_config
 from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_offload import BYTES, PARTS
 from tests.gpu.gpus import needs_gpus, run_on_gpus

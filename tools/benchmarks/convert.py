@@ -25,7 +25,7 @@ from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_se
 from rich.console import Console
 from rich.table import Table
 
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import whole
 from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file

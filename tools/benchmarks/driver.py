@@ -47,7 +47,7 @@ from megarl.core.types import Prompt, Sample, SampleInfo, Score, VersionRun
 from megarl.data.collate import with_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 from megarl.rollout.engine import SamplingRequest
 from megarl.run.checkpoints import Checkpoints
 from megarl.step.baselines import attach_baselines

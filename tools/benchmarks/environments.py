@@ -36,9 +36,9 @@ from megarl.cluster.session import Session  # noqa: E402
 from megarl.cluster.supervision.supervisor import supervised  # noqa: E402
 from megarl.config.load import load  # noqa: E402
 from megarl.core.types import Prompt, RolloutInfo  # noqa: E402
-from megarl.data.tokenizer import load_tokenizer  # noqa: E402
 from megarl.data.turns import ChatTokens  # noqa: E402
 from megarl.environments.tools import describe  # noqa: E402
+from megarl.models.tokenizer import load_tokenizer  # noqa: E402
 from megarl.rollout.engine import SamplingRequest  # noqa: E402
 from tests.paths import BASE  # noqa: E402
 from tests.tiny_model import write_tiny_llama  # noqa: E402

@@ -364,7 +364,7 @@ def memory() -> str:
         of_ranks = [f"{rank['measured_to_closed_form']:.2f}" for rank in ranks]
         ratios.append(f"{' and '.join(dict.fromkeys(of_ranks))} ({layout})")
     return text(
-        f"""A rank's peak memory, measured, over its closed form (`megarl/planning/memory.py`), by
+        f"""A rank's peak memory, measured, over its closed form (`megarl/cluster/memory/rank.py`), by
         `… training_step.py memory`{meanwhile(found, "")}: {", ".join(ratios)}; target: within 15 %."""
     )
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from training_case import Case
 
+from megarl.cluster.memory.rank import rank_memory
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
@@ -26,7 +27,6 @@ from megarl.data.packing import Lengths, Microbatch, schedule
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
-from megarl.planning.memory import rank_memory
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 

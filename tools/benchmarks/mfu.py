@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from training_case import SHAPES, Case, equal_lengths
 
-from megarl.planning.flops import training_flops
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.flops import training_flops
+from megarl.models.shape import ModelShape
 
 PEAK_TFLOPS = 989.5
 """The peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""

@@ -15,11 +15,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
 
+from megarl.cluster.memory.parameters import Models  # noqa: E402
 from megarl.config.load import load  # noqa: E402
-from megarl.planning.hardware import read_cluster  # noqa: E402
-from megarl.planning.parameters import Models  # noqa: E402
-from megarl.planning.step_plan import StepPlan, plan_step  # noqa: E402
-from megarl.planning.workload import Workload  # noqa: E402
+from megarl.planner.hardware import read_cluster  # noqa: E402
+from megarl.planner.step_plan import StepPlan, plan_step  # noqa: E402
+from megarl.planner.workload import Workload  # noqa: E402
 from tests.published_models import CONFIGS  # noqa: E402
 
 NEMO_RL = (

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
 
 from megarl.config.load import load  # noqa: E402
-from megarl.planning.hardware import GIB, read_cluster  # noqa: E402
-from megarl.planning.plan import describe_layout, plan_recipe, simulate_steps  # noqa: E402
+from megarl.planner.hardware import GIB, read_cluster  # noqa: E402
+from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps  # noqa: E402
 from tests.h100_recipes import RECIPES, H100Recipe  # noqa: E402
 from tests.published_models import PARAMETERS  # noqa: E402
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.load import load
-from megarl.data.model_folder import read_config, resolve
+from megarl.models.folder import read_config, resolve
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, ordered, schedule

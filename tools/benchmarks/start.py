@@ -39,7 +39,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.data.packing import Packing
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.p2p import Sent

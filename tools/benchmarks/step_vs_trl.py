@@ -29,7 +29,7 @@ from trl_environment import build
 from megarl.cluster.placement import place
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.data.model_folder import resolve
+from megarl.models.folder import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "quickstart.yaml"

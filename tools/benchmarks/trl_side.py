@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megarl.config.load import load
-from megarl.data.model_folder import resolve
-from megarl.data.tokenizer import load_tokenizer
+from megarl.models.folder import resolve
+from megarl.models.tokenizer import load_tokenizer
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 SAMPLES_PER_PROMPT = 2

@@ -25,9 +25,9 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.timing import Stopwatch
 from megarl.data.cursor import PromptCursor
-from megarl.data.model_folder import resolve
 from megarl.data.prompts import load_prompts
-from megarl.data.tokenizer import load_tokenizer
+from megarl.models.folder import resolve
+from megarl.models.tokenizer import load_tokenizer
 from megarl.rewards.numeric import numeric_match
 
 

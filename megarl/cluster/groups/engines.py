@@ -22,7 +22,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder

@@ -20,9 +20,9 @@ from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample
-from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
+from megarl.models.tokenizer import load_tokenizer
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.turns import RemoteTurns
 

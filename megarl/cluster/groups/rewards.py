@@ -18,19 +18,19 @@ from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, Worker
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, get_scores, put_scores
 from megarl.cluster.session import Session
-from megarl.config.classifier import Kind, score_head_of
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.types import Sample, Score
-from megarl.data.model_folder import read_config
-from megarl.data.tokenizer import load_decoder, load_tokenizer
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.pool import function_pool
+from megarl.models.classifier import Kind, score_head_of
+from megarl.models.folder import read_config
+from megarl.models.run_models import ModelFolders
+from megarl.models.tokenizer import load_decoder, load_tokenizer
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.model_judge import ModelJudge

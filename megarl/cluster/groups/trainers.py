@@ -22,7 +22,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import Scoring, TokenTotals
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.families.adapters import adapter_holder, peft_holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan

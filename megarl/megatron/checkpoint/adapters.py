@@ -14,13 +14,13 @@ from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
-from megarl.data.model_folder import read_config, resolve
-from megarl.data.weights_hash import weights_hash
 from megarl.megatron.checkpoint.conversion import Options
 from megarl.megatron.checkpoint.source import is_of_a_run, model_path
+from megarl.models.folder import read_config, resolve
+from megarl.models.shape import ModelShape
+from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import PREFIX, A, B, of_each_expert
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.folder import SHARD_BYTES, write_folder
 from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder, Rectangle, whole

@@ -20,9 +20,9 @@ from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
 from megarl.megatron.model.dispatcher import DISPATCHER
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
+from megarl.models.shape import ModelShape
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
 
 

@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from megarl.config.classifier import score_head_of
-from megarl.config.huggingface import left_out
 from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
-from megarl.config.value_head import without_value_head
 from megarl.core.errors import UserError
 from megarl.core.files import Progress, new_folder, no_progress, require_room
-from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import RankBlueprint, blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.megatron.checkpoint.source import (
@@ -30,11 +26,15 @@ from megarl.megatron.checkpoint.source import (
     refuse_unexpected,
 )
 from megarl.megatron.checkpoint.writer import Entry, write_extents
+from megarl.models.classifier import score_head_of
+from megarl.models.folder import read_config, resolve
+from megarl.models.huggingface import left_out
+from megarl.models.shape import ModelShape
+from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.canonical import HEAD
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.folder import SHARD_BYTES, write_description, write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
@@ -116,7 +116,7 @@ def layout_of_files(
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
     """Writes a checkpoint from a Hugging Face folder. Returns the bytes of tensors written.
 
-    folder   a path for megarl.data.model_folder.resolve
+    folder   a path for megarl.models.folder.resolve
     layout   the layout of the ranks that the checkpoint is written for
     Raises UserError, with nothing left behind, for a folder that does not fit its config.json.
     """

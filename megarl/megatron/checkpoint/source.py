@@ -16,17 +16,17 @@ from pydantic import ValidationError
 from megarl.config.model_schema import Layout, Role
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.config.trained_model import trained_hf_config
-from megarl.config.value_head import with_value_head
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
 from megarl.core.errors import UserError
 from megarl.core.files import Progress
-from megarl.data.model_folder import read_config, resolve
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
+from megarl.models.folder import read_config, resolve
+from megarl.models.shape import ModelShape
+from megarl.models.trained_model import trained_hf_config
+from megarl.models.value_head import with_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder

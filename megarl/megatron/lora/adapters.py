@@ -17,8 +17,8 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.peft_folder import PeftFolder, write_peft_folder
 from megarl.resharding.piece import Holder, Piece
 from megarl.resharding.planning.plan import Plan

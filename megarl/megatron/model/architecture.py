@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megarl.config.huggingface import completed, rope_parameters
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.shape import ModelShape
 
 FORM = (
     *("activation_func_clamp_value", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm"),

@@ -22,9 +22,9 @@ from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import set_rotary
 from megarl.megatron.overrides import build, checked, described
 from megarl.megatron.routes import install_routers
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
-from megarl.resharding.families.shape import ModelShape
 
 MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.classifier import ScoreHead, score_head_of
-from megarl.config.value_head import value_head_shapes
+from megarl.models.classifier import ScoreHead, score_head_of
+from megarl.models.shape import ModelShape
+from megarl.models.value_head import value_head_shapes
 from megarl.ops.linear_head import log_prob_and_entropy
 from megarl.ops.packed_attention import take
-from megarl.resharding.families.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
+from megarl.models.shape import ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
 from megarl.ops.swiglu import swiglu
 from megarl.resharding.families.canonical import parts_of_layer
-from megarl.resharding.families.shape import ModelShape
 
 
 @dataclass

@@ -11,8 +11,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megarl.config.huggingface import completed, rope_parameters
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.shape import ModelShape
 
 
 class DocumentRotary(RotaryEmbedding):

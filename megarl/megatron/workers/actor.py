@@ -14,13 +14,11 @@ from torch.distributed import Store
 from megarl.algorithms.kl import adapted, adapted_penalty
 from megarl.algorithms.kl_reward import kl_reward
 from megarl.config.schema import Config
-from megarl.config.value_head import with_value_head
 from megarl.core import device
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import TokenBatch
 from megarl.core.types import Scoring
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
     estimate_advantages,
@@ -44,6 +42,8 @@ from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.folder import read_config
+from megarl.models.value_head import with_value_head
 
 Policy = Literal["old", "reference"]
 """The policy whose log-probs a forward-only pass computes: that of the start of the step, or the reference."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
-from megarl.data.model_folder import read_config
 from megarl.megatron.configured_losses import configured_reward_model_loss
 from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
 
 
 class ClassifierWorker(TrainerWorker):

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from megarl.config.classifier import as_classifier
 from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.configured_losses import configured_value_loss
 from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.classifier import as_classifier
+from megarl.models.folder import read_config
 
 
 class CriticWorker(TrainerWorker):

@@ -11,11 +11,11 @@ from megarl.algorithms.implicit_reward import token_reward
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.configured_losses import configured_implicit_reward_loss
 from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.folder import read_config
 
 
 class ImplicitRewardWorker(TrainerWorker):

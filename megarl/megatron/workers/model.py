@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from megarl.config.classifier import BIAS, WEIGHT
 from megarl.config.model_schema import MegatronRole
 from megarl.config.schema import Config
-from megarl.config.value_head import value_head_shapes
 from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import Reads
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel, step
 from megarl.megatron.lora.adapters import Adapters
 from megarl.megatron.model.build import build_model, kernels, named_weights
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.megatron.packing import packing_of
+from megarl.models.classifier import BIAS, WEIGHT
+from megarl.models.folder import read_config
+from megarl.models.value_head import value_head_shapes
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder

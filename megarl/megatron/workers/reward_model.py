@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from megarl.config.classifier import score_head_of
+from megarl.config.device_spans import is_alone
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.data.local_batch import LocalBatch
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.model import ModelWorker
-from megarl.planning.device_spans import is_alone
+from megarl.models.classifier import score_head_of
+from megarl.models.folder import read_config
 
 
 class RewardModelWorker(ModelWorker):

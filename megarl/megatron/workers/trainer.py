@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Store
 
+from megarl.cluster.memory.rank import EXPERTS
+from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.config.value_head import without_value_head
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.core.metrics import Metric, merge
@@ -38,11 +39,10 @@ from megarl.megatron.profile import Profiler
 from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
-from megarl.planning.device_spans import is_alone
-from megarl.planning.memory import EXPERTS
+from megarl.models.shape import ModelShape
+from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.part import Part
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Fused, Grouped, Heads, Split, Whole
 
 _QKV = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")

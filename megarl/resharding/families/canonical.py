@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from megarl.config.classifier import score_head_of
-from megarl.config.value_head import value_head_shapes
+from megarl.models.classifier import score_head_of
+from megarl.models.shape import ModelShape
+from megarl.models.value_head import value_head_shapes
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part
-from megarl.resharding.families.shape import ModelShape
 
 Shape = tuple[int, ...]
 

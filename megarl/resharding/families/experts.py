@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.models.shape import ModelShape
 from megarl.resharding.families import mlp
 from megarl.resharding.families.part import Part
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Split, Whole
 
 # Transformer Engine has no layer that is both a norm and a router.

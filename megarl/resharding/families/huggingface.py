@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.huggingface import weights_dtype
+from megarl.models.huggingface import weights_dtype
 from megarl.resharding.families.canonical import Canonical
 from megarl.resharding.piece import Holder, Piece, Shard, whole
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megarl.config.divisors import divisors, does_not_divide
-from megarl.config.huggingface import weights_dtype
 from megarl.core.errors import UserError
+from megarl.models.huggingface import weights_dtype
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
 from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard

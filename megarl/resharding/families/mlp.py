@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.part import Part
-from megarl.resharding.families.shape import ModelShape
 from megarl.resharding.families.tiling import Fused, Split, Whole
 
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")

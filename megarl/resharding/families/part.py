@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.tiling import Tiling
 
 

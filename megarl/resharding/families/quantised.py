@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.config.huggingface import FP8_BLOCK as BLOCK
 from megarl.core.errors import UserError
+from megarl.models.huggingface import FP8_BLOCK as BLOCK
 from megarl.resharding.families.canonical import Canonical
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, shape_of, whole
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from megarl.resharding.families.shape import ModelShape
+    from megarl.models.shape import ModelShape
 
 
 class Block(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
-from megarl.data.model_folder import NotHere, config_here, default_cache
+from megarl.models.folder import NotHere, config_here, default_cache
 from megarl.resharding.families.quantised import FP8, quantised_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures

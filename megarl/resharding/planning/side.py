@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config.divisors import quotient
-from megarl.config.huggingface import completed
 from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
 from megarl.core.errors import UserError
+from megarl.models.huggingface import completed
 from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS

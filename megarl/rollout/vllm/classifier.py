@@ -10,10 +10,10 @@ import torch
 from vllm import LLM
 from vllm.config import PoolerConfig
 
-from megarl.config.classifier import score_head_of
 from megarl.config.schema import Config
 from megarl.core.types import Sample
-from megarl.data.model_folder import read_config
+from megarl.models.classifier import score_head_of
+from megarl.models.folder import read_config
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 

@@ -18,14 +18,14 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megarl.config.huggingface import completed, experts
+from megarl.cluster.memory.reserves import batched_tokens
 from megarl.config.schema import Rollout
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
-from megarl.data.model_folder import read_config
-from megarl.data.tokenizer import response_text
-from megarl.planning.reserves import batched_tokens
+from megarl.models.folder import read_config
+from megarl.models.huggingface import completed, experts
+from megarl.models.tokenizer import response_text
 from megarl.resharding.families.quantised import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan

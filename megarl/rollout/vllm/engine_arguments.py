@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm import EngineArgs
 
-from megarl.config.huggingface import completed, latent_attention
 from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, EngineSection
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
+from megarl.models.huggingface import completed, latent_attention
 
 FREE_SHARE = 0.01
 """The share of a GPU's memory that must be free for vLLM to start, by default nearly all; the KV cache has its given

@@ -17,8 +17,8 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import numbered
-from megarl.data.model_folder import resolve
-from megarl.report.jsonl import read_objects
+from megarl.core.jsonl import read_objects
+from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import ANSWER, REQUEST, SIDES, Request

@@ -18,13 +18,13 @@ from megarl.cluster.machine import (
     fits,
     host_suffices,
 )
-from megarl.cluster.model_folders import ModelFolders
+from megarl.cluster.memory.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS, NCCL
+from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.planning.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS, NCCL
-from megarl.planning.shared_gpu import Load, fullest_phase
+from megarl.models.run_models import ModelFolders
 from megarl.train import run
 from tests.paths import BASE
 from tests.published_models import CONFIGS

@@ -6,9 +6,9 @@ import pytest
 
 from megarl.cluster.groups.trainers import readers_of
 from megarl.cluster.placement import Placement, place
+from megarl.config.device_spans import device_spans, is_alone, sharing
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.planning.device_spans import device_spans, is_alone, sharing
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from tests.paths import QUICKSTART

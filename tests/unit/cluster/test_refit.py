@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import workers as module
-from megarl.cluster.model_folders import ModelFolders
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import place
 from megarl.cluster.refit import Refit
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers, launch_workers
+from megarl.config.device_spans import reward_model_is_beside_engines
 from megarl.config.load import load
 from megarl.core import device
-from megarl.planning.device_spans import reward_model_is_beside_engines
+from megarl.models.run_models import ModelFolders
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.rollout.engine import SyncStats
 from tests.paths import BASE

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from megarl.cluster import arrival
+from megarl.cluster import sync_verifier
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.sync_verifier import SyncVerifier
 from megarl.resharding.piece import whole
@@ -86,7 +86,7 @@ def test_steps_whose_learning_rate_may_be_lost_in_rounding_are_added_up(trainers
 
 def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
     """Its embeddings or experts may not have been used."""
-    monkeypatch.setattr(arrival, "NUM_REGIONS", 2)
+    monkeypatch.setattr(sync_verifier, "NUM_REGIONS", 2)
     watched = watch(trainers)
     sampled = {region.tensor for region in watched.expect(REGIONS, 0.0)}
     for _ in range(4):
@@ -95,8 +95,8 @@ def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
 
 
 def test_all_are_expected_at_first_then_a_sample_of_what_is_trained(trainers, monkeypatch):
-    monkeypatch.setattr(arrival, "NUM_REGIONS", 3)
-    monkeypatch.setattr(arrival, "NUM_ELEMENTS", 100)
+    monkeypatch.setattr(sync_verifier, "NUM_REGIONS", 3)
+    monkeypatch.setattr(sync_verifier, "NUM_ELEMENTS", 100)
     watched = SyncVerifier(trainers.checksums, "first", ["model.layers.[0-3].*"])
     first, later = watched.expect(REGIONS, 0.0), watched.expect(REGIONS, 0.0)
     assert first.keys() >= set(REGIONS) and first.keys() >= later.keys()

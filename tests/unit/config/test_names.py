@@ -45,13 +45,16 @@ from tests.readme import text_of
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
             "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts",
         ),
-        ("cluster.start_timeout_s", "start_timeout_s is now timeouts.start"),
+        ("cluster.start_timeout_s", "start_timeout_s was renamed to timeouts.start"),
         (
             "cluster.step_timeout_s",
-            "step_timeout_s is now timeouts (rollout, rewards, passes, update, refit, checkpoint)",
+            "step_timeout_s was renamed to timeouts (rollout, rewards, passes, update, refit, checkpoint)",
         ),
-        ("actor.megatron_extra", "megatron_extra is now megatron_overrides"),
-        ("rollout.vllm_extra", "vllm_extra is now vllm_overrides"),
+        ("actor.megatron_extra", "megatron_extra was renamed to megatron_overrides"),
+        ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
+        ("agreement.limit", "agreement was renamed to logprob_check"),
+        ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
+        ("rollout.vllm_extra", "vllm_extra was renamed to vllm_overrides"),
         (
             "run.quux.zyx",
             "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile",

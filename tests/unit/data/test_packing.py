@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.packing import Bundle, Lengths, balance, bundle, pack, schedule, share_out, spread
-from megarl.planning.token_cost import TokenCost
+from megarl.models.token_cost import TokenCost
 from tests.packing import packing
 
 BUDGET = 100

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.doctor.ranges import PACKAGES
+from megarl.planner.doctor.ranges import PACKAGES
 from tests.paths import ROOT
 
 CONTAINER = ROOT / "launch" / "container"

@@ -11,7 +11,6 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.doctor import machine
 from megarl.launch.folder import Job
 from megarl.launch.preflight import (
     NodeReport,
@@ -24,6 +23,7 @@ from megarl.launch.preflight import (
     reaching,
     send_report,
 )
+from megarl.planner.doctor import machine
 from tests.paths import ROOT
 
 NODES, RUN = ("n0", "n1", "n2"), Path("/shared/runs/a")

@@ -10,11 +10,11 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megarl.core.types import NO_BASELINE, NO_ROUTE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
-from megarl.data.model_folder import read_config
 from megarl.megatron import parallel
 from megarl.megatron.model.build import build_chunk, transformer_config
 from megarl.megatron.routes import LayerRouter, Routes, install_routers, metrics_of, routed
-from megarl.resharding.families.shape import ModelShape
+from megarl.models.folder import read_config
+from megarl.models.shape import ModelShape
 from tests.packing import packing
 from tests.parity import config_of
 from tests.routes import random_routes

@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from megarl.config.classifier import as_classifier, score_head_of
+from megarl.models.classifier import as_classifier, score_head_of
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.planning.check import check_plan

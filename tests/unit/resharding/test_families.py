@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.config.huggingface import FAMILIES
 from megarl.config.load import load
 from megarl.config.rules.layout import check_layout
-from megarl.config.rules.model import check_model
+from megarl.models.huggingface import FAMILIES
+from megarl.models.rules import check_model
+from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, megatron_holders, stage_sizes
-from megarl.resharding.families.shape import ModelShape
 from tests.paths import BASE
 from tests.published_models import CONFIGS, PARAMETERS
 from tests.unit.resharding.cases import config_of, layout_of

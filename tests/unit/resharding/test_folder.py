@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.folder import write_folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.config.huggingface import Experts
 from megarl.core.types import NO_ROUTE
+from megarl.models.huggingface import Experts
 from megarl.rollout.routes import of_layers_with_experts, whole_routes
 
 

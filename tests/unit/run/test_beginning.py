@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.data.weights_hash import weights_hash
+from megarl.models.weights_hash import weights_hash
 from megarl.run.beginning import check_beginning
 from tests.paths import BASE, ROOT
 from tests.unit.run.test_resume import PROMPTS, config, save, start

@@ -10,9 +10,9 @@ import pytest
 
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
-from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.core.types import Episode, RolloutInfo, Sample, VersionRun
+from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.test_rewards import sample
 

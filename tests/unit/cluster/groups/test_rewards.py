@@ -16,9 +16,9 @@ import pytest
 
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
-from megarl.cluster.model_folders import ModelFolders
 from megarl.config.load import load
 from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
+from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
 
 FUNCTIONS = """

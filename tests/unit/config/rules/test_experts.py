@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.rules.model import check_model
+from megarl.models.rules import check_model
 from tests.unit.config.rules.recipes import errors, recipe
-from tests.unit.config.rules.test_model import SMOLLM2
+from tests.unit.models.test_rules import SMOLLM2
 
 REPLAY = "actor.experts.replay_routes=true"
 

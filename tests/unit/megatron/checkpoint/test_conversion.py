@@ -523,7 +523,7 @@ def test_the_model_may_be_one_of_the_hub(tmp_path, monkeypatch):
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of())
     shutil.rmtree(tmp_path / "checkpoint" / "huggingface")
     monkeypatch.setattr(
-        "megarl.data.model_folder._from_hub", lambda key, name, revision: {"org/tiny": tmp_path / "hf"}[name]
+        "megarl.models.folder._from_hub", lambda key, name, revision: {"org/tiny": tmp_path / "hf"}[name]
     )
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", Path("org/tiny"))
     assert_same(weights_of(tmp_path / "back"), tensors)

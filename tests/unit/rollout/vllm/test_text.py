@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from megarl.data.tokenizer import UNDECODED, response_text
+from megarl.models.tokenizer import UNDECODED, response_text
 from tests.tiny_model import merging_tokenizer
 
 TEXT = "Grüße, 世界! 🙂🙂 a b  c\n1 + 1 = 2"

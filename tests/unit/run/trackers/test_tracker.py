@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.run.test_loop import loop
 
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
@@ -18,6 +17,7 @@ from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
 from tests.paths import BASE, ROOT
+from tests.unit.run.test_context import loop
 
 WANDB = """
 import os, time

@@ -1,0 +1,96 @@
+"""The sizes of a model's shards, each computed once however many layouts ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megarl.cluster.memory.rank import RankParameters
+from megarl.config.model_schema import Layout, Lora, Role
+from megarl.config.schema import Config
+from megarl.models.shape import ModelShape
+from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holder
+from megarl.resharding.families.megatron import chunk_layers
+from megarl.resharding.piece import Holder
+
+
+class ModelParameters:
+    """The shards of one model: what its trainer's ranks and its engine's hold. Ranks of a pipeline stage hold as many
+    parameters each, and neither context nor data parallelism changes how many."""
+
+    def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
+        """lora: the adapters that are trained beside the model, if any are."""
+        self._lora = lora
+        self.hf_config = hf_config
+        self.shape = ModelShape.of(hf_config)
+        self.count = sum(_elements(huggingface_holder(hf_config)))
+        self._stages: dict[tuple, RankParameters] = {}
+        self._layers: dict[tuple, list[list[range]]] = {}
+        self._engines: dict[tuple, int] = {}
+
+    def of_stage(self, layout: Layout, stage: int) -> RankParameters:
+        """Returns what each rank of a pipeline stage holds. Raises UserError where the model does not divide."""
+        layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
+        kinds = tuple(self.shape.has_experts(layer) for layer in layers)
+        key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
+        if key not in self._stages:
+            rank = stage * layout.tp * layout.cp * layout.dp
+            self._stages[key] = RankParameters.of(self.hf_config, layout, rank, self._lora)
+        return self._stages[key]
+
+    def _chunks(self, layout: Layout) -> list[list[range]]:
+        key = (layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+        if key not in self._layers:
+            self._layers[key] = chunk_layers(self.shape.num_layers, layout)
+        return self._layers[key]
+
+    def engine_bytes(self, config: Config) -> int:
+        """Returns the bytes of the weights of an engine's rank."""
+        key = (config.rollout.tp, config.model.dtype, config.rollout.has_whole_experts, config.rollout.quantization)
+        if key not in self._engines:
+            self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
+        return self._engines[key]
+
+
+def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
+    """Returns the holder of a rank of an engine, in the format that it has weights in."""
+    rollout = config.rollout
+    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
+    return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run.
+
+    trained   those that it trains, by their role
+    reward    config.json of its reward model, None without one
+    """
+
+    trained: Mapping[Role, ModelParameters]
+    reward: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        trained: Mapping[Role, Mapping[str, Any]],
+        reward: Mapping[str, Any] | None = None,
+        lora: Lora | None = None,
+    ) -> Models:
+        """
+        trained   config.json of each model that the run trains, with its head
+        lora      the actor's adapters, None where it is trained itself
+        """
+        adapters = {"actor": lora}
+        models = {role: ModelParameters(hf_config, adapters.get(role)) for role, hf_config in trained.items()}
+        return cls(models, reward)
+
+    @property
+    def actor(self) -> ModelParameters:
+        return self.trained["actor"]
+
+
+def _elements(holder: Holder) -> list[int]:
+    return [prod(shape) for shape in holder.shapes.values()]

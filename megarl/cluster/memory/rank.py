@@ -1,0 +1,304 @@
+"""The peak memory of one trainer rank in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.models.shape import ModelShape
+from megarl.resharding.families import megatron_holder
+from megarl.resharding.families.adapters import SHARED, adapter_holder
+
+if TYPE_CHECKING:
+    from megarl.config.model_schema import Layout, Lora
+    from megarl.config.schema import Config
+
+Recompute = Literal["none", "selective", "full"]
+FLOAT32 = 4
+EXPERTS = ".mlp.experts."
+"""The part of a name that tells routed experts' parameters."""
+ROUTER = ".mlp.router."
+"""The part of a name that tells a router's."""
+TILE = (4096, 8192)
+"""The tokens × vocabulary of a tile of the head's logits on a GPU, of which megarl/ops/linear_head.py makes one at a
+time."""
+
+
+def item_bytes(config: Config) -> int:
+    """Returns the bytes of a parameter and of an activation in a run's dtype."""
+    return FLOAT32 if config.model.dtype == "float32" else 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The bytes that a rank needs at once: in the backward pass of the second update, when Adam has its state.
+
+    weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes. With adapters of A
+                  parameters, (P + M) · b + A · 4: the matrices M that have one are there merged, too
+    gradients     P · 4, or A · 4: the float32 buffer that they are accumulated and reduced in
+    optimizer     P / d · 8, with weights of 2 bytes P / d · 12: Adam's two moments and the main weight, over the
+                  d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same.
+                  Of adapters, which are float32, A / d · 8
+    activations   outputs that the layers keep of the microbatches whose backward pass is still to come
+    head          hidden states of the scored rows, their gradient, and a tile of the head; on the last stage
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """The parameters that a rank holds.
+
+    count      all of them, the vocabulary's padding included
+    experts    those of routed experts
+    matrices   those that layers multiply activations with, but for routers
+    layers     for each of its layers, whether it has experts
+    is_last    whether it has the final norm, so that its stage is the last
+    adapters   parameters of its adapters, which alone are trained then; None without adapters
+    expert_adapters   those beside experts, but for what all experts of a layer share
+    """
+
+    count: int
+    experts: int
+    matrices: int
+    layers: tuple[bool, ...]
+    is_last: bool
+    adapters: int | None = None
+    expert_adapters: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.count if self.adapters is None else self.adapters
+
+    @property
+    def trained_experts(self) -> int:
+        return self.experts if self.adapters is None else self.expert_adapters
+
+    def weight_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of the weights, of num_bytes each: see RankMemory."""
+        if self.adapters is None:
+            return self.count * num_bytes
+        return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int, lora: Lora | None = None) -> RankParameters:
+        holder = megatron_holder(hf_config, layout, rank)
+        shapes = holder.shapes
+        adapters, expert_adapters = None, 0
+        if lora is not None:
+            factors = adapter_holder(holder, lora.rank, lora.share_experts).shapes
+            adapters = sum(map(prod, factors.values()))
+            expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
+        sizes = {name: prod(size) for name, size in shapes.items()}
+        matrices = [name for name, size in shapes.items() if ".layers." in name and len(size) > 1]
+        return cls(
+            count=sum(sizes.values()),
+            experts=sum(size for name, size in sizes.items() if EXPERTS in name),
+            matrices=sum(sizes[name] for name in matrices if ROUTER not in name),
+            layers=tuple(_layers(sizes)),
+            is_last=any("final_layernorm" in name for name in sizes),
+            adapters=adapters,
+            expert_adapters=expert_adapters,
+        )
+
+
+def rank_memory(
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    rank: int,
+    num_bytes: int,
+    num_tokens: int,
+    num_rows: int,
+    num_microbatches: int,
+    recompute: Recompute = "none",
+    lora: Lora | None = None,
+) -> RankMemory:
+    """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
+    less), as if the router sent every expert as many tokens.
+
+    num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16)
+    num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
+    """
+    shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
+    stage = rank // (layout.tp * layout.cp * layout.dp)
+    return stage_memory(shape, layout, stage, held, num_bytes, num_tokens, num_rows, num_microbatches, recompute)
+
+
+def stage_memory(
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    held: RankParameters,
+    num_bytes: int,
+    num_tokens: int,
+    num_rows: int,
+    num_microbatches: int,
+    recompute: Recompute = "none",
+) -> RankMemory:
+    """Returns the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
+    rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
+    in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
+    return RankMemory(
+        weights=held.weight_bytes(num_bytes),
+        gradients=held.trained * FLOAT32,
+        optimizer=range_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
+        activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
+        head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
+    )
+
+
+def range_size(layout: Layout, held: RankParameters) -> int:
+    """Returns the parameters that a rank updates, P / d: see RankMemory."""
+    others = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
+    return others + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+
+
+def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
+    """Returns the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
+    bytes, and in float32 their main weights and Adam's two moments."""
+    own = num_bytes if held.adapters is None else FLOAT32
+    return range_size(layout, held) * (own + 3 * FLOAT32)
+
+
+def forward_bytes(
+    shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
+) -> int:
+    """Returns the bytes that a pass without a backward pass needs on a rank: all that one layer makes, at most, its
+    input and its output, and the head on the last stage."""
+    rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
+    layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
+    hidden = 2 * shape.hidden * num_bytes / sequence
+    head = _head(shape, layout, rank_tokens, -(-num_rows // layout.cp), num_bytes) if held.is_last else 0
+    return round(rank_tokens * (max(layers, default=0) + hidden)) + head
+
+
+def layer_bytes(
+    shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
+) -> float:
+    """Returns the bytes that a layer keeps of one token until its backward pass.
+
+    With h hidden, b bytes:
+
+        norms       (4h + 2) · 4    input and normalised input of both, in float32, and their scales
+        linear in   2h · b          of attention's first layers; of gate and up, or of the router
+
+    Tensor parallelism divides attention and MLP, sequence parallelism the rest. Context parallelism shares out tokens,
+    but keys and values of all of them are gathered.
+    """
+    sequence = layout.tp if layout.sequence_parallel else 1
+    norms = ((4 * shape.hidden + 2) * FLOAT32) / sequence
+    linear = 2 * shape.hidden * num_bytes / sequence
+    if recompute == "full":
+        return shape.hidden * num_bytes / sequence
+    attention = _latent_attention if shape.latent else _attention
+    mlp = _experts if has_experts else _mlp
+    kept = norms + linear + attention(shape, layout, num_bytes)
+    return kept if recompute == "selective" else kept + mlp(shape, layout, num_bytes)
+
+
+def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """Returns the bytes of a token in attention. With q and k rows of query and of key, d the head's dimension:
+
+    (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output layer; cosines
+                                      and sines; the kernel's log-sum-exp
+    2 (q + k) · 4 + 2 · heads · 4     where queries and keys have norms, as of norms above; in float32 their inputs
+                                      are parts of what the first layer gave, kept whole: another (q + k) · 4
+    """
+    rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
+    kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
+    if not shape.qk_norm:
+        return kept
+    inputs = (3 if num_bytes == FLOAT32 else 2) * (shape.query + shape.key)
+    return kept + (inputs + shape.heads + shape.kv_heads) / layout.tp * FLOAT32
+
+
+def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """Returns the bytes of a token in latent attention. With q rows of the query, v of the values, p channels of a head
+    that have positions, r the ranks of both latents:
+
+    (2r + 2) · 4 + r · b              the latents' norms, and the linear layers after them; in float32 the key's
+                                      channels with positions come along: p · 4
+    (4q + v + 4p) · b + heads · 4     as above, with values as wide as keys, and the output cut to their width
+    """
+    latent, sequence = shape.latent, layout.tp if layout.sequence_parallel else 1
+    ranks = (latent.query_rank or 0) + latent.kv_rank
+    along = latent.position_dim if num_bytes == FLOAT32 else 0
+    latents = (2 * ranks + 2 + along) * FLOAT32 + ranks * num_bytes
+    rows = (2 * shape.query * (1 + layout.cp) + shape.value) / layout.tp + 4 * latent.position_dim
+    return latents / sequence + rows * num_bytes + shape.heads / layout.tp * FLOAT32
+
+
+def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """Returns the bytes of a token in an MLP of f rows, 3f · b: gate and up, and the activation's output."""
+    return 3 * shape.intermediate * num_bytes / layout.tp
+
+
+def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """Returns the bytes of a token in a mixture of e experts of f rows, a of them active, and s rows of shared experts:
+
+        a (h + 4f) · b    tokens as they were sent to the experts; as of an MLP, and its output once weighted
+        3s · b            as of an MLP
+        9e + 20a          the router's scores, twice, and its choice as a mask; as numbers, twice, with their scores
+
+    The ranks that share a sequence share out its tokens; those that share an expert gather what is sent to it.
+    """
+    experts = shape.experts
+    sent = experts.active * shape.hidden * layout.expert_tp / layout.tp
+    inside = 4 * experts.active * experts.intermediate / layout.tp
+    shared = 3 * experts.shared_intermediate / layout.tp
+    return (sent + inside + shared) * num_bytes + (9 * experts.count + 20 * experts.active) / layout.tp
+
+
+def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
+    """Returns the layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
+
+    One forward, one backward: a stage is ahead by as many microbatches as there are stages from it to the end.
+    Interleaved, by 2 · (stages after it) + (vpp − 1) · pp + 1 of its chunks (Narayanan et al., arXiv:2104.04473).
+    """
+    if layout.vpp == 1:
+        return num_layers * min(layout.pp - stage, num_microbatches)
+    ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return num_layers / layout.vpp * min(ahead, num_microbatches * layout.vpp)
+
+
+def _layers(names: Iterable[str]) -> list[bool]:
+    """Returns for each layer that the parameters belong to whether it has experts."""
+    layers: dict[str, bool] = {}
+    for name in names:
+        before, _, after = name.partition(".layers.")
+        if after:
+            layer = f"{before}.{after.partition('.')[0]}"
+            layers[layer] = layers.get(layer, False) or EXPERTS in name
+    return list(layers.values())
+
+
+def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
+    """Returns the bytes of a stage's layers, of which `has_experts` says whether each has experts. Where layers are
+    recomputed, one of them has all that it would keep otherwise."""
+    if not has_experts:
+        return 0
+    kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
+    whole = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in has_experts]
+    recomputed = max(one - other for one, other in zip(whole, kept, strict=True))
+    return round(rank_tokens * (sum(kept) / len(kept) * in_flight + recomputed))
+
+
+def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
+    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of float32
+    logits exists at a time, and its gradient, which is written over them where it is of float32, too."""
+    norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
+    rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
+    tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])
+    gradient = num_bytes if num_bytes < FLOAT32 else 0
+    return norm + rows + tile * (FLOAT32 + gradient)

@@ -1,0 +1,72 @@
+"""The rules of engines and models that share GPUs, wherever these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.device_spans import NAMES, device_spans
+from megarl.config.divisors import divisors
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
+
+
+def engines_fill_the_shared_gpus(config: Config) -> str | None:
+    rollout, ranks = config.rollout, config.actor.layout.world_size
+    workers = rollout.replicas * rollout.tp
+    if not _shares_gpus(config) or workers == ranks:
+        return None
+    replicas, rest = divmod(ranks, rollout.tp)
+    remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
+    return (
+        f"rollout.replicas={rollout.replicas}: colocated, each GPU has a rank of the actor and one of an engine, and "
+        f"actor.layout has {ranks} ranks, but {rollout.replicas} x rollout.tp={rollout.tp} = {workers}; set {remedy}, "
+        "or cluster.placement=disaggregated"
+    )
+
+
+def sharing_engines_sleep(config: Config) -> str | None:
+    if not _shares_gpus(config) or config.rollout.sleep:
+        return None
+    return (
+        "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
+        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while the models are trained on the same GPUs; set "
+        "rollout.sleep=true or cluster.placement=disaggregated"
+    )
+
+
+def sharing_ranks_do_not_send(config: Config) -> str | None:
+    if not _shares_gpus(config) or not config.sends_weights:
+        return None
+    return (
+        f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
+        "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"
+    )
+
+
+def weights_travel(config: Config, devices_per_node: int) -> bool:
+    """Returns whether a refit sends something: all of it, or, where engines read what is on their own node, what other
+    nodes have."""
+    first = device_spans(config)[NAMES["actor"]].start
+    return config.sends_weights or not stays_in_nodes(config.actor.layout, devices_per_node, first)
+
+
+def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:
+    """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
+    after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts
+    the ep x etp ranks that share them out. first: the device of the first rank."""
+    if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
+        return True
+    experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1
+    begins, sizes = (first, devices_per_node), (layout.tp, experts)
+    return layout.pp == 1 and all(begin % size == 0 for begin in begins for size in sizes)
+
+
+def _shares_gpus(config: Config) -> bool:
+    return config.is_colocated and not config.is_offline
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (
+    engines_fill_the_shared_gpus,
+    sharing_engines_sleep,
+    sharing_ranks_do_not_send,
+)

@@ -1,0 +1,43 @@
+"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.models.gguf FILE.gguf FOLDER`. Without a folder it
+prints the config.json that the folder would have.
+
+A process of its own, so that the memory of the conversion is given back when it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Writes the model as float32 safetensors, with its tokenizer, chat template and generation config.
+
+    Needs the packages gguf and accelerate beside transformers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    location = _location(source)
+    AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
+    # Without `dequantize` the weights stay in GGUF blocks, which cannot be saved.
+    quantization = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
+    model.save_pretrained(folder)
+
+
+def config_json(source: Path) -> str:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(**_location(source)).to_json_string()
+
+
+def _location(source: Path) -> dict[str, str]:
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        print(config_json(Path(sys.argv[1])))

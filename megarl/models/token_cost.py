@@ -1,0 +1,34 @@
+"""The cost of the parts of a training step, relative to each other: enough to balance ranks, not to predict seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.flops import training_flops
+from megarl.models.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Costs in units of one token's way through the linear layers.
+
+    attended   cost of one pair of a query and a key that it sees
+    scored     cost of one token whose log-prob is computed
+    """
+
+    attended: float
+    scored: float
+
+    def of(self, num_tokens: int, num_scored: int, num_attended: int) -> float:
+        return num_tokens + self.scored * num_scored + self.attended * num_attended
+
+    @classmethod
+    def of_model(cls, hf_config: Mapping[str, Any]) -> TokenCost:
+        shape = ModelShape.of(hf_config)
+        token = training_flops(shape, num_tokens=1, num_scored=0, num_attended=0)
+        return cls(
+            attended=training_flops(shape, num_tokens=0, num_scored=0, num_attended=1) / token,
+            scored=training_flops(shape, num_tokens=0, num_scored=1, num_attended=0) / token,
+        )

@@ -1,0 +1,21 @@
+"""The models that a run trains, made from those that its roles start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
+from megarl.models.classifier import as_classifier
+from megarl.models.value_head import with_value_head
+
+
+def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of the model that the role trains, with its heads. hf_config: the config of the model that it
+    starts from."""
+    if role == "critic":
+        return as_classifier(hf_config)
+    if role == "actor" and config.trains_reward_model:
+        return as_classifier(hf_config, config.algorithm.objective.spec.classifier)
+    return with_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)

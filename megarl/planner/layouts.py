@@ -1,0 +1,149 @@
+"""The layouts that a model and a number of GPUs allow, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.cluster.memory.parameters import ModelParameters
+from megarl.config.divisors import divisors
+from megarl.config.model_schema import Layout
+from megarl.config.rules import layout as layout_rules
+from megarl.config.rules import placed as placed_rules
+from megarl.config.schema import Config
+from megarl.config.violations import raise_all
+from megarl.core.errors import UserError
+from megarl.models.rules import check_model
+from megarl.planner.hardware import Cluster
+
+MOST_STAGES = 32
+LARGEST_ENGINE = 32
+SHORTEST_SHARE = 2048
+"""The tokens of the longest sample that a context-parallel rank has at least: below, it gains nothing."""
+
+
+def with_layout(config: Config, **sizes: Any) -> Config:
+    """Returns the recipe with these keys of actor.layout."""
+    layout = config.actor.layout.model_copy(update=sizes)
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"layout": layout})})
+
+
+def with_engine(config: Config, **keys: Any) -> Config:
+    """Returns the recipe with these keys of rollout."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
+
+
+def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each rule that the actor's layout, or its engines', breaks."""
+    lines = [rule("actor.layout.", config.actor.layout) for rule in layout_rules.RULES]
+    lines += [rule(config, config.actor) for rule in placed_rules.RULES]
+    try:
+        check_model(config, hf_config)
+    except UserError as error:
+        lines += str(error).splitlines()
+    return [line for line in lines if line is not None]
+
+
+class Sizes:
+    """The sizes of each kind of parallelism that the model divides by, among powers of two.
+
+    refused   the lines for those up to the largest that the cluster has room for, by which it does not
+    """
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
+        """Raises UserError for rules that the recipe breaks in any layout."""
+        self._config, self._hf_config = config, hf_config
+        self.refused: list[str] = []
+        raise_all(self._broken("actor.layout.tp", 1))
+        self.tp = self._legal("actor.layout.tp", min(cluster.num_gpus, cluster.gpus_per_node))
+        self.ep = self._legal("actor.layout.ep", cluster.num_gpus) if model.shape.experts else [1]
+        self.engine = [] if config.is_offline else self._legal("rollout.tp", min(cluster.num_gpus, LARGEST_ENGINE))
+
+    def _legal(self, key: str, most: int) -> list[int]:
+        found = []
+        for size in _powers_of_two(most):
+            lines = [line for line in self._broken(key, size) if line.startswith(f"{key}={size}:")]
+            self.refused += lines[:1]
+            found += [] if lines else [size]
+        return found
+
+    def _broken(self, key: str, size: int) -> list[str]:
+        whole = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, first_stage_layers=None, last_stage_layers=None)
+        config = with_layout(with_engine(self._config, tp=1), **whole, sequence_parallel=False)
+        name = key.rpartition(".")[2]
+        if key == "rollout.tp":
+            config = with_engine(config, tp=size)
+        elif name == "tp":
+            config = with_layout(config, tp=size, sequence_parallel=size > 1)
+        else:
+            config = with_layout(config, ep=size, etp=1)
+        try:
+            check_model(config, self._hf_config)
+        except UserError as error:
+            return str(error).splitlines()
+        return []
+
+
+def training_layouts(
+    config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
+) -> Iterator[Layout]:
+    """Yields the layouts of this many GPUs whose weights and gradients alone may fit. Whether all rules are kept is
+    asked of the whole recipe, see `broken_rules`."""
+    context = config.context_of(config.actor)[1]
+    for tp in sizes.tp:
+        if num_gpus % tp:
+            continue
+        for pp in (pp for pp in divisors(num_gpus // tp) if pp <= MOST_STAGES):
+            stages = _stages(model.shape.num_layers, pp)
+            if stages is None:
+                continue
+            for cp in (cp for cp in divisors(num_gpus // tp // pp) if cp == 1 or context // cp >= SHORTEST_SHARE):
+                if cp & (cp - 1):
+                    continue
+                for ep, etp in _expert_sizes(sizes, num_gpus // pp, tp):
+                    if not _may_fit(model, tp, pp, ep * (tp if etp is None else etp), memory_bytes):
+                        continue
+                    for vpp in (1, 2) if pp > 1 else (1,):
+                        yield Layout(
+                            tp=tp,
+                            pp=pp,
+                            vpp=vpp,
+                            cp=cp,
+                            ep=ep,
+                            etp=etp,
+                            dp=num_gpus // tp // pp // cp,
+                            sequence_parallel=tp > 1,
+                            first_stage_layers=None,
+                            last_stage_layers=stages or None,
+                        )
+
+
+def _expert_sizes(sizes: Sizes, ranks: int, tp: int) -> list[tuple[int, int | None]]:
+    """Returns (ep, etp) that tile the ranks of a pipeline stage."""
+    found: list[tuple[int, int | None]] = [(1, None)]
+    for ep in sizes.ep[1:]:
+        found += [(ep, etp) for etp in sorted({1, tp}) if ranks % (ep * etp) == 0]
+    return found
+
+
+def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory_bytes: float) -> bool:
+    """Returns whether bfloat16 weights and float32 gradients are below the memory, without the vocabulary's."""
+    shape = model.shape
+    experts = 0
+    if shape.experts is not None:
+        experts = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
+    rest = model.count - experts - 2 * shape.vocab * shape.hidden
+    return 6 * (rest / tp + experts / expert_ranks) / pp < memory_bytes
+
+
+def _stages(num_layers: int, pp: int) -> int | None:
+    """Returns the layers of the last stage, 0 where the layers divide evenly, None where no even rest is left."""
+    each = -(-num_layers // pp)
+    last = num_layers - (pp - 1) * each
+    if num_layers % pp == 0:
+        return 0
+    return last if last > 0 else None
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]

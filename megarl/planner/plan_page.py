@@ -1,0 +1,165 @@
+"""The picture of a plan as one HTML file: who is on which GPU, the memory of each phase, the timeline of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from megarl.cluster.memory.shared_gpu import Load
+from megarl.config.device_spans import ENGINE, NAMES, device_spans
+from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.planner.hardware import GIB, Cluster
+from megarl.planner.plan import Planned
+from megarl.planner.plan_text import table
+from megarl.planner.step_plan import StepPlan
+from megarl.report.page import figure, resource
+from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg
+from megarl.resharding.families.megatron import Coordinates
+
+WIDTH = 10.4
+"""Inches of a chart, as wide as the report's."""
+
+
+def write(planned: Planned, path: Path) -> None:
+    """Writes the page. Raises UserError where the file is there already, or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(render(planned))
+    except FileExistsError:
+        raise UserError(f"--html {path}: already there, and nothing is overwritten; name another file") from None
+    except OSError as error:
+        raise UserError(f"--html {path}: it cannot be written ({error.strerror})") from None
+
+
+def render(planned: Planned) -> str:
+    """Returns the page. It loads nothing and runs no script."""
+    best = planned.best
+    config, times = best.config, best.times
+    charts = (
+        figure(
+            "Memory of a GPU in each phase",
+            "The fullest GPU of the phase, in GiB; the line is what a GPU has. Phases follow each other.",
+            draw_memory(best.loads, best.cluster),
+            wide=True,
+        ),
+        figure(
+            "A step", "Predicted seconds of its phases, and what most of each goes to.", draw_timeline(best), wide=True
+        ),
+    )
+    summary = [
+        ("A step", f"{times.seconds:.1f} s"),
+        ("Fullest GPU", f"{best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB"),
+        ("Model", f"{planned.num_parameters / 1e9:.3g} billion parameters"),
+        *((f"{role}: pipeline bubble", f"{100 * time.bubble:.1f} %") for role, time in times.training.items()),
+    ]
+    return Template(resource("plan_page.html")).substitute(
+        name=escape(f"{config.run.name} on {best.cluster.num_gpus} x {best.cluster.name}"),
+        subtitle=escape(f"model.path={config.model.path}: {best.workload.describe()}"),
+        style=resource("page.css"),
+        summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary),
+        charts="".join(charts),
+        placement=escape(_placement(config)),
+        gpus="".join(_node_rows(config, best.cluster)),
+        words=escape(table(planned)),
+    )
+
+
+def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
+    """Draws a bar for each phase, of its parts in their order."""
+    with matplotlib.rc_context(STYLE):
+        picture = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(loads)), facecolor="none", layout="constrained")
+        axes = picture.add_subplot(facecolor="none")
+        names = list(dict.fromkeys(part for load in loads for part in load.parts))
+        for row, load in enumerate(reversed(loads)):
+            left = 0.0
+            for part, size in load.parts.items():
+                shade = 1 - 0.55 * (names.index(part) // len(SERIES)) / max(1, len(names) // len(SERIES))
+                colour = SERIES[names.index(part) % len(SERIES)]
+                axes.barh(row, size / GIB, left=left, height=0.55, color=colour, alpha=shade, linewidth=0)
+                if size / GIB > 0.055 * cluster.gpu.memory_gib:
+                    label = f"{part.removeprefix('actor: ').removeprefix('engine: ')}\n{size / GIB:.1f}"
+                    axes.text(left + size / GIB / 2, row, label, ha="center", va="center", fontsize=7)
+                left += size / GIB
+        axes.axvline(cluster.gpu.memory_gib, color=PALETTE["--ink"], linewidth=1.2)
+        axes.set_yticks(range(len(loads)), [load.phase.replace(", on", ",\non") for load in reversed(loads)])
+        axes.set_xlabel("GiB")
+        axes.set_xlim(0, 1.02 * max(cluster.gpu.memory_gib, *(load.total / GIB for load in loads)))
+        axes.grid(visible=False, axis="y")
+        return as_svg(picture, "Memory of a GPU in each phase")
+
+
+def draw_timeline(plan: StepPlan) -> str:
+    """Draws the phases of a step along its seconds, each on a line of its own, with what most of it goes to."""
+    spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
+    with matplotlib.rc_context(STYLE):
+        picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
+        axes = picture.add_subplot(facecolor="none")
+        for row, (phase, (start, end)) in enumerate(spans.items()):
+            axes.barh(-row, end - start, left=start, height=0.6, color=SERIES[row % len(SERIES)], linewidth=0)
+            label = f"{end - start:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
+            if end - start > 0.6 * step:
+                place, side = (start + end) / 2, "center"
+            elif start > step / 2:
+                place, side = start - 0.005 * step, "right"
+            else:
+                place, side = end + 0.005 * step, "left"
+            axes.text(place, -row, label, ha=side, va="center", fontsize=8)
+        axes.set_yticks([-row for row in range(len(spans))], list(spans))
+        axes.set_xlabel("seconds")
+        axes.set_xlim(0, step)
+        axes.grid(visible=False, axis="y")
+        return as_svg(picture, "A step")
+
+
+def _placement(config: Config) -> str:
+    spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
+    return f"{config.cluster.placement}: {spans}. Colours are pipeline stages."
+
+
+def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
+    """Yields a row for each node, a cell for each of its GPUs."""
+    spans = device_spans(config)
+    for first in range(0, cluster.num_gpus, cluster.gpus_per_node):
+        cells = []
+        for gpu in range(first, min(first + cluster.gpus_per_node, cluster.num_gpus)):
+            lines, stage = _on_gpu(config, spans, gpu)
+            kind = "" if stage is None else f" class=stage{stage % len(SERIES)}"
+            text = "".join(f"<span>{escape(line)}</span>" for line in lines)
+            cells.append(f"<td{kind}>{gpu}{text}</td>")
+        yield f"<tr><th>node {first // cluster.gpus_per_node}</th>{''.join(cells)}</tr>"
+
+
+def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str], int | None]:
+    """Returns a line for each rank on a GPU, and the pipeline stage of the actor's, if it has one."""
+    lines, stage = [], None
+    for placed in config.all_placed:
+        name = NAMES[placed.section]
+        if gpu in spans[name]:
+            place = Coordinates.of(placed.layout, gpu - spans[name].start)
+            lines.append(f"{name}: {_place(placed.layout, place, gpu - spans[name].start)}")
+            stage = place.stage if placed is config.actor else stage
+    if ENGINE in spans and gpu in spans[ENGINE]:
+        replica, rank = divmod(gpu - spans[ENGINE].start, config.rollout.tp)
+        lines.append(f"engine {replica}" + (f", tp {rank}" if config.rollout.tp > 1 else ""))
+    return lines, stage
+
+
+def _place(layout: Layout, place: Coordinates, rank: int) -> str:
+    """Returns a rank's place in each kind of parallelism that the layout has."""
+    within = rank % (layout.tp * layout.cp * layout.dp)
+    context, replica = within // layout.tp % layout.cp, within // (layout.tp * layout.cp)
+    found = {
+        "stage": (layout.pp, place.stage),
+        "dp": (layout.dp, replica),
+        "cp": (layout.cp, context),
+        "tp": (layout.tp, place.tp_rank),
+        "ep": (layout.ep, place.ep_rank),
+    }
+    return ", ".join(f"{kind} {number}" for kind, (size, number) in found.items() if size > 1) or "rank 0"

@@ -1,0 +1,241 @@
+"""The plans of a recipe as lines for people, and as an overlay of the recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import document
+from megarl.config.device_spans import num_devices
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.planner.hardware import GIB, STORAGE_GB_S
+from megarl.planner.plan import Planned, describe_layout
+from megarl.planner.save_time import SaveTime
+from megarl.planner.simulation import Simulated
+from megarl.planner.step_plan import StepPlan, StepTimes, host_memory
+from megarl.resharding.planning.preview import show_bytes
+
+SHOWN = 5
+
+
+def table(planned: Planned) -> str:
+    """Returns the ranked plans, and all of the first."""
+    best, found = planned.best, planned.found
+    config, cluster = best.config, best.cluster
+    used = num_devices(config)
+    rows = {
+        "cluster": cluster.describe(),
+        "model": f"model.path={config.model.path}: {planned.num_parameters / 1e9:.3g} billion parameters",
+        "step": best.workload.describe(),
+    }
+    lines = [f"{name:<10}{value}" for name, value in rows.items()]
+    if found is not None:
+        lines += [
+            f"layouts   {found.tried} for training keep all rules, {len(found.plans)} of the fastest fit with engines",
+            *(f"          not {line}" for line in found.refused),
+            "",
+            *_ranking(found.plans[:SHOWN]),
+            "",
+            "The first:",
+        ]
+    lines += [f"{name:<10}{value}" for name, value in _details(best, used)]
+    return "\n".join(lines)
+
+
+def simulated_table(found: Mapping[int, Simulated]) -> str:
+    """Returns a line for each simulated run."""
+    in_turn = found[0].step_seconds
+    lines = [
+        "simulated, by rollout.max_staleness:",
+        f"{'':>14}{'a step':>10}{'faster':>9}{'engines idle':>14}{'trainers idle':>15}{'mean age':>10}",
+        *(
+            f"{max_staleness:>14}{run.step_seconds:>8.1f} s{in_turn / run.step_seconds:>7.2f} x"
+            f"{100 * run.engines_idle:>12.1f} %{100 * run.trainers_idle:>13.1f} %{run.mean_age:>10.1f}"
+            for max_staleness, run in found.items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """Returns the plans as data: seconds, bytes, and keys of recipes."""
+    plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
+    return {
+        "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
+        "parameters": planned.num_parameters,
+        "layouts_tried": None if planned.found is None else planned.found.tried,
+        "plans": [_plan_dict(plan) for plan in plans],
+    }
+
+
+def _plan_dict(plan: StepPlan) -> dict[str, Any]:
+    config, times = plan.config, plan.times
+    engines = None if config.is_offline else {"replicas": config.rollout.replicas, "tp": config.rollout.tp}
+    return {
+        "layout": describe_layout(config.actor.layout.model_dump()),
+        "engines": engines,
+        "kv_cache_gib": None if config.is_offline else config.rollout.kv_cache_gib,
+        "recompute": config.actor.recompute,
+        "offload": config.actor.offload,
+        "nodes": _on_nodes(plan).cluster.nodes,
+        "step_seconds": times.seconds,
+        "phase_seconds": times.phases,
+        "bounds": times.bounds,
+        "overlapped_seconds": times.overlapped(config.is_colocated),
+        "save_seconds": None if plan.save is None else {"copying": plan.save.copying, "writing": plan.save.writing},
+        "gpu_bytes": {load.phase: dict(load.parts) for load in plan.loads},
+        "host_bytes": dict(plan.host),
+        "bubble": {role: time.bubble for role, time in times.training.items()},
+        "sent_bytes": {role: dict(time.volume) for role, time in times.training.items()},
+        "concurrent_sequences": None if times.rollout is None else times.rollout.concurrent,
+    }
+
+
+def _ranking(plans: Sequence[StepPlan]) -> list[str]:
+    header = ["", "step", "rollout", "training", "refit", "fullest", "actor.layout", "engines", "recompute", "offload"]
+    rows = [header, *([str(number), *_row(plan)] for number, plan in enumerate(plans, start=1))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(plan: StepPlan) -> list[str]:
+    config, times = plan.config, plan.times
+    training = times.training_seconds
+    rollout = "-" if times.rollout is None else f"{times.rollout.seconds:.1f} s"
+    refit = "-" if times.refit is None else f"{times.refit.seconds:.1f} s"
+    fullest = f"{plan.fullest.total / GIB:.1f} GiB"
+    offload = ", ".join(config.actor.offload) or "-"
+    return [
+        *(f"{times.seconds:.1f} s", rollout, f"{training:.1f} s", refit, fullest),
+        *(_layout(config), _engines(config), config.actor.recompute, offload),
+    ]
+
+
+def _layout(config: Config) -> str:
+    return " ".join(f"{name}={size}" for name, size in describe_layout(config.actor.layout.model_dump()).items())
+
+
+def _engines(config: Config) -> str:
+    return "-" if config.is_offline else f"{config.rollout.replicas} x tp={config.rollout.tp}"
+
+
+def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
+    config, times, cluster = plan.config, plan.times, plan.cluster
+    others = f", {cluster.num_gpus - used} are left over" if used < cluster.num_gpus else ""
+    cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB a GPU"
+    as_if = ", as if products were in bfloat16" if config.model.dtype == "float32" else ""
+    on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
+    rows = [
+        ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),
+        *([("optimizer", "stepped in host memory, which the trainer refuses so far")] if on_host else []),
+        ("gpus", f"{config.cluster.placement}: {used} of {cluster.num_gpus}{others}"),
+        ("memory", f"of {cluster.gpu.memory_gib:g} GiB, in each phase the fullest GPU; phases are not added:"),
+        *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
+        ("host", _host(plan)),
+        ("time", f"{times.seconds:.1f} s a step{as_if}:"),
+        *(("", line) for line in time_lines(times)),
+    ]
+    if times.rollout is not None:
+        room = times.rollout
+        rows.append(("sequences", f"{room.concurrent:,} on an engine at once, {room.guaranteed:,} if each is longest"))
+    for role, time in times.training.items():
+        sent = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in time.volume.items()) or "nothing"
+        rows.append((role, f"{time.microbatches} microbatches an update, pipeline bubble {100 * time.bubble:.1f} %"))
+        rows.append(("", f"a GPU sends in a step: {sent}"))
+    if times.refit is not None:
+        rows.append(("refit", f"{show_bytes(times.refit.entering)} enter each node of engines"))
+    if plan.save is not None:
+        rows.append(("save", _save(plan.save, config.checkpoint.background)))
+    overlapped = times.overlapped(config.is_colocated)
+    if overlapped is not None:
+        rows.append(("async", _asynchrony(config, times, overlapped)))
+    return rows
+
+
+def time_lines(times: StepTimes) -> list[str]:
+    bounds = times.bounds
+    return [
+        f"{phase} {seconds:.1f} s" + (f", most of it {bounds[phase]}" if phase in bounds else "")
+        for phase, seconds in times.phases.items()
+    ]
+
+
+def _save(save: SaveTime, in_background: bool) -> str:
+    meanwhile = "while training goes on" if in_background else "while training waits"
+    return (
+        f"a copy to host memory in {save.copying:.1f} s at least, and {show_bytes(save.node_bytes)} written by the "
+        f"fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+    )
+
+
+def _host(plan: StepPlan) -> str:
+    parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in plan.host.items()) or "0"
+    total = f"{sum(plan.host.values()) / GIB:.1f} GiB of {host_memory(plan.cluster) / GIB:,.0f}"
+    return f"{parts} = {total} on the fullest node"
+
+
+def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
+    gain = f"{overlapped:.1f} s a step at least, {times.seconds / overlapped:.2f} x as fast"
+    if config.is_colocated:
+        return f"without waiting for the last responses, on the same GPUs: {gain}"
+    return f"with the rollout of the next step beside training: {gain}"
+
+
+def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config, path: Path, gpus: str) -> None:
+    """Writes the first plan as an overlay of the recipe: what was given on the command line, and what the plan changes.
+
+    given   the recipe with the overrides
+
+    Raises UserError where the file is there already, or cannot be written.
+    """
+    best = planned.best
+    config = _on_nodes(best)
+    target = config.model_dump()
+    values: dict[str, Any] = {"base": os.path.relpath(recipe.resolve(), path.resolve().parent)}
+    for override in overrides:
+        _put(values, override.partition("=")[0].split("."), target)
+    for key in _changed((), given.model_dump(), target):
+        _put(values, key, target)
+    lines = [
+        f"# By `megarl plan {recipe} --gpus {gpus}`: a step of {best.times.seconds:.1f} s is predicted,",
+        f"# and {best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB on the fullest GPU.",
+        document.render(values),
+    ]
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("\n".join(lines))
+    except FileExistsError:
+        raise UserError(f"--emit {path}: already there, and nothing is overwritten; name another file") from None
+    except OSError as error:
+        raise UserError(f"--emit {path}: it cannot be written ({error.strerror})") from None
+    assert load(path) == config, "the overlay is not the plan"
+
+
+def _on_nodes(plan: StepPlan) -> Config:
+    """Returns the plan's config with the nodes that its ranks fill."""
+    nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
+    return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})
+
+
+def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    found = []
+    for name, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(name), dict) and value:
+            found += _changed((*key, name), old[name], value)
+        elif value != old.get(name):
+            found.append((*key, name))
+    return found
+
+
+def _put(values: dict[str, Any], key: Sequence[str], target: Mapping[str, Any]) -> None:
+    """Puts the target's value of a key into the nested values."""
+    value: Any = target
+    for part in key:
+        value = value[part]
+    for part in key[:-1]:
+        values = values.setdefault(part, {})
+    values[key[-1]] = value

@@ -1,0 +1,77 @@
+"""The refit of a recipe, planned and proven without its machines: what stays on a device, and what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.config.device_spans import ENGINE, NAMES, device_spans
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.models.folder import NotHere, config_here
+from megarl.models.rules import check_model
+from megarl.resharding.families import (
+    megatron_holders,
+    quantised_destinations,
+    quantised_sources,
+    vllm_holders,
+)
+from megarl.resharding.piece import Holder
+from megarl.resharding.planning.figures import Figures
+from megarl.resharding.planning.preview import plan_figures, read_speeds
+
+
+def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
+    """Returns the figures of the plan by which the recipe's engines take the actor's weights. Ranks are on the GPUs
+    that its placement gives them, the first ranks_per_node of which are those of the first node, and so on.
+
+    Raises UserError for a recipe without engines, and for a model that does not fit it, or is not on this machine.
+    """
+    if config.is_offline:
+        raise UserError(
+            f"data.format={config.data.format}: the recipe has no engines, whose weights would be planned for"
+        )
+    speeds = read_speeds(ranks_per_node, bandwidth)
+    try:
+        hf_config = config_here(config.model.path, revision=config.model.revision)
+    except NotHere as reason:
+        raise UserError(f"model.path={config.model.path}: {reason}; give a folder that has config.json") from None
+    check_model(config, hf_config)
+    hf_config = {**hf_config, "quantization_config": None}  # trainers and engines hold what it is quantised from
+    layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
+    spans = device_spans(config)
+    trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
+    whole_experts = rollout.has_whole_experts
+    bucket_bytes = None if rollout.refit_bucket_mib is None else rollout.refit_bucket_mib * 2**20
+
+    def place(holders: Sequence[Holder], gpus: range) -> list[Holder]:
+        pairs = zip(holders, gpus, strict=True)
+        return [replace(holder, node=gpu // ranks_per_node, device=gpu) for holder, gpu in pairs]
+
+    def make_sides() -> tuple[list[Holder], list[Holder]]:
+        trainers = megatron_holders(hf_config, layout, dtype)
+        engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
+        if rollout.quantization is not None:
+            trainers, engines = quantised_sources(hf_config, trainers), quantised_destinations(hf_config, engines)
+        return place(trainers, trainer_gpus), place(engines, engine_gpus)
+
+    placed = [list(trainer_gpus), list(engine_gpus), ranks_per_node]
+    inputs = [
+        hf_config,
+        layout.model_dump(),
+        dtype,
+        rollout.tp,
+        rollout.replicas,
+        whole_experts,
+        rollout.quantization,
+        placed,
+    ]
+    return plan_figures(inputs, make_sides, speeds, bucket_bytes)
+
+
+def transport_of(config: Config, found: Figures) -> str:
+    """Returns a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
+    way = "sent, over NCCL or gloo" if config.sends_weights else "read where they lie, by CUDA IPC or in shared memory"
+    if not config.sends_weights and found.bytes_by_link["inter"] > 0:
+        way += "; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
+    return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {way}"

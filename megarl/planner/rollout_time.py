@@ -1,0 +1,167 @@
+"""The seconds that engines take to sample a step's responses, in closed form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from megarl.cluster.memory.parameters import ModelParameters
+from megarl.cluster.memory.rank import item_bytes
+from megarl.cluster.memory.reserves import most_sequences
+from megarl.config.schema import Config
+from megarl.models.flops import forward_flops
+from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
+from megarl.planner.workload import Workload
+
+STEP_SECONDS = 1.5e-3
+"""What an engine's step takes beside its kernels: scheduling and launches. An assumption."""
+
+SEQUENCE_SECONDS = 2.6e-3 / 1024
+"""What it takes for each sequence: 2.6 ms for 1,024 were measured of vLLM's output processing on a CPU."""
+
+LAYER_SECONDS, EXPERTS_SECONDS = 40e-6, 40e-6
+"""What a layer's kernels take at least, however little they read, and its experts' beside them: about eight kernels of
+5 µs each. An assumption."""
+
+REDUCE_SECONDS = {True: 15e-6, False: 100e-6}
+"""The latency of an all-reduce over an engine's ranks, inside a node and over several. An assumption."""
+
+POINTS = 48
+"""The points at which the shrinking batch is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTime:
+    """The seconds of a rollout.
+
+    parts        what they go to -> seconds
+    full         seconds if the engines always had as many sequences as they have room for, as they have if the next
+                 step's prompts may begin before the last response has ended
+    concurrent   sequences of an engine that have room at once, each as long as the mean one is on average
+    guaranteed   those that have room if each is as long as it may be
+    """
+
+    parts: dict[str, float]
+    full: float
+    concurrent: int
+    guaranteed: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
+    """Returns the bytes of a token in the KV cache of an engine's rank. Ranks share KV heads out, and repeat them where
+    they are more; the latent of latent attention is whole on each."""
+    shape = model.shape
+    if shape.latent is not None:
+        return shape.num_layers * shape.latent_and_position * num_bytes
+    return shape.num_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
+
+
+def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
+    """Returns the time until the longest response has ended.
+
+    Lengths are taken to be such that the share of responses longer than t is (1 − t / L)^(L / r − 1), with the longest
+    L and the mean r. An engine with more samples than it has room for runs full until the last has begun; from there
+    on its batch shrinks by that law.
+    """
+    step = _Step(config, model, cluster)
+    samples = workload.samples / config.rollout.replicas
+    mean, longest = workload.response_tokens, workload.longest_response
+    token, cache = kv_bytes(model, config.rollout.tp, step.num_bytes), config.rollout.kv_cache_gib * GIB
+    room = int(cache / token / (workload.prompt_tokens + mean / 2))
+    batch = max(1, min(samples, room, most_sequences(config.rollout)))
+    parts: dict[str, float] = defaultdict(float)
+    full_steps = (samples - batch) * mean / batch
+    _add(parts, step.parts(batch, workload.prompt_tokens + mean / 2), full_steps)
+    power = longest / mean - 1
+    for point in range(POINTS):
+        done = (point + 0.5) / POINTS
+        active = max(1.0, batch * (1 - done) ** power)
+        _add(parts, step.parts(active, workload.prompt_tokens + done * longest), longest / POINTS)
+    prompts = workload.prompts * workload.prompt_tokens
+    pairs = prompts * workload.prompt_tokens / 2
+    engines = config.rollout.replicas * config.rollout.tp
+    prefill = forward_flops(model.shape, prompts, 0, pairs) / (engines * step.flops_per_second)
+    parts["prompts"] = prefill
+    always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
+    guaranteed = int(cache / token / config.rollout.context_length)
+    return RolloutTime(dict(parts), min(always_full, sum(parts.values())), room, guaranteed)
+
+
+def engine_step_seconds(
+    config: Config, model: ModelParameters, cluster: Cluster, context: float
+) -> Callable[[int], float]:
+    """Returns what gives the seconds of an engine's step by the number of its sequences, each of so many tokens."""
+    step = _Step(config, model, cluster)
+    return cache(lambda batch: sum(step.parts(batch, context).values()))
+
+
+def recompute_seconds(
+    config: Config, model: ModelParameters, cluster: Cluster, prompt_tokens: float
+) -> Callable[[float], float]:
+    """Returns what gives the seconds in which an engine computes the keys and values of a prompt and of so many tokens
+    after it."""
+    flops_per_second = _Step(config, model, cluster).flops_per_second * config.rollout.tp
+
+    def seconds(response_tokens: float) -> float:
+        tokens = prompt_tokens + response_tokens
+        return forward_flops(model.shape, tokens, 0, tokens * tokens / 2) / flops_per_second
+
+    return seconds
+
+
+def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:
+    for name, seconds in step.items():
+        parts[name] += seconds * steps
+
+
+class _Step:
+    """One step of an engine, in which every sequence of its batch gets a token."""
+
+    def __init__(self, config: Config, model: ModelParameters, cluster: Cluster):
+        rollout, shape = config.rollout, model.shape
+        self.num_bytes = item_bytes(config)
+        self.tp, self.shape = rollout.tp, shape
+        self.token = kv_bytes(model, rollout.tp, self.num_bytes)
+        weights = model.engine_bytes(config)
+        self.experts = 0.0
+        self.latency_of_kernels = shape.num_layers * LAYER_SECONDS
+        if shape.experts is not None:
+            matrices = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
+            self.latency_of_kernels += sum(shape.experts.layers) * EXPERTS_SECONDS
+            self.experts = matrices * (self.num_bytes if rollout.quantization is None else 1) / rollout.tp
+        self.dense = weights - self.experts
+        self.bandwidth = cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE
+        self.flops_per_second = cluster.gpu.tflops * 1e12 * DENSE_SHARE
+        self.link = cluster.link_bytes_per_second(rollout.tp)
+        self.latency = REDUCE_SECONDS[rollout.tp <= cluster.gpus_per_node]
+
+    def parts(self, batch: float, context: float) -> dict[str, float]:
+        """Returns the seconds of a step with this many sequences of this many tokens.
+
+        All weights are read, of a layer's E experts those that one of the batch's tokens goes to:
+        E (1 − (1 − a / E)^batch), with a active for each.
+        """
+        experts = self.shape.experts
+        touched = 1 - (1 - experts.active / experts.count) ** batch if experts else 0.0
+        reading = (self.dense + self.experts * touched) / self.bandwidth
+        products = forward_flops(self.shape, batch, batch, batch * context) / self.tp / self.flops_per_second
+        caching = batch * context * self.token / self.bandwidth
+        found = {
+            "engine's own loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
+            "latency of kernels": self.latency_of_kernels,
+            "reading the KV cache": caching,
+        }
+        if products > reading:
+            found["matrix products"] = products
+        else:
+            found["reading weights"] = reading
+        if self.tp > 1:
+            moved = 2 * batch * self.shape.hidden * self.num_bytes * (self.tp - 1) / self.tp
+            found["all-reduces"] = 2 * self.shape.num_layers * (self.latency + moved / self.link)
+        return found

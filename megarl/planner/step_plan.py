@@ -1,0 +1,202 @@
+"""What a step of one recipe needs and takes on a cluster: memory in each phase, seconds, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.cluster.memory.parameters import Models
+from megarl.cluster.memory.rank import item_bytes, stage_memory
+from megarl.cluster.memory.shared_gpu import Load
+from megarl.config.device_spans import sharing
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
+from megarl.planner.hardware import GIB, LINK_SHARE, Cluster
+from megarl.planner.phases import (
+    host_parts,
+    optimizer_share_in_host,
+    overfull,
+    phase_loads,
+    refusal,
+)
+from megarl.planner.refit_time import RefitTime, deltas_are_measured_faster, refit_time
+from megarl.planner.rollout_time import RolloutTime, rollout_time
+from megarl.planner.save_time import SaveTime, save_time
+from megarl.planner.train_time import TrainTime, train_time
+from megarl.planner.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The seconds of a step's phases.
+
+    rollout, refit   None where the responses are given
+    training         of each model that is trained
+    moving           what is offloaded, to host memory and back
+    side_by_side     whether models on devices of their own are trained at once
+    """
+
+    rollout: RolloutTime | None
+    training: Mapping[Role, TrainTime]
+    refit: RefitTime | None
+    moving: float
+    side_by_side: bool
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The phases of a step in their order, each with its seconds."""
+        found = {} if self.rollout is None else {"rollout": self.rollout.seconds}
+        for role, time in self.training.items():
+            found |= {f"{role}: passes": sum(time.passes.values()), f"{role}: update": sum(time.update.values())}
+        if self.refit is not None:
+            found["refit"] = self.refit.seconds
+        return {name: seconds for name, seconds in (found | {"offload": self.moving}).items() if seconds}
+
+    @property
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """The phases of a step, each with its start and its end in seconds. Side by side, all passes come before all
+        updates."""
+        found: dict[str, tuple[float, float]] = {}
+        now, batch, until = 0.0, "", 0.0
+        for name, seconds in self._in_order():
+            kind = name.partition(": ")[2] if self.side_by_side else ""
+            if not kind or kind != batch:
+                now = until
+            batch = kind
+            found[name] = (now, now + seconds)
+            until = max(until, now + seconds)
+        return found
+
+    def _in_order(self) -> list[tuple[str, float]]:
+        """Returns the phases in the order of their starts."""
+        order = {"passes": 1, "update": 2}
+        phases = list(self.phases.items())
+        if not self.side_by_side:
+            return phases
+        training = [phase for phase in phases if ": " in phase[0]]
+        training.sort(key=lambda phase: order[phase[0].partition(": ")[2]])
+        before = [phase for phase in phases if phase[0] == "rollout"]
+        return [*before, *training, *(phase for phase in phases if phase[0] in ("refit", "offload"))]
+
+    @property
+    def seconds(self) -> float:
+        return max((end for _, end in self.spans.values()), default=0.0)
+
+    @property
+    def training_seconds(self) -> float:
+        """The seconds of all passes and updates."""
+        ends = [span for name, span in self.spans.items() if ": " in name]
+        return max(end for _, end in ends) - min(start for start, _ in ends)
+
+    @property
+    def bounds(self) -> dict[str, str]:
+        """What takes most of each phase, with its share."""
+        parts: dict[str, Mapping[str, float]] = {} if self.rollout is None else {"rollout": self.rollout.parts}
+        for role, time in self.training.items():
+            parts |= {f"{role}: passes": time.passes, f"{role}: update": time.update}
+        found = {name: _largest(of_phase) for name, of_phase in parts.items() if of_phase}
+        if self.refit is not None:
+            found["refit"] = max(self.refit.parts, key=self.refit.parts.__getitem__)
+        return found
+
+    def overlapped(self, is_colocated: bool) -> float | None:
+        """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
+        sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew
+        by the work that each is, only the time is gained in which engines wait for the last responses."""
+        if self.rollout is None or self.refit is None:
+            return None
+        training = self.training_seconds
+        if is_colocated:
+            return self.rollout.full + training + self.refit.seconds
+        return max(self.rollout.seconds, training) + self.refit.seconds
+
+
+def _largest(parts: Mapping[str, float]) -> str:
+    name = max(parts, key=parts.__getitem__)
+    return f"{name} ({100 * parts[name] / sum(parts.values()):.0f} %)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A recipe on a cluster.
+
+    loads   the fullest GPU of each phase
+    host    what is in a node's host memory -> bytes
+    save    of a checkpoint, None where none is saved
+    broken  the line for a key that this model's GPUs refuse; None without one
+    """
+
+    config: Config
+    cluster: Cluster
+    workload: Workload
+    loads: tuple[Load, ...]
+    host: Mapping[str, float]
+    times: StepTimes
+    save: SaveTime | None
+    broken: str | None
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why it cannot run, with the arithmetic and the remedy; None if it fits."""
+        if self.broken is not None:
+            return self.broken
+        if load := overfull(self.loads, self.cluster):
+            return refusal(load, self.cluster)
+        needed, there = sum(self.host.values()), host_memory(self.cluster)
+        if needed <= there:
+            return None
+        parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.host.items())
+        return (
+            f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
+            f"{needed / GIB:.1f} GiB, and has {there / GIB:.0f}; offload less, or set checkpoint.background=false"
+        )
+
+    @property
+    def fullest(self) -> Load:
+        return max(self.loads, key=lambda load: load.total)
+
+
+def host_memory(cluster: Cluster) -> float:
+    return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
+
+
+def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
+    """Returns what a recipe's step needs and takes. Its layouts must have kept the rules."""
+    return StepPlan(
+        config=config,
+        cluster=cluster,
+        workload=workload,
+        loads=tuple(phase_loads(config, models, workload, cluster)),
+        host=host_parts(config, models, workload, cluster),
+        times=step_times(config, models, workload, cluster),
+        save=save_time(config, models, cluster),
+        broken=None if workload.is_offline else deltas_are_measured_faster(config, models.actor, cluster),
+    )
+
+
+def step_times(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepTimes:
+    num_bytes, beside = item_bytes(config), sharing(config)
+    training, moving = {}, 0.0
+    for role, model in models.trained.items():
+        settings = config.placed(role)
+        layout = settings.layout
+        empty = stage_memory(model.shape, layout, 0, model.of_stage(layout, 0), num_bytes, 0, 0, 1)
+        in_host = optimizer_share_in_host(settings, empty)
+        passes = workload.passes if role == "actor" else 1
+        epochs = config.epochs(settings)
+        if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
+            # TRPO: a trial, and for each product two forward passes and a gradient.
+            products = config.algorithm.trust_region.iterations
+            passes, epochs = passes + 2 * products + 1, 1 + products
+        training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
+        # Gradients are given up. Between the passes of an actor, for which its weights come back, and its update, the
+        # critic has its turn.
+        times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1
+        sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
+        moved = sum(size for part, size in sizes.items() if part in settings.offload)
+        moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
+    if workload.is_offline:
+        return StepTimes(None, training, None, 0.0, not any(beside.values()))
+    actor = models.actor
+    rollout = rollout_time(config, actor, workload, cluster)
+    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))

@@ -1,0 +1,215 @@
+"""The seconds of forward passes and updates in Megatron, and the bytes that each GPU sends, in closed form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megarl.cluster.memory.parameters import ModelParameters
+from megarl.cluster.memory.rank import RankParameters
+from megarl.config.model_schema import Layout, Trained
+from megarl.models.flops import expert_flops, forward_flops
+from megarl.models.shape import ModelShape
+from megarl.planner.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
+from megarl.planner.workload import Packed, Workload
+
+HOST_ADAM_BYTES = 10e9
+"""The bytes a second of optimizer state that a rank's CPU cores step, where it is kept in host memory: an eighth of a
+server's memory bandwidth, half used. An assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTime:
+    """The seconds of a step's passes and updates of one model.
+
+    passes        what the seconds of its forward passes go to -> seconds
+    update        what those of its updates go to -> seconds
+    microbatches  microbatches of a replica in one update
+    bubble        the share of an update in which a pipeline stage waits for others
+    volume        kind of communication -> bytes that a GPU sends in a step
+    """
+
+    passes: dict[str, float]
+    update: dict[str, float]
+    microbatches: int
+    bubble: float
+    volume: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.passes.values()) + sum(self.update.values())
+
+
+def train_time(
+    settings: Trained,
+    model: ModelParameters,
+    workload: Workload,
+    cluster: Cluster,
+    num_bytes: int,
+    num_passes: int,
+    epochs: int,
+    host_share: float = 0.0,
+) -> TrainTime:
+    """Returns the time of a model's passes and updates.
+
+    A pipeline of p stages and v virtual ones takes m microbatches through in (m + (p − 1) / v) times what its slowest
+    stage takes for one (Narayanan et al., arXiv:2104.04473). What ranks send inside a layer is waited for; what
+    replicas send is hidden behind the backward pass of one microbatch with overlap_communication.
+
+    num_bytes    of a parameter and of an activation
+    num_passes   forward passes before the updates
+    epochs       how often the model goes through the samples
+    host_share   the share of the optimizer's state that is stepped in host memory
+    """
+    layout = settings.layout
+    packed = workload.packed(settings)
+    count = packed.microbatches
+    stages = [
+        _Stage(settings, model, model.of_stage(layout, stage), packed, cluster, num_bytes) for stage in range(layout.pp)
+    ]
+    slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
+    waiting = (layout.pp - 1) / layout.vpp
+    # Of frozen weights, beside adapters, there is no gradient.
+    once = 3.0 if settings.adapters is None else 2.0
+    whole = once + (settings.recompute == "full")
+    update: dict[str, float] = defaultdict(float)
+    for name, seconds in slowest.forward.items():
+        update[name] += count * once * seconds
+        if settings.recompute == "full":
+            update["recomputation"] += count * seconds
+    if settings.recompute == "selective":
+        update["recomputation"] += count * slowest.mlp
+    one = sum(update.values()) / count
+    update["pipeline bubble"] = waiting * one
+    bubble = waiting / (count + waiting)
+    reduced = _replicas(settings, model.of_stage(layout, 0), cluster, num_bytes)
+    hidden = one * (once - 1) / once if settings.overlap_communication else 0.0
+    update["gradients and parameters between replicas"] = max(0.0, sum(reduced.values()) - hidden)
+    update["optimizer"] = _optimizer(layout, model.of_stage(layout, 0), cluster, host_share)
+    forward: dict[str, float] = defaultdict(float)
+    for name, seconds in slowest.forward.items():
+        forward[name] += (count + waiting) * seconds
+    forwards, steps = num_passes * workload.updates, epochs * workload.updates
+    rounds = count * (whole * steps + forwards)
+    volume = {name: size * rounds for name, size in slowest.volume.items()}
+    volume["replicas"] = steps * _replica_bytes(settings, model.of_stage(layout, 0), num_bytes)
+    return TrainTime(
+        passes={name: forwards * seconds for name, seconds in forward.items() if seconds and forwards},
+        update={name: steps * seconds for name, seconds in update.items() if seconds},
+        microbatches=count,
+        bubble=bubble,
+        volume={name: size for name, size in volume.items() if size},
+    )
+
+
+class _Stage:
+    """A pipeline stage's forward pass of one microbatch of a replica.
+
+    forward   what it goes to -> seconds
+    mlp       seconds of its MLPs
+    volume    kind of communication -> bytes that a rank sends
+    """
+
+    def __init__(
+        self,
+        settings: Trained,
+        model: ModelParameters,
+        held: RankParameters,
+        packed: Packed,
+        cluster: Cluster,
+        num_bytes: int,
+    ):
+        layout, shape, tokens = settings.layout, model.shape, packed.tokens
+        share = len(held.layers) / shape.num_layers
+        pairs = tokens * packed.pairs_per_token
+        rows = tokens * packed.scored_share if held.is_last else 0
+        experts = expert_flops(shape, tokens) * share
+        dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
+        speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
+        rest = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
+        in_experts = experts / (speed * _expert_share(layout, shape)) if experts else 0.0
+        self.mlp = max(rest, 0.0) / (speed * DENSE_SHARE) + in_experts
+        products = dense / (speed * DENSE_SHARE) + in_experts
+        self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
+        self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
+
+
+def _expert_share(layout: Layout, shape: ModelShape) -> float:
+    rows = shape.experts.intermediate / layout.expert_tp
+    return EXPERT_SHARE * rows / (rows + EXPERT_ROWS)
+
+
+def _layers(
+    layout: Layout, model: ModelParameters, held: RankParameters, tokens: float, cluster: Cluster, num_bytes: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the bytes that a rank sends in the forward pass of its layers, and the seconds that they take.
+
+    tensor    all-gather and reduce-scatter before and after attention and MLP: each tokens · h · b · (tp − 1) / tp
+    context   keys and values of all ranks are gathered: (cp − 1) · tokens · 2 k / tp · b
+    expert    every token to its active experts and back, where those that share an expert gather what is sent to it:
+              2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1)
+    pipeline  hidden states to the next stage, for each virtual stage
+    """
+    shape, tp = model.shape, layout.tp
+    hidden = tokens * shape.hidden * num_bytes
+    mixed = sum(held.layers)
+    plain = 2 * len(held.layers) - mixed  # attention, and MLPs that are no experts
+    keys = shape.latent_and_position * tp if shape.latent else 2 * shape.key
+    volume = {
+        "tensor": 2 * plain * hidden * (tp - 1) / tp,
+        "context": len(held.layers) * (layout.cp - 1) * tokens * keys / tp * num_bytes,
+        "expert": 0.0,
+        "pipeline": layout.vpp * hidden / tp if layout.pp > 1 else 0.0,
+    }
+    inside = outside = 0.0
+    if mixed and shape.experts is not None:
+        sent = 2 * mixed * hidden / tp * shape.experts.active
+        near = min(layout.ep, max(1, cluster.gpus_per_node // layout.expert_tp))
+        inside = sent * ((near - 1) / layout.ep + layout.expert_tp - 1)
+        outside = sent * (layout.ep - near) / layout.ep
+        volume["expert"] = inside + outside
+    stride = tp * layout.cp * layout.dp
+    seconds = {
+        "tensor-parallel collectives": volume["tensor"] / cluster.link_bytes_per_second(tp),
+        "context-parallel collectives": volume["context"] / cluster.link_bytes_per_second(layout.cp, tp),
+        "tokens to experts": max(
+            inside / (LINK_SHARE * 1e9 * cluster.gpu.nvlink_gb_s),
+            outside / (LINK_SHARE * 1e9 * cluster.gpu.network_gb_s),
+        ),
+        "pipeline sends": volume["pipeline"] / cluster.link_bytes_per_second(layout.pp, stride),
+    }
+    return volume, seconds
+
+
+def _replica_bytes(settings: Trained, held: RankParameters, num_bytes: int) -> float:
+    return sum(size for size, _, _ in _replica_groups(settings.layout, held, num_bytes))
+
+
+def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_bytes: int) -> dict[str, float]:
+    """Returns the seconds in which gradients (float32) are reduced and scattered over replicas, and parameters
+    gathered: of experts over those that have the same."""
+    return {
+        str(number): size / cluster.link_bytes_per_second(ranks, stride)
+        for number, (size, ranks, stride) in enumerate(_replica_groups(settings.layout, held, num_bytes))
+    }
+
+
+def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
+    """Returns (bytes that a rank sends, ranks, stride) of both groups of replicas."""
+    ranks = layout.tp * layout.cp * layout.dp
+    groups = (
+        (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
+        (held.trained_experts, ranks // (layout.ep * layout.expert_tp), layout.ep * layout.expert_tp),
+    )
+    return [(size * (4 + num_bytes) * (n - 1) / n, n, stride) for size, n, stride in groups]
+
+
+def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
+    """Returns the seconds of Adam's step: it reads and writes 30 bytes a parameter of its share. What is kept in host
+    memory gets its gradients over PCIe, is stepped there (28 bytes a parameter) and sends weights back."""
+    ranks = layout.tp * layout.cp * layout.dp
+    share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
+    share += held.trained_experts * layout.expert_tp * layout.ep / ranks
+    on_gpu = share * (1 - host_share) * 30 / (cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
+    copied = share * host_share * 6 / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
+    return on_gpu + copied + share * host_share * 28 / HOST_ADAM_BYTES

@@ -1,1 +1,0 @@
-"""Pure arithmetic on models and layouts."""

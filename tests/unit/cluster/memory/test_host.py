@@ -1,0 +1,81 @@
+"""The host memory of a run without a GPU: by hand for a model whose number of parameters is known."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megarl.cluster.memory.host import least_host_bytes
+from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.config.load import load
+from tests.paths import BASE
+
+HF_CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+BLOCKS = dict(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1, head_dim=128)
+COUNT = LlamaForCausalLM(HF_CONFIG).num_parameters()
+ACTOR, REFERENCE, ENGINES = "actor: weights, gradients, optimizer", "reference: weights", "engines: weights"
+
+
+def parts(*overrides: str, model: LlamaConfig = HF_CONFIG) -> dict[str, int]:
+    hf_config = model.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+    return least_host_bytes(
+        config, Models.of({"actor": hf_config}, lora=config.actor.adapters), ModelParameters(hf_config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actor", "engines"),
+    [
+        (["model.dtype=float32"], 4 + 4 + 8, 4),
+        (["model.dtype=bfloat16"], 2 + 4 + 12, 2),
+        (["model.dtype=float32", "actor.layout.dp=2", "rollout.replicas=3"], 2 * (4 + 4) + 8, 3 * 4),
+        (["model.dtype=float32", "actor.layout.pp=2", "actor.layout.tp=2"], 4 + 4 + 8, 4),
+        (["model.dtype=float32", "actor.frozen=['*.layers.0.*']"], 4, 4),
+    ],
+    ids=["float32", "bfloat16", "replicas", "stages", "frozen"],
+)
+def test_bytes_of_a_parameter(overrides, actor, engines):
+    """Norms, which tensor parallelism repeats, are a hundredth of this model."""
+    found = parts(*overrides)
+    assert found.keys() == {ACTOR, ENGINES}
+    assert found[ACTOR] == pytest.approx(actor * COUNT, rel=0.01)
+    assert found[ENGINES] == engines * COUNT
+
+
+def test_a_reference_is_a_copy_of_the_weights():
+    found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
+    assert found[REFERENCE] == 4 * COUNT
+
+
+def test_adapters_are_trained_in_place_of_the_model_which_is_the_reference():
+    """Their number is PEFT's; merged with the matrices, which are all but embedding, head and norms, they go to the
+    engines."""
+    adapted = get_peft_model(LlamaForCausalLM(HF_CONFIG), LoraConfig(r=4, target_modules="all-linear"))
+    adapters, _ = adapted.get_nb_trainable_parameters()
+    matrices = COUNT - 2 * 256 * 64 - 9 * 64
+    found = parts("model.dtype=bfloat16", "actor.lora.rank=4", "algorithm.kl.coefficient=0.1")
+    assert found == {ACTOR: 2 * (COUNT + matrices) + (4 + 4 + 8) * adapters, ENGINES: 2 * COUNT}
+
+
+def test_an_engine_of_fp8_blocks_and_the_copy_that_it_takes():
+    """Llama's matrices, a byte each, and the rest in bfloat16; scales are a four-thousandth."""
+    model = LlamaConfig(**HF_CONFIG.to_dict() | BLOCKS)
+    sizes = {name: p.numel() for name, p in LlamaForCausalLM(model).named_parameters()}
+    matrices = sum(size for name, size in sizes.items() if "proj" in name)
+    found = parts("rollout.quantization=fp8_block", "model.dtype=bfloat16", "actor.layout.dp=2", model=model)
+    assert found["actor: fp8 copy for the engines"] == 2 * matrices
+    assert found[ENGINES] == pytest.approx(2 * sum(sizes.values()) - matrices, rel=1e-3)
+
+
+def test_an_engine_that_quantises_is_left_out():
+    assert ENGINES not in parts("model.dtype=float32", "rollout.vllm_overrides={quantization: fp8}")

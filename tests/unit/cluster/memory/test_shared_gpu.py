@@ -1,0 +1,113 @@
+"""The load of a shared GPU, by a model whose number of parameters is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.cluster.memory.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS, NCCL
+from megarl.cluster.memory.shared_gpu import Load, fullest_phase
+from megarl.config.load import load
+from megarl.config.schema import Config
+from tests.paths import BASE
+from tests.unit.cluster.memory.test_rank import PARAMETERS, QWEN_1_5B
+
+GIB = 2**30
+ITEMS = {CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS, "reward model: activations", "reward model: logits"}
+
+
+def config(*overrides: str) -> Config:
+    return load(BASE, ["model.path=qwen", "data.source=arithmetic", *overrides])
+
+
+def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) -> Load:
+    """Returns the fullest phase, without what test_reserves.py is about."""
+    trained = {"actor": QWEN_1_5B, **({"critic": QWEN_1_5B} if critic else {})}
+    load = fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu, gpus_per_node=8)
+    return replace(load, parts={part: size for part, size in load.parts.items() if part not in ITEMS})
+
+
+def test_weights_gradients_and_optimizer_beside_the_engines_weights():
+    """Each parameter has 2 + 4 + 12 bytes in the actor and 2 in the engine, in bfloat16."""
+    load = fullest("rollout.kv_cache_gib=1")
+    assert load.phase == "while the engine samples"
+    assert sum(load.parts.values()) == 20 * PARAMETERS + GIB
+    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters]")
+    assert load.phase == "while the engine takes weights"
+    assert load.parts == {"actor: weights, gradients, optimizer": 18 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+
+
+@pytest.mark.parametrize(("away", "name", "size"), [("gradients", "optimizer", 14), ("optimizer", "gradients", 6)])
+def test_gradients_and_optimizer_have_left_when_the_engine_takes_weights(away: str, name: str, size: int):
+    load = fullest("rollout.kv_cache_gib=1", f"actor.offload=[parameters, {away}]")
+    assert load.phase == "while the engine takes weights"
+    assert load.parts == {f"actor: weights, {name}": size * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+    load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters, gradients, optimizer]")
+    assert load.parts == {"actor: weights": 2 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
+
+
+def test_what_stays_while_the_engine_samples():
+    load = fullest("rollout.kv_cache_gib=60", "actor.offload=[optimizer, gradients]")
+    assert load.phase == "while the engine samples"
+    assert load.parts == {
+        "actor: parameters": 2 * PARAMETERS,
+        "engine: weights": 2 * PARAMETERS,
+        "engine: KV cache": 60 * GIB,
+    }
+    assert "actor: parameters" not in fullest("rollout.kv_cache_gib=60", "actor.offload=[parameters]").parts
+
+
+def test_float32_has_no_main_weights_of_its_own():
+    load = fullest("model.dtype=float32", "actor.offload=[parameters]", "rollout.kv_cache_gib=0.1")
+    assert load.parts == {"actor: weights, gradients, optimizer": 16 * PARAMETERS, "engine: weights": 4 * PARAMETERS}
+
+
+def test_ranks_of_other_models_on_the_same_gpu():
+    settings = (
+        "algorithm.advantage.estimator=gae",
+        "actor.layout.dp=2",
+        "rollout.replicas=2",
+        "rollout.kv_cache_gib=1",
+    )
+    offload = "critic.offload=[parameters, optimizer]"
+    first, second = (fullest(*settings, offload, gpu=gpu, critic=True).parts for gpu in range(2))
+    # Fullest is where the critic is saved, whose weights are back. Of its optimizer only a parameter's is at a time.
+    own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is shared out over two ranks
+    assert first["actor: weights, gradients, optimizer"] == own
+    assert first["critic: weights, gradients"] == 2 * PARAMETERS + 4 * PARAMETERS
+    assert second["actor: optimizer"] == 6 * PARAMETERS
+    assert not any("critic" in part for part in second), "it has one rank"
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ("{path: rm}", {"reward model: weights": 2 * PARAMETERS}),
+        ("{path: rm, offload: [parameters]}", {}),
+        (
+            "{path: rm, engine: vllm, kv_cache_gib: 3}",
+            {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
+        ),
+        (
+            "{path: rm, engine: vllm, kv_cache_gib: 3, input_format: question}",
+            {"reward model: weights": 2 * PARAMETERS, "reward model: KV cache": 3 * GIB},
+        ),
+    ],
+)
+def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[str, float]):
+    few, many = (
+        fullest(
+            f"reward_model={settings}", f"rollout.kv_cache_gib={size}", "actor.offload=[parameters]", reward=QWEN_1_5B
+        )
+        for size in (1, 60)
+    )
+    assert (few.phase, many.phase) == ("while the engine takes weights", "while the engine samples")
+    for found in (few, many):
+        assert {part: size for part, size in found.parts.items() if "reward" in part} == parts
+
+
+@pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_overrides.optimizer={a: 1}"])
+def test_what_is_not_certain_is_not_counted(extra: str):
+    load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")
+    assert load.parts == {"actor: parameters": 2 * PARAMETERS, "engine: weights": 0, "engine: KV cache": 60 * GIB}

@@ -1,0 +1,90 @@
+"""The object store's size against samples as they are pickled."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.cluster.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
+from megarl.models.huggingface import Experts
+from tests.paths import BASE
+
+SOURCE = np.random.default_rng(0)
+LONG = ("rollout.context_length=4096", "rollout.max_new_tokens=3072")
+
+
+def config(*overrides: str) -> Config:
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
+
+
+def longest_sample(settings: Config, routed: Experts | None = None) -> Sample:
+    """Its text is of 4.5 letters a token, or Chinese of 1.5 characters."""
+    n, context, top_k = settings.rollout.max_new_tokens, settings.rollout.context_length, settings.rollout.top_k
+    candidates = None
+    if top_k is not None:
+        candidates = CandidateIds.of([SOURCE.integers(150_000, size=top_k) for _ in range(n)])
+    return Sample(
+        id="12.345.6",
+        prompt=Prompt("data.jsonl:12345", "词" * int(1.5 * (context - n)), SOURCE.integers(150_000, size=context - n)),
+        response_ids=SOURCE.integers(150_000, size=n),
+        response_logprobs=-SOURCE.random(n),
+        response_mask=SOURCE.random(n) < 0.5,
+        versions=(VersionRun(1, n),),
+        finish_reason="length",
+        text="x" * int(4.5 * n),
+        candidate_ids=candidates,
+        routes=None if routed is None else SOURCE.integers(128, size=(context, 5, 8)).astype(np.int8),
+    )
+
+
+@pytest.mark.parametrize("top_k", ["null", "20"])
+def test_a_sample_takes_at_most_what_the_closed_form_says_and_little_less(top_k):
+    wanted = config(*LONG, f"rollout.top_k={top_k}")
+    pickled = len(pickle.dumps(longest_sample(wanted), 5))
+    assert 0.75 * sample_bytes(wanted, None) <= pickled <= sample_bytes(wanted, None)
+
+
+def test_routes_take_room_too():
+    """The first of six layers has no experts."""
+    wanted = config(*LONG, "actor.experts.replay_routes=true")
+    routed = Experts(128, active=8, intermediate=768, shared_intermediate=0, layers=(False, *(True,) * 5))
+    pickled = len(pickle.dumps(longest_sample(wanted, routed), 5))
+    assert 0.75 * sample_bytes(wanted, routed) <= pickled <= sample_bytes(wanted, routed)
+    assert sample_bytes(config(*LONG), routed) == sample_bytes(config(*LONG), None)
+
+
+def test_scores_of_tokens_take_room_too():
+    plain = sample_bytes(config(*LONG), None)
+    with_values = sample_bytes(config(*LONG, "algorithm.advantage.estimator=gae"), None)
+    scores = len(pickle.dumps(torch.zeros(3072), 5))
+    assert scores <= with_values - plain <= 1.25 * scores
+
+
+def test_it_follows_from_the_batch():
+    step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    assert num_samples(config(*step)) == 64 * 16
+    assert num_samples(config(*step, "batch.sampling_rounds=3")) == 3 * 64 * 16
+    assert num_samples(config(*step, "algorithm.advantage.estimator=remax")) == 64 * 17
+    small, large = (object_store_mib(config(*step, f"batch.samples_per_prompt={n}"), None) for n in (16, 32))
+    assert large - FLOOR_MIB == pytest.approx(2 * (small - FLOOR_MIB), abs=1)
+
+
+def test_an_evaluation_may_have_more_samples_than_a_step():
+    sets = "evaluation.sets=[{name: a, size: 100, samples_per_prompt: 4, temperature: 1.0}, {name: b}]"
+    large = config("batch={prompts_per_step: 8, samples_per_prompt: 2, prompts_per_update: 8}", sets)  # 16 in a step
+    of_samples = object_store_mib(large, None) - FLOOR_MIB
+    assert of_samples == pytest.approx(400 * sample_bytes(large, None) / 2**20, abs=1)
+
+
+def test_rows_of_offline_data_are_samples(tmp_path: Path):
+    pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, format: preferences}"]
+    assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16
+
+
+def test_a_given_size_is_taken_as_it_is():
+    assert object_store_mib(config("cluster.object_store_mib=80"), None) == 80

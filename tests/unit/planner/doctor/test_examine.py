@@ -1,0 +1,63 @@
+"""`megarl doctor` as a whole: what it prints, its exit code, and that it needs nothing that it looks for."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from megarl.planner.doctor.examine import table
+from megarl.planner.doctor.finding import Finding
+from tests.paths import ROOT
+
+CPU_S, TIMEOUT_S = 10, 120
+"""The seconds of computation that it may take, and those until it is taken for hung on a busy machine."""
+
+
+def doctor(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    command = [*python, "-m", "megarl.cli", "doctor", *arguments]
+    before = computed_s()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert computed_s() - before < CPU_S
+    return done
+
+
+def computed_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_what_these_tests_run_on_is_as_a_run_needs_it(tmp_path):
+    done = doctor("--folder", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "all is as a run needs it"
+
+
+def test_findings_as_json(tmp_path):
+    findings = json.loads(doctor("--json", "--folder", str(tmp_path)).stdout)
+    assert {"name", "state", "found", "wanted", "fix"} == set(findings[0])
+    assert {"Python", "torch", "GPUs", "shared memory"} <= {finding["name"] for finding in findings}
+
+
+def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
+    """The site's packages are left out: the core's own come from the path."""
+    code = (
+        "import sys, importlib.metadata as m; from megarl.planner.doctor import packages\n"
+        "packages.installed = lambda names: None\n"
+        "from megarl import cli; sys.argv = ['megarl', 'doctor']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "! torch" in done.stdout and "→ pip install 'torch" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("to be changed: torch, megatron-core, vllm, ray, transformers")
+
+
+@pytest.mark.parametrize("state", ["ok", "note", "problem"])
+def test_a_fix_is_a_line_below(state):
+    lines = table([Finding("a", state, "1", ">2", "do this"), Finding("long", "ok", "22")]).splitlines()
+    assert lines[0].split() == [*({"ok": [], "note": ["·"], "problem": ["!"]}[state]), "a", "1", "(>2)"]
+    assert lines[1].strip() == "→ do this"
+    assert lines[-1] == ("to be changed: a" if state == "problem" else "all is as a run needs it")

@@ -1,0 +1,78 @@
+"""What is said of GPUs, from outputs of nvidia-smi in its own format."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, driver, links, look_at_gpus
+
+H100 = "NVIDIA H100 80GB HBM3, 81559, 580.82.07\n"
+TWO = """\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPIX\t0-47\t0\tN/A
+GPU1\tNV18\t X \tSYS\t48-95\t1\tN/A
+NIC0\tPIX\tSYS\t X \t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def answers(query: str | None, topology: str | None = None):
+    return lambda command: {QUERY: query, TOPOLOGY: topology}[tuple(command)]
+
+
+@pytest.mark.parametrize("said", [None, "", "\n"])
+def test_without_gpus_runs_compute_on_the_cpu(said):
+    [finding] = look_at_gpus("2.13.0+cpu", None, answers(said))
+    assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
+
+
+def test_eight_gpus_are_counted_and_one_driver_is_told():
+    found = look_at_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
+    assert [each.found for each in found[:2]] == ["8 × NVIDIA H100 80GB HBM3, 80 GiB", "580.82.07"]
+    assert [each.state for each in found] == ["ok", "ok", "note"]
+
+
+def test_one_gpu_has_no_links():
+    assert [each.name for each in look_at_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
+
+
+@pytest.mark.parametrize(
+    ("found", "torch", "runtime", "state"),
+    [
+        ("580.65.06", "2.13.0+cu130", None, "ok"),
+        ("575.51.03", "2.13.0+cu130", None, "problem"),
+        ("535.161.08", "2.11.0+cu128", "12.8.90", "ok"),
+        ("470.82.01", "2.11.0+cu128", "12.8.90", "problem"),
+        ("580.65.06", "2.13.0+cpu", None, "problem"),
+        ("580.65.06", "2.13.0", "13.0.96", "ok"),
+        ("575.51.03", "2.13.0", "13.0.96", "problem"),
+        ("535.161.08", "2.11.0", "12.8.90", "ok"),
+        ("580.65.06", "2.13.0", None, "ok"),
+        ("580.65.06", None, None, "ok"),
+    ],
+)
+def test_the_driver_is_compared_with_torchs_cuda(found, torch, runtime, state):
+    finding = driver(found, torch, runtime)
+    assert finding.state == state
+    assert bool(finding.fix) == (state == "problem")
+
+
+def test_links_of_all_pairs():
+    assert links(2, TWO).found == "NVLink between all 2 GPUs"
+
+
+def test_links_of_some_pairs():
+    rows = ["GPU0 X NV4 SYS SYS", "GPU1 NV4 X SYS SYS", "GPU2 SYS SYS X NV4", "GPU3 SYS SYS NV4 X"]
+    finding = links(4, "\n".join(rows))
+    assert (finding.state, finding.found) == ("note", "NVLink between 2 of 6 pairs of GPUs")
+
+
+def test_a_command_that_is_missing_fails_or_hangs_says_nothing(monkeypatch):
+    assert ask(["no-such-command-here"]) is None
+    assert ask(["false"]) is None
+    monkeypatch.setattr("megarl.planner.doctor.gpus.TIMEOUT_S", 0.05)
+    assert ask(["sleep", "5"]) is None
+    assert ask(["echo", "here"]) == "here\n"

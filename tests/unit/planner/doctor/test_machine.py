@@ -1,0 +1,102 @@
+"""What is said of the machine, from files in the kernel's format and folders of the test."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+import pytest
+
+from megarl.planner.doctor import machine
+from megarl.planner.doctor.machine import (
+    GIB,
+    can_listen,
+    cgroup_bytes,
+    disk,
+    locked_memory,
+    look_at_machine,
+    memory,
+    open_files,
+    ports,
+    processors,
+    shared_memory,
+)
+
+
+def test_a_quota_below_the_cores_is_told():
+    finding = processors(allowed=64, quota=8.0, there=128)
+    assert (finding.state, finding.found) == ("note", "8 of 128 by the cgroup's quota, on 64 of them")
+    assert "8 cores" in finding.fix
+    assert processors(64, None, 128).found == "64 of 128"
+    assert processors(64, 80.0, 64).found == "64"
+
+
+@pytest.mark.parametrize(("text", "limit"), [("max\n", None), (f"{GIB}\n", GIB), (None, None)])
+def test_the_cgroups_limit_of_memory(tmp_path, text, limit):
+    if text is not None:
+        (tmp_path / "memory.max").write_text(text)
+    assert cgroup_bytes(tmp_path) == limit
+    assert memory(4 * GIB, limit).state == ("ok" if limit is None else "note")
+
+
+def test_shared_memory_that_is_missing_or_small_is_a_problem(tmp_path, monkeypatch):
+    assert shared_memory(tmp_path / "none").state == "problem"
+    assert shared_memory(tmp_path).state == "ok"
+    monkeypatch.setattr(machine, "LEAST_SHARED_GIB", 10**9)
+    assert shared_memory(tmp_path).state == "problem"
+
+
+def test_the_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):
+    finding = disk("disk of runs", tmp_path / "a" / "b")
+    assert finding.state == "ok" and str(tmp_path) in finding.found
+    monkeypatch.setattr(machine, "LEAST_DISK_GIB", 10**9)
+    assert disk("disk of runs", tmp_path).state == "note"
+
+
+def test_a_disk_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    finding = disk("disk of runs", tmp_path)
+    assert finding.state == "problem" and "run.folder" in finding.fix
+
+
+@pytest.mark.parametrize(("told", "state"), [("32768\t60999\n", "ok"), ("32768\t33000\n", "note"), ("", "ok")])
+def test_the_range_of_ports(told, state):
+    assert ports(told, True).state == state
+
+
+def test_a_machine_that_lets_nothing_listen(monkeypatch):
+    assert can_listen()
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    assert not can_listen()
+    assert ports("32768 60999", False).state == "problem"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "state", "fix"),
+    [
+        (65536, 65536, "ok", ""),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ""),
+        (1024, 1048576, "note", "ulimit -n 65536"),
+        (1024, 4096, "note", "raise nofile in /etc/security/limits.conf to 65536"),
+    ],
+)
+def test_the_limit_of_open_files(soft, hard, state, fix):
+    finding = open_files(soft, hard)
+    assert (finding.state, finding.fix) == (state, fix)
+
+
+def test_the_limit_of_locked_memory():
+    assert locked_memory(resource.RLIM_INFINITY).state == "ok"
+    assert locked_memory(65536).state == "note"
+
+
+def test_this_machine_is_looked_at(tmp_path):
+    names = [finding.name for finding in look_at_machine(tmp_path)]
+    assert names == [
+        *("processors", "memory", "shared memory", "disk of runs", "temporary files", "ports", "open files"),
+        "locked memory",
+    ]

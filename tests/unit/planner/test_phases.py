@@ -1,0 +1,158 @@
+"""The memory of phases, each by itself, and of a node's host."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megarl.cluster.memory.rank import rank_memory
+from megarl.cluster.memory.reserves import CONTEXTS, FRAGMENTS, GRAPHS, NCCL
+from megarl.planner.hardware import GIB, read_cluster
+from megarl.planner.plan import plan_recipe
+from tests.published_models import CONFIGS
+from tests.unit.planner.plan_cases import ON_HOST, layout_keys, plan_of, recipe
+
+DENSE = "Qwen2.5-7B"
+KEYS = (*layout_keys(tp=2, pp=2, dp=2), "rollout.tp=2", "rollout.replicas=4", "rollout.kv_cache_gib=10")
+TRAINS, PASSES, REFIT, SAMPLES = (
+    "while the actor trains",
+    "while the actor computes log-probs",
+    "while the engine takes weights",
+    "while the engine samples",
+)
+
+
+def loads_of(*overrides: str, gpus: str = "8xH100", model: str = DENSE):
+    return {load.phase.partition(",")[0]: load for load in plan_of(model, gpus, *overrides).loads}
+
+
+def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
+    plan = plan_of(DENSE, "8xH100", *KEYS)
+    layout, workload = plan.config.actor.layout, plan.workload
+    rows = round(16384 * workload.packed(plan.config.actor).scored_share)
+    ranks = [rank_memory(CONFIGS[DENSE], layout, rank, 2, 16384, rows, 99) for rank in (0, 4)]
+    training = next(load for load in plan.loads if load.phase.startswith(TRAINS))
+    reserve = sum(training.parts[item] for item in (CONTEXTS, NCCL, GRAPHS, FRAGMENTS))
+    assert training.total == pytest.approx(max(rank.total for rank in ranks) + reserve)
+
+
+def test_phases_are_not_added():
+    loads = loads_of(*KEYS)
+    assert set(loads) == {PASSES, TRAINS, REFIT, SAMPLES}
+    assert "engine: KV cache" in loads[SAMPLES].parts and "engine: KV cache" not in loads[REFIT].parts
+    assert not any(part.startswith("engine:") for part in loads[TRAINS].parts)
+    assert "activations" in loads[TRAINS].parts and "activations" not in loads[PASSES].parts
+    assert loads[PASSES].total < loads[TRAINS].total
+
+
+def test_devices_of_their_own_hold_their_own():
+    engines = ("rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=10", "cluster.placement=disaggregated")
+    loads = loads_of(*layout_keys(tp=2, dp=2), *engines)
+    assert not any(part.startswith("actor") for part in (*loads[REFIT].parts, *loads[SAMPLES].parts))
+    assert "refit: buckets" in loads[REFIT].parts
+    assert GRAPHS in loads[SAMPLES].parts and GRAPHS not in loads[TRAINS].parts
+
+
+def ppo_plan(tmp_path, *overrides, gpus=2):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
+    return plan_recipe(
+        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_it_is=True
+    ).best
+
+
+def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+    plan = ppo_plan(tmp_path)
+    loads = {load.phase: load.parts for load in plan.loads}
+    assert "critic: what stays" in loads[TRAINS]
+    assert "actor: what stays" in loads["while the critic trains"]
+    assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
+    assert set(plan.times.training) == {"actor", "critic"}
+    assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
+
+
+def test_what_a_critic_offloads_is_not_beside_the_actor(tmp_path):
+    """Each gains the bytes of the other's optimizer, and the steps take the time to move both."""
+    stay, leave = (
+        ppo_plan(tmp_path, *keys) for keys in ((), [f"{m}.offload=[optimizer]" for m in ("actor", "critic")])
+    )
+    before, after = ({load.phase: load for load in plan.loads} for plan in (stay, leave))
+    optimizer = after["while the critic trains"].parts["critic: optimizer"]
+    gained = before[TRAINS].total - after[TRAINS].total
+    assert gained == pytest.approx(optimizer) and optimizer > GIB
+    assert "critic: optimizer" not in after["while the critic computes log-probs"].parts
+    assert {"actor: weights, gradients", "critic: weights, gradients"} <= set(after["while the critic is saved"].parts)
+    assert stay.times.moving == 0 < leave.times.moving
+
+
+def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
+    """The critic has two GPUs, then shares those of the actor; the engines have two others."""
+    apart, shared = (
+        ppo_plan(
+            tmp_path,
+            "cluster.placement=disaggregated",
+            f"cluster.roles={{actor: 0-1, critic: {c}, rollout: 4-5}}",
+            gpus=6,
+        )
+        for c in ("2-3", "0-1")
+    )
+    for plan, beside in ((apart, set()), (shared, {"critic: what stays"})):
+        loads = {load.phase: load.parts for load in plan.loads}
+        assert {
+            part
+            for part in loads[TRAINS].keys() - {CONTEXTS, NCCL, FRAGMENTS}
+            if not part.startswith(("actor: ", "activations", "head"))
+        } == beside
+        assert not any("actor" in part or "critic" in part for part in loads[SAMPLES])
+    assert apart.times.seconds < shared.times.seconds, "the models are trained at once"
+
+
+@pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])
+def test_what_is_offloaded_is_on_the_host_while_the_engine_samples(offload, stays):
+    plan = plan_of(DENSE, "8xH100", *KEYS, f"actor.offload={offload}")
+    sampling = next(load for load in plan.loads if load.phase == SAMPLES)
+    assert sum(part.startswith("actor: ") for part in sampling.parts) == stays
+    assert ("actor: offloaded" in plan.host) == (stays == 1)
+    assert (plan.times.moving > 0) == (stays == 1)
+
+
+def test_an_optimizer_on_the_host_is_there_and_not_on_the_gpu():
+    here, there = (plan_of(DENSE, "8xH100", *KEYS, *more) for more in ((), (ON_HOST,)))
+    moved = here.fullest.parts.get("actor: optimizer", 0)
+    assert "actor: optimizer" not in {part for load in there.loads if "train" in load.phase for part in load.parts}
+    assert there.host["actor: optimizer on the host"] == pytest.approx(8 * moved, rel=0.2)
+    assert there.times.training["actor"].update["optimizer"] > 10 * here.times.training["actor"].update["optimizer"]
+
+
+ROUNDS, BESIDE = "batch.sampling_rounds=2", "reward_model.path=rm"
+ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ([ROUNDS], False),
+        ([BESIDE], False),
+        ([ROUNDS, BESIDE], True),
+        ([ROUNDS, BESIDE, ELSEWHERE], False),
+        (["rollout.vllm_overrides={quantization: fp8}"], True),
+    ],
+)
+def test_weights_of_sleeping_engines_are_on_the_host_where_no_refit_comes_first(keys, kept):
+    """Engines sleep between rounds for a reward model on their GPUs only."""
+    host = plan_of(DENSE, "16xH100", *KEYS, *keys).host
+    assert ("sleeping engines: weights" in host) == kept
+
+
+def test_host_memory_is_checked_too():
+    keys = (*layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11), ON_HOST)
+    engines = ("rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=1", "actor.recompute=full")
+    engines += ("actor.offload=[parameters, gradients, optimizer]", ROUNDS, BESIDE)
+    without, reference = (
+        plan_of("Qwen3-235B-A22B", "32xH20", *keys, *engines, f"algorithm.kl.coefficient={kl}") for kl in (0, 0.1)
+    )
+    assert without.problem is None and 1900 * GIB < sum(without.host.values()) < 2048 * GIB
+    assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
+    assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
+    assert "has 2048; offload less, or set checkpoint.background=false" in reference.problem

@@ -1,0 +1,95 @@
+"""Figures of a recipe's refit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.planner.refit_preview import preview_refit, transport_of
+from megarl.resharding.planning.preview import reshard
+from tests.paths import BASE
+from tests.unit.resharding.cases import config_of
+
+SPEEDS = "inter=50GB/s,intra=400GB/s"
+LAYOUT = ("actor.layout={tp: 2, pp: 2, dp: 2}", "rollout.tp=2")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(vocab_size=64, num_key_value_heads=6) | {"max_position_embeddings": 4096})
+    )
+    return tmp_path
+
+
+def recipe(model: Path, placement: str, *overrides: str) -> Config:
+    keys = [f"model.path={model}", "model.dtype=float32", "data.source=arithmetic", f"cluster.placement={placement}"]
+    return load(BASE, [*keys, *LAYOUT, *overrides])
+
+
+def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
+    """The bytes by hand: what stays on the devices, what moves inside nodes and between them."""
+    for ranks_per_node in (8, 4):
+        found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
+        sides = "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4"
+        assert found == reshard(str(model), *sides, ranks_per_node, SPEEDS, colocated=True)
+        assert found.bytes_by_link["local"] > 0 == found.bytes_wasted
+
+
+def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
+    """GPUs are numbered over trainers and engines: a node of 8 holds the trainers, the next one the engines; one of 12
+    holds all."""
+    config = recipe(model, "disaggregated", "rollout.replicas=2")
+    apart, together = (preview_refit(config, ranks, SPEEDS) for ranks in (8, 12))
+    expected = reshard(str(model), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=2", 8, SPEEDS)
+    assert apart.bytes_by_link == expected.bytes_by_link and apart.bytes_by_link["inter"] > 0
+    assert together.bytes_by_link == {"inter": 0, "intra": apart.bytes_total, "local": 0}
+
+
+def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
+    sizes = dict(hidden_size=1536, head_dim=256, intermediate_size=1536, num_key_value_heads=6, vocab_size=64)
+    (model / "config.json").write_text(json.dumps(config_of(**sizes) | {"max_position_embeddings": 4096}))
+    keys = "rollout.quantization=fp8_block", "model.dtype=bfloat16", "rollout.replicas=4"
+    found = preview_refit(recipe(model, "disaggregated", *keys), 8, SPEEDS)
+    layers = 2 * (4 * 1536 * 1536 + 3 * 1536 * 1536)
+    others = 2 * (2 * 64 * 1536 + (2 * 2 + 1) * 1536 * 2)
+    assert found.bytes_total == pytest.approx(4 * (layers * (1 + 4 / 128**2) + others), rel=1e-3)
+    assert found.bytes_wasted == 0
+
+
+def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> None:
+    """A recipe for CPUs, where all are on one machine, may have fewer engines than ranks."""
+    found = preview_refit(recipe(model, "colocated", "rollout.replicas=1"), 8, SPEEDS)
+    assert (found.ranks_source, found.ranks_destination) == (8, 2)
+    assert found.bytes_by_link["local"] > 0 == found.bytes_by_link["inter"]
+
+
+def test_the_transport_is_the_recipes(model: Path) -> None:
+    """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
+    colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
+    assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
+        "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"
+    )
+    assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
+        "in shared memory; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
+    )
+    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads do not divide by 4"),
+        (["model.path=nobody/nothing"], r"^model.path=nobody/nothing: .* not been downloaded; give a folder that has"),
+        (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(model: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        preview_refit(recipe(model, "colocated", *overrides), 8, SPEEDS)

@@ -1,0 +1,108 @@
+"""The layouts that a search proposes: all keep the rules and fit, the fastest is first."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.cluster.memory.parameters import Models
+from megarl.config.device_spans import num_devices
+from megarl.config.load import load
+from megarl.config.rules.shared_gpu import RULES
+from megarl.core.errors import UserError
+from megarl.planner.hardware import read_cluster
+from megarl.planner.layouts import broken_rules
+from megarl.planner.plan import describe_layout, plan_recipe
+from megarl.planner.plan_text import table
+from megarl.planner.search import Found, search
+from megarl.planner.workload import Workload
+from tests.paths import CONFIGS as CONFIGS_FOLDER
+from tests.published_models import CONFIGS
+from tests.unit.planner.plan_cases import layout_keys, recipe
+
+GAE = "algorithm.advantage.estimator=gae"
+
+
+def found(model: str, gpus: str, *overrides: str) -> Found:
+    config = recipe(*overrides)
+    return search(config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), Workload.of(config), read_cluster(gpus))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "overrides"),
+    [
+        ("Qwen2.5-7B", "8xH100", ()),
+        ("Qwen2.5-7B", "8xH100", ("cluster.placement=disaggregated",)),
+        ("Qwen3-32B", "32xH100", ("algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")),
+        ("Mixtral-8x7B", "32xH200", ("rollout.context_length=16384",)),
+        ("Phi-4", "24xH100", ()),
+    ],
+)
+def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
+    result = found(model, gpus, *overrides)
+    assert result.plans and result.nearest is None
+    seconds = [plan.times.seconds for plan in result.plans]
+    assert seconds == sorted(seconds)
+    for plan in result.plans:
+        assert plan.problem is None
+        assert broken_rules(plan.config, CONFIGS[model]) == []
+        assert [rule(plan.config) for rule in RULES] == [None] * len(RULES)
+        assert num_devices(plan.config) <= plan.cluster.num_gpus
+        if plan.config.is_colocated:
+            assert num_devices(plan.config) == plan.cluster.num_gpus
+
+
+def test_models_that_fit_in_turns_only_are_found_whatever_the_recipe_offloads():
+    """Actor and critic of 7B on two GPUs: each alone has room there."""
+    models, config = dict.fromkeys(("actor", "critic"), CONFIGS["Qwen2.5-7B"]), recipe(GAE)
+    assert config.actor.offload == config.critic.offload == []
+    result = search(config, models["actor"], Models.of(models), Workload.of(config), read_cluster("2xH100"))
+    assert result.plans and all(plan.config.critic.offload for plan in result.plans)
+
+
+def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():
+    result = found("Qwen2.5-7B", "8xH100")
+    assert (
+        "actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5); choose from 1, 2, 4" in result.refused
+    )
+    assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
+
+
+def test_what_no_layout_mends_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.context_length=65536: the model has 40960 positions"):
+        found("Qwen3-32B", "32xH100", "rollout.context_length=65536", "actor.tokens_per_microbatch=65536")
+
+
+def test_where_nothing_fits_the_nearest_says_what_it_lacks():
+    result = found("Qwen2.5-72B", "8xA100")
+    assert not result.plans
+    assert "a GPU would hold" in result.nearest.problem
+
+
+def test_a_layout_is_described_by_what_differs_from_one_process():
+    config = recipe(*layout_keys(tp=2, pp=4, ep=2, dp=2, last_stage_layers=1))
+    sizes = config.actor.layout.model_dump()
+    assert describe_layout(sizes) == dict(tp=2, pp=4, ep=2, dp=2, etp=2, last_stage_layers=1)
+    assert describe_layout(recipe().actor.layout.model_dump()) == {"dp": 1}
+
+
+def test_recomputation_only_where_there_is_no_room():
+    small, large = (
+        found("Qwen3-0.6B", "8xH200"),
+        found("Qwen3-32B", "16xH100", "rollout.context_length=32768", "actor.tokens_per_microbatch=32768"),
+    )
+    assert small.plans[0].config.actor.recompute == "none"
+    assert large.plans[0].config.actor.recompute != "none"
+
+
+RECIPES = sorted(
+    path.name for path in CONFIGS_FOLDER.glob("*.yaml") if path.name not in ("base.yaml", "smollm2-cpu-rlhf.yaml")
+)
+"""The recipes that come with megarl, but for the one whose model is what two others trained."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_planned(name, cache_with_config, monkeypatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
+    planned = plan_recipe(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
+    assert planned.best.problem is None
+    assert ", as if products were in bfloat16:" in table(planned)

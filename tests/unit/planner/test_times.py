@@ -1,0 +1,258 @@
+"""The seconds of a step at sizes whose answer is known, and against plans and published runs that were recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megarl.cluster.memory.parameters import ModelParameters
+from megarl.config.model_schema import Layout
+from megarl.models.flops import attention_weights, forward_flops
+from megarl.models.shape import ModelShape
+from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
+from megarl.planner.plan import plan_recipe
+from megarl.planner.refit_time import least_refit
+from megarl.planner.rollout_time import kv_bytes, recompute_seconds
+from megarl.resharding.families import vllm_holder
+from megarl.resharding.planning.schedule import Bandwidth
+from megarl.resharding.planning.side import _fields
+from megarl.resharding.selection import ONE_PROCESS
+from tests.paths import ROOT
+from tests.published_models import CONFIGS
+from tests.unit.planner.plan_cases import layout_keys, plan_of, recipe
+from tools.benchmarks import published_steps
+
+RESULTS = ROOT / "tools" / "benchmarks" / "results"
+DENSE = "Qwen2.5-7B"
+ENGINE = ("rollout.tp=1", "rollout.replicas=8", "rollout.kv_cache_gib=20")
+BATCH = ("batch.prompts_per_step=64", "batch.samples_per_prompt=16", "batch.prompts_per_update=64")
+
+
+def test_an_update_takes_what_its_products_take_at_the_stated_share():
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH)
+    time, workload = plan.times.training["actor"], plan.workload
+    shape, count = ModelShape.of(CONFIGS[DENSE]), workload.trained
+    prompt, response = workload.prompt_tokens, workload.response_tokens
+    together = min(16, (16384 - prompt) / response)
+    pairs = response**2 / 2 + prompt * response + prompt**2 / 2 / together
+    flops = 3 * forward_flops(shape, count * (prompt / together + response), count * response, count * pairs)
+    assert time.update["matrix products"] == pytest.approx(flops / (8 * 989.5e12 * DENSE_SHARE), rel=1e-3)
+    assert time.passes == {} and time.bubble == 0
+    assert set(time.volume) == {"replicas"}
+
+
+def test_an_engine_reads_again_as_it_reads_a_prompt():
+    """The seconds of a rollout are those of eight engines, which read 64 prompts together."""
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH, prompt_tokens=3000)
+    seconds = recompute_seconds(plan.config, ModelParameters(CONFIGS[DENSE]), plan.cluster, prompt_tokens=1000)
+    assert seconds(2000) == pytest.approx(plan.times.rollout.parts["prompts"] / 64 * 8)
+
+
+def test_samples_share_a_prompt_in_a_microbatch_but_not_under_context_parallelism():
+    """Computes the tokens of a long prompt of 16 samples once, or 16 times."""
+    lengths = dict(prompt_tokens=4096.0, response_tokens=256.0)
+    shared, apart = (
+        plan_of(
+            DENSE, "8xH100", *layout_keys(**layout), *ENGINE, *BATCH, f"actor.tokens_per_microbatch={budget}", **lengths
+        )
+        for layout, budget in ((dict(dp=8), 16384), (dict(cp=2, dp=4), 8192))
+    )
+    packed = [plan.workload.packed(plan.config.actor) for plan in (shared, apart)]
+    assert [round(one.microbatches * one.tokens) for one in packed] == [8 * (4096 + 16 * 256), 16 * 16 * (4096 + 256)]
+    assert [one.scored_share for one in packed] == pytest.approx([1 / 2, 1 / 17])
+    seconds = [plan.times.training["actor"].update["matrix products"] for plan in (shared, apart)]
+    assert seconds[0] < 0.2 * seconds[1]
+
+
+def test_a_pipeline_waits_for_as_long_as_its_other_stages_take():
+    """(p − 1) / v microbatches of the slowest stage, of m + (p − 1) / v."""
+    keys = (*ENGINE, *BATCH, "actor.recompute=full")
+    plain, virtual = (
+        plan_of(DENSE, "8xH100", *layout_keys(pp=4, dp=2, vpp=vpp), *keys).times.training["actor"] for vpp in (1, 7)
+    )
+    count = plain.microbatches
+    assert plain.bubble == pytest.approx(3 / (count + 3))
+    assert virtual.bubble == pytest.approx((3 / 7) / (count + 3 / 7))
+    assert plain.update["pipeline bubble"] == pytest.approx(7 * virtual.update["pipeline bubble"], rel=0.1)
+    assert plain.update["recomputation"] == pytest.approx(
+        (plain.update["matrix products"] + plain.update["pipeline sends"]) / 3
+    )
+
+
+def test_passes_are_those_that_the_algorithm_needs():
+    keys = (*layout_keys(dp=8), *ENGINE, *BATCH)
+    without, reference, both = (
+        plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"]
+        for more in (
+            (),
+            ("algorithm.kl.coefficient=0.1",),
+            ("algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32"),
+        )
+    )
+    assert without.passes == {}
+    assert 2 * sum(reference.passes.values()) == pytest.approx(sum(both.passes.values()))
+    assert sum(reference.passes.values()) == pytest.approx(without.update["matrix products"] / 3)
+
+
+def test_updates_are_made_in_each_epoch_and_passes_once():
+    keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")
+    once, thrice = (
+        plan_of(DENSE, "8xH100", *keys, f"batch.epochs={epochs}").times.training["actor"] for epochs in (1, 3)
+    )
+    assert thrice.passes == pytest.approx(once.passes)
+    assert thrice.update == pytest.approx({name: 3 * seconds for name, seconds in once.update.items()})
+    assert thrice.volume["replicas"] == pytest.approx(3 * once.volume["replicas"])
+
+
+def test_trpo_takes_two_passes_and_a_gradient_for_each_product():
+    keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "model.dtype=float32", "algorithm.objective.name=unclipped")
+    region = "algorithm.trust_region={kl_limit: 0.01, iterations: 4}"
+    plain, trpo = (plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"] for more in ((), (region,)))
+    assert trpo.update["matrix products"] == pytest.approx(5 * plain.update["matrix products"])
+    # The pass of the old policy, two for each product, and a trial; a gradient is three.
+    assert trpo.passes["matrix products"] == pytest.approx(10 * plain.update["matrix products"] / 3)
+
+
+def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_nodes():
+    keys = ("rollout.tp=4", "rollout.replicas=8", *BATCH, "actor.recompute=full")
+    plans = [plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys) for ep in (8, 32)]
+    near, far = (plan.times.training["actor"] for plan in plans)
+    work = plans[0].workload
+    together = (16384 - work.prompt_tokens) / work.response_tokens
+    tokens = 64 * 16 / 32 * (work.prompt_tokens / together + work.response_tokens)
+    active, hidden, layers = 8, 2048, 48
+    sent = 2 * tokens * active * hidden * 2 * layers * 4  # there and back; forward, again, and twice backward
+    assert near.volume["expert"] == pytest.approx(sent * 7 / 8, rel=0.1)
+    assert far.volume["expert"] == pytest.approx(sent * 31 / 32, rel=0.1)
+    assert far.update["tokens to experts"] > 5 * near.update["tokens to experts"]
+
+
+def test_the_kv_cache_of_a_token():
+    """Published: 128 KiB a token of Llama-3.1-8B, about 69 kB of DeepSeek-V3's latents, on each rank."""
+    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
+    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
+    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10  # repeated
+    assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
+
+
+def test_one_sequence_reads_all_weights_for_each_token():
+    one = ("batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.prompts_per_update=4")
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *one, response_tokens=1023)
+    tokens = plan.workload.longest_response
+    weights = plan.times.rollout.parts["reading weights"]
+    assert weights == pytest.approx(tokens * 2 * 7_615_616_512 / (3350e9 * MEMORY_SHARE), rel=0.01)
+
+
+def test_a_larger_cache_holds_more_sequences_and_samples_no_slower():
+    keys = (*layout_keys(dp=8), "rollout.tp=1", "rollout.replicas=8", *BATCH)
+    small, large = (plan_of(DENSE, "8xH100", *keys, f"rollout.kv_cache_gib={gib}").times.rollout for gib in (0.25, 20))
+    assert large.concurrent == pytest.approx(80 * small.concurrent, rel=0.05)
+    assert large.guaranteed < large.concurrent
+    assert large.seconds < small.seconds
+    assert large.full <= large.seconds
+
+
+def test_asynchrony_takes_the_slower_of_both_on_devices_of_their_own():
+    engines = ("rollout.tp=1", "rollout.replicas=4", "rollout.kv_cache_gib=20", "cluster.placement=disaggregated")
+    times = plan_of(DENSE, "8xH100", *layout_keys(dp=4), *engines, *BATCH).times
+    training = times.training["actor"].seconds
+    assert times.overlapped(False) == max(times.rollout.seconds, training) + times.refit.seconds
+    assert times.overlapped(True) < times.seconds
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+def test_models_on_devices_of_their_own_are_trained_side_by_side(tmp_path, placement):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
+    config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
+    times = plan_recipe(config, read_cluster("6xH100"), as_it_is=True).best.times
+    phases, spans = times.phases, times.spans
+    assert {name: end - start for name, (start, end) in spans.items()} == pytest.approx(phases)
+    updates = [phases["actor: update"], phases["critic: update"]]
+    passes = [phases["actor: passes"], phases["critic: passes"]]
+    rest = phases["rollout"] + phases["refit"]
+    if placement == "colocated":
+        assert times.seconds == pytest.approx(sum(phases.values()))
+    else:
+        assert times.seconds == pytest.approx(rest + max(passes) + max(updates))
+        assert spans["actor: update"][0] == spans["critic: update"][0]
+
+
+@pytest.mark.parametrize("name", ["latent", "direct"])
+def test_latent_attentions_operations_are_its_projections(name):
+    config = CONFIGS["DeepSeek-V3"] | ({"q_lora_rank": None} if name == "direct" else {})
+    query = 7168 * 1536 + 1536 * 128 * 192 if name == "latent" else 7168 * 128 * 192
+    rest = 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    assert attention_weights(ModelShape.of(config)) == query + rest
+
+
+RECORDED = json.loads((RESULTS / "reshard.json").read_text())["runs"]
+PLANS = {
+    "deepseek-v3": ("DeepSeek-V3", "tp=8,pp=16,ep=32,etp=1,dp=4,last_stage_layers=1", (8, 32), False),
+    "qwen3-235b-nemo-rl-16-nodes": (
+        "Qwen3-235B-A22B",
+        "tp=2,pp=8,cp=2,ep=16,etp=1,dp=4,first_stage_layers=11,last_stage_layers=11",
+        (16, 8),
+        False,
+    ),
+    "qwen3-235b-slime": ("Qwen3-235B-A22B", "tp=4,pp=4,cp=2,ep=16,etp=1,dp=2,last_stage_layers=22", (32, 2), False),
+    "qwen3-235b-verl-colocated": (
+        "Qwen3-235B-A22B",
+        "tp=4,pp=8,ep=4,etp=1,first_stage_layers=11,last_stage_layers=11",
+        (8, 4),
+        True,
+    ),
+    "llama-3.1-405b": ("Llama-3.1-405B", "tp=8,pp=16,dp=8,first_stage_layers=7,last_stage_layers=7", (8, 64), False),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_refit_takes_as_long_as_its_simulated_plan(case):
+    """Those of `megarl reshard`, as recorded, over 50 and 400 GB/s."""
+    model, text, engines, colocated = PLANS[case]
+    layout = Layout(
+        **{**ONE_PROCESS, **{k: int(v) for k, v in _fields(text, ONE_PROCESS).items()}}, sequence_parallel=False
+    )
+    speeds = Bandwidth(inter=50e9, intra=400e9)
+    rank_bytes = vllm_holder(CONFIGS[model], engines[0], 0, 0, "bfloat16").shard.num_bytes
+    least = least_refit(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
+    figures = RECORDED[case]["figures"]
+    assert least.seconds == pytest.approx(figures["floor_seconds"], rel=0.06)
+    assert least.seconds == pytest.approx(figures["predicted_seconds"], rel=0.1)
+
+
+PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
+
+
+def test_published_steps_are_recorded_as_they_are_predicted():
+    """`python tools/benchmarks/published_steps.py --out …` records them anew."""
+    assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED
+
+
+def test_published_steps_are_predicted_within_the_stated_factor_but_for_the_stated_misses():
+    within = [run for run in PUBLISHED if 1 / published_steps.FACTOR <= run["ratio"] <= published_steps.FACTOR]
+    missed = [(run["who"], run["model"], run["gpus"]) for run in PUBLISHED if run not in within]
+    assert missed == published_steps.MISSES
+
+
+def test_a_plan_refuses_deltas_and_a_node_has_its_own_links_for_a_refit():
+    """Two ranks share what they send to an engine of the same node, over NVLink."""
+    keys = ("cluster.placement=disaggregated", "rollout.tp=2", *layout_keys(tp=2))
+    plan = plan_of("Qwen3-0.6B", "4xH100", *keys)
+    assert plan.problem is None
+    assert plan.times.refit.seconds == pytest.approx(0.596e9 / 337.5e9, rel=0.01)
+    problem = plan_of("Qwen3-0.6B", "4xH100", *keys, "rollout.refit_delta=true").problem
+    assert problem.startswith("rollout.refit_delta=true: a trainer's rank would read 0.596 GB of its last state")
+
+
+def test_engines_of_fp8_blocks_take_and_read_a_byte_for_each_element_of_a_layers_matrices():
+    """Each block has a scale of four bytes. The rest is in bfloat16."""
+    keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
+    whole, quantised = (
+        plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))
+    )
+    matrices = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    saved = whole.refit.entering - quantised.refit.entering
+    assert saved == pytest.approx(matrices * (1 - 4 / 128**2), rel=1e-6)
+    assert quantised.rollout.seconds < whole.rollout.seconds
