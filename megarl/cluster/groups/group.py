@@ -36,7 +36,7 @@ class TimedResult:
 class ProcessActor:
     """One process of the run, as a Ray actor that holds a worker and runs its methods.
 
-    Torch, Megatron and vLLM are imported in the actor's process, never in the driver's.
+    Megatron and vLLM are imported in the actor's process, never in the driver's.
     """
 
     def __init__(self, process: Process, logs: Path):

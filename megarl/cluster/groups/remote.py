@@ -27,7 +27,7 @@ def remote(
 
     The decorated function has no body: its name, without leading underscores, is that of the method of the process's
     actor or, if the actor has none, of its worker; its signature gives the types. The driver cannot import most worker
-    classes, because they import torch; `tests/unit/cluster/groups/test_remote.py` compares both signatures.
+    classes, because they import Megatron; `tests/unit/cluster/groups/test_remote.py` compares both signatures.
 
     Args:
         timeout: key of cluster.timeouts that bounds the wait.
