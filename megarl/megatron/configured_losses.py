@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from megarl.algorithms import corrections
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
@@ -30,7 +31,9 @@ def configured_policy_loss(
         penalty: the objective's penalty in this step; None: the recipe's.
     """
     objective, correction, kl = algorithm.objective, algorithm.correction, algorithm.kl
-    options = objective.options(objective.spec.arguments) | ({} if penalty is None else {"penalty": penalty})
+    options: dict[str, Any] = objective.options(objective.spec.arguments)
+    if penalty is not None:
+        options["penalty"] = penalty
     terms = partial(
         losses.policy_loss,
         objective=objective.spec,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import ray
 from ray.actor import ActorHandle
@@ -168,7 +168,7 @@ class EngineGroup(VllmGroup):
             )
             return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
-        self._hold, self._holders = hold, hold(None)
+        self._make_holders, self._holders = hold, hold(None)
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
         """The holder of a folder that has all that they take."""
         self.by_loader = False
@@ -189,7 +189,7 @@ class EngineGroup(VllmGroup):
         """Takes whole tensors if parameters differ from the model's family, but for experts that are padded, or if
         kernels have packed them. found: of the first engine the parameters of each worker, and what packs them."""
         workers, repacking = found
-        self._holders = self._hold(padded_experts(workers[0]))
+        self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
             f"{holder.name}: {line}"
             for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)
@@ -215,7 +215,7 @@ class EngineGroup(VllmGroup):
         which may leave some of them as they are."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self._takes_deltas or self.by_loader)
 
-    def _switch(self, call: RemoteCall[None, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
+    def _switch(self, call: RemoteCall[None, Any, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
         """Run a method by which engines give up or take back their devices, if it applies to this run."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
@@ -397,7 +397,7 @@ class EngineGroup(VllmGroup):
         """Compare every engine's weights with checksums, see Engine.differing; by name."""
         return self._run_on_each(self._differing, share(expected))
 
-    def _run_on_each(self, call: RemoteCall[T, Unpack[Ts]], *arguments: Unpack[Ts]) -> Pending[dict[str, T]]:
+    def _run_on_each(self, call: RemoteCall[T, Any, Unpack[Ts]], *arguments: Unpack[Ts]) -> Pending[dict[str, T]]:
         """Run a method on every engine. The result has the return values of those that are not lost, by name."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:

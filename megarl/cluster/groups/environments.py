@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -224,7 +224,7 @@ class EnvironmentGroup(WorkerGroup):
     def _generate(
         self,
         groups: Sequence[Sequence[SamplingRequest]],
-        call: RemoteCall[list[list[RemoteSample]] | None, Sequence[SamplingRequest], ActorHandle, A],
+        call: RemoteCall[list[list[RemoteSample]] | None, Any, Sequence[SamplingRequest], ActorHandle, A],
         argument: A,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:

@@ -62,7 +62,7 @@ class ProcessActor:
 class AsyncProcessActor(ProcessActor):
     """A process whose methods may be coroutines. Ray runs all of its calls in one event loop."""
 
-    async def call(self, method: str, *arguments: Any) -> TimedResult:
+    async def call(self, method: str, *arguments: Any) -> TimedResult:  # pyright: ignore[reportIncompatibleMethodOverride]
         begin = time.time()
         value = self._find(method)(*arguments)
         if inspect.isawaitable(value):

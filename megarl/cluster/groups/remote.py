@@ -17,12 +17,29 @@ if TYPE_CHECKING:
     from megarl.cluster.groups.group import WorkerGroup
 
 T = TypeVar("T")
+R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteMethod:
+    """A method that runs in another process: its name, the key of cluster.timeouts that bounds the wait, and what the
+    driver waits for, in error messages. phase=None: the group's role and the method's name."""
+
+    name: str
+    timeout: TimeoutKind
+    phase: str | None = None
+
+
+@overload
 def remote(
     timeout: TimeoutKind, phase: str | None = None
-) -> Callable[[Callable[[Any, Unpack[Ts]], T]], RemoteMethod[T, Unpack[Ts]]]:
+) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, list[T], Unpack[Ts]]]: ...
+@overload
+def remote(
+    timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list[T]], R]
+) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, R, Unpack[Ts]]]: ...
+def remote(timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list], Any] = list) -> Any:
     """Declare a method of a WorkerGroup that runs in the group's processes.
 
     The decorated function has no body: its name, without leading underscores, is that of the method of the process's
@@ -30,46 +47,40 @@ def remote(
     classes, because they import Megatron; `tests/unit/cluster/groups/test_remote.py` compares both signatures.
 
     Args:
-        timeout: key of cluster.timeouts that bounds the wait.
-        phase: what the driver waits for, in error messages. None: the group's role and the method's name.
+        timeout, phase: as in RemoteMethod.
+        join: makes the call's result of the processes' return values, which are in order. By default, their list.
     """
-    return lambda declared: RemoteMethod(declared.__name__.lstrip("_"), timeout, phase, declared)
+    return lambda function: Declaration(RemoteMethod(function.__name__.lstrip("_"), timeout, phase), join, function)
+
+
+class Declaration(Generic[T, R, Unpack[Ts]]):
+    """A remote method in the class of a group. Accessed on a group, it is the group's RemoteCall."""
+
+    def __init__(self, method: RemoteMethod, join: Callable[[list[T]], R], function: Callable[[Any, Unpack[Ts]], T]):
+        self.method, self.join, self.function = method, join, function
+
+    def __get__(self, group: WorkerGroup, owner: type) -> RemoteCall[T, R, Unpack[Ts]]:
+        return RemoteCall(self.method, self.join, group)
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteMethod(Generic[T, Unpack[Ts]]):
-    """The declaration of a remote method. Accessed on a group, it is the group's RemoteCall."""
-
-    name: str
-    timeout: TimeoutKind
-    phase: str | None = None
-    declared: Callable[..., T] | None = None
-
-    @overload
-    def __get__(self, group: None, owner: type) -> RemoteMethod[T, Unpack[Ts]]: ...
-    @overload
-    def __get__(self, group: WorkerGroup, owner: type) -> RemoteCall[T, Unpack[Ts]]: ...
-    def __get__(self, group, owner):
-        return self if group is None else RemoteCall(self, group)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteCall(Generic[T, Unpack[Ts]]):
+class RemoteCall(Generic[T, R, Unpack[Ts]]):
     """A remote method of one group. Calling it runs the method in every process of the group."""
 
-    method: RemoteMethod[T, Unpack[Ts]]
+    method: RemoteMethod
+    join: Callable[[list[T]], R]
     group: WorkerGroup
 
-    def __call__(self, *arguments: Unpack[Ts]) -> Pending[list[T]]:
-        """Run the method with the same arguments in every process. The result lists their return values in order."""
+    def __call__(self, *arguments: Unpack[Ts]) -> Pending[R]:
+        """Run the method with the same arguments in every process."""
         return self.on_each([arguments] * len(self.group.actors))
 
-    def on_each(self, arguments: Iterable[tuple[Unpack[Ts]]]) -> Pending[list[T]]:
+    def on_each(self, arguments: Iterable[tuple[Unpack[Ts]]]) -> Pending[R]:
         """Run the method in every process with that process's own arguments."""
         calls = {}
         for (name, actor), own in zip(self.group.actors.items(), arguments, strict=True):
             calls[name] = self._submitter(actor)(self.method.name, *own)
-        return self.group.read(self.method, calls)
+        return self.group.read(self.method, calls).then(self.join)
 
     def on_first(self, *arguments: Unpack[Ts]) -> Pending[T]:
         """Run the method in the first process only."""

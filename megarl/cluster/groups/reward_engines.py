@@ -59,7 +59,7 @@ class RewardEngineGroup(VllmGroup):
 
     actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
 
-    @remote(timeout="rewards")
+    @remote(timeout="rewards", join=join_scores)
     def _score(self, samples: Sequence[RemoteSample]) -> Scores: ...
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
@@ -70,4 +70,4 @@ class RewardEngineGroup(VllmGroup):
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
             for i in range(len(self._actors))
         ]
-        return self._score.on_each((share,) for share in shares).then(join_scores)
+        return self._score.on_each((share,) for share in shares)

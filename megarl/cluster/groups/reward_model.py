@@ -33,7 +33,7 @@ class RewardModelGroup(RankGroup):
 
     actor_class, title = RewardModelActor, "RewardModelActor"
 
-    @remote(timeout="rewards")
+    @remote(timeout="rewards", join=join_scores)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
@@ -41,4 +41,4 @@ class RewardModelGroup(RankGroup):
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
         sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
         batches = [RankBatch.of(sample_refs, members) for members in microbatches]
-        return self._score_tokens.on_each(self._by_rank(batches)).then(join_scores)
+        return self._score_tokens.on_each(self._by_rank(batches))

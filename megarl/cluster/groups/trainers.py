@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from megarl.resharding.transports.published import Published
     from megarl.resharding.transports.transport import Transport
     from megarl.resharding.verification import Checksum, Region
+
+T = TypeVar("T")
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -91,6 +93,27 @@ class TrainerActor(RankActor):
         return plan.part([self._worker.holder.name])
 
 
+def _by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Join the ranks' results by sample."""
+    return {sample: value for part in parts for sample, value in part.items()}
+
+
+def _chain(parts: Sequence[Sequence[T]]) -> list[T]:
+    return [item for part in parts for item in part]
+
+
+def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
+    return _by_sample([scores for scores, _ in parts]), _by_sample([totals for _, totals in parts])
+
+
+def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, Checksum]:
+    whole: dict[Region, Checksum] = {}
+    for part in parts:
+        for region, checksum in part.items():
+            whole[region] = whole[region] + checksum if region in whole else checksum
+    return whole
+
+
 class TrainerGroup(RankGroup):
     """All ranks of a model that the run trains. `updates` are the batches of each update by data-parallel rank."""
 
@@ -104,22 +127,22 @@ class TrainerGroup(RankGroup):
         self._exports_adapters = lora if lora is not None and lora.export == "adapters" else None
         self._notes_advantages = role == "actor" and config.algorithm.whitens_step
 
-    @remote(timeout="passes", phase="old log-probs")
+    @remote(timeout="passes", phase="old log-probs", join=join_named_scores)
     def _old_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
 
-    @remote(timeout="passes", phase="reference log-probs")
+    @remote(timeout="passes", phase="reference log-probs", join=join_named_scores)
     def _reference_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
 
-    @remote(timeout="passes", phase="log-probs of canary prompts")
+    @remote(timeout="passes", phase="log-probs of canary prompts", join=_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
 
-    @remote(timeout="passes")
+    @remote(timeout="passes", join=_join_scores)
     def _score_tokens(self, batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]: ...
 
     @remote(timeout="update")
     def _note_advantages(self, batch: RankBatch) -> None: ...
 
-    @remote(timeout="update")
+    @remote(timeout="update", join=merge)
     def _update(self, batch: RankBatch) -> dict[str, Metric]: ...
 
     @remote(timeout="update")
@@ -129,11 +152,15 @@ class TrainerGroup(RankGroup):
     def end_step(self) -> None:
         """Forget the scores that passes have kept of the step's samples."""
 
-    @remote(timeout="update")
-    def _take_advantages(self) -> dict[str, float]: ...
+    @remote(timeout="update", join=_by_sample)
+    def take_advantages(self) -> dict[str, float]:
+        """Take from the ranks the mean advantage over the trained tokens of each sample in the step's updates."""
+        ...
 
-    @remote(timeout="update")
-    def _take_token_details(self) -> dict[str, dict[str, list[float]]]: ...
+    @remote(timeout="update", join=_by_sample)
+    def take_token_details(self) -> dict[str, dict[str, list[float]]]:
+        """Take from the ranks the per-token details of a few samples, by sample and name."""
+        ...
 
     @remote(timeout="update")
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
@@ -152,10 +179,14 @@ class TrainerGroup(RankGroup):
         """Start torch's profiler on these ranks."""
 
     @remote(timeout="update")
-    def _stop_profile(self, ranks: Sequence[int], folder: Path, role: Role) -> None: ...
+    def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
+        """Write the profile of each of these ranks into a file of the folder."""
 
-    @remote(timeout="refit")
-    def _offload(self, parts: Collection[Part]) -> dict[str, Metric]: ...
+    @remote(timeout="refit", join=merge)
+    def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
+        """Move those of these parts that the key `offload` names to host memory, until `onload`. The result has the
+        bytes that this frees over all ranks, as metrics."""
+        ...
 
     @remote(timeout="refit")
     def onload(self, parts: Collection[Part]) -> None:
@@ -177,24 +208,29 @@ class TrainerGroup(RankGroup):
     @remote(timeout="refit")
     def send(self) -> Sent:
         """Send each rank's part of a refit."""
+        ...
 
-    @remote(timeout="refit")
+    @remote(timeout="refit", join=_add_checksums)
     def _checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]: ...
 
     @remote(timeout="checkpoint")
-    def _check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None: ...
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None: ...
 
     @remote(timeout="checkpoint")
-    def _load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None: ...
+    def _load_checkpoint(self, checkpoint: Checkpoint) -> None: ...
 
     @remote(timeout="checkpoint")
-    def _save_checkpoint(self, checkpoint: Path, role: Role) -> None: ...
+    def _save_checkpoint(self, checkpoint: Path) -> None: ...
 
-    @remote(timeout="checkpoint")
-    def _checkpoint_written(self) -> bool: ...
+    @remote(timeout="checkpoint", join=all)
+    def checkpoint_written(self) -> bool:
+        """Return whether all ranks have written their files, or failed to."""
+        ...
 
-    @remote(timeout="checkpoint")
-    def _finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]: ...
+    @remote(timeout="checkpoint", join=_chain)
+    def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
+        """Wait for the files of all ranks, and return their records once they are on disk."""
+        ...
 
     @remote(timeout="checkpoint")
     def _export(self, plan: Plan, transport: Transport, out: Path) -> None: ...
@@ -205,8 +241,7 @@ class TrainerGroup(RankGroup):
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Load the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
         than the files' checksums."""
-        role = self._checkpoint_folder
-        return self._check_checkpoint(checkpoint, role).then(lambda _: self._load_checkpoint(checkpoint, role))
+        return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
         """Publish the weights, or what a refit sends in their place. The result has the address of each live parameter
@@ -219,7 +254,7 @@ class TrainerGroup(RankGroup):
         readers = readers_of(plan)
         return self._publish_on_gpu.on_each((readers[holder.name],) for holder in self.holders).then(self._by_holder)
 
-    def _by_holder(self, parts: Sequence[dict]) -> dict[str, dict]:
+    def _by_holder(self, parts: Sequence[T]) -> dict[str, T]:
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
 
     def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> Pending[list[None]]:
@@ -228,7 +263,7 @@ class TrainerGroup(RankGroup):
 
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> Pending[dict[Region, Checksum]]:
         """Compute the checksums that holders of these regions should have. plan: that of an export."""
-        return self._checksums(share(wanted), share(plan)).then(_add_checksums)
+        return self._checksums(share(wanted), share(plan))
 
     def keep_log_probs(self, policy: Policy, updates: Updates) -> Pending[dict[str, Scores]]:
         """Submit a forward-only pass, whose log-probs stay on the ranks for the updates of the same samples. Where
@@ -236,18 +271,18 @@ class TrainerGroup(RankGroup):
         TokenBatch."""
         log_probs = self._old_log_probs if policy == "old" else self._reference_log_probs
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
-        return join(passes).then(lambda parts: join_named_scores([part for ranks in parts for part in ranks]))
+        return join(passes).then(join_named_scores)
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
         """Compute the trainer's minus the engine's log-prob of each response token, by sample."""
         arguments = [(batch, scoring) for (batch,) in self._by_rank(batches)]
-        return self._differences.on_each(arguments).then(_join)
+        return self._differences.on_each(arguments)
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
         """Score the samples' tokens. The result has references to the scores and, by sample, totals of the trained
         tokens' scores."""
         scored = [self._score_tokens.on_each(self._by_rank(batches)) for batches in updates]
-        return join(scored).then(lambda parts: _join_scores([part for ranks in parts for part in ranks]))
+        return join(scored).then(_join_scores)
 
     def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
         """Submit one optimizer step for each update of these epochs. The result has the metrics over all ranks and
@@ -259,32 +294,14 @@ class TrainerGroup(RankGroup):
         noted: list[Pending] = []
         if begins_step and self._notes_advantages:  # the moments of all updates whiten the advantages of each
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]
-        trained: list[Pending[list[dict[str, Metric]]]] = []
+        trained: list[Pending[dict[str, Metric]]] = []
         ended: list[Pending] = []
         for updates in epochs:
             for batches in updates:
                 trained.append(self._update.on_each(self._by_rank(batches)))
             ended.append(self._end_epoch())
         done = join([*noted, *trained]).then(lambda parts: parts[len(noted) :])
-        metrics = done.then(lambda parts: merge_updates([merge(ranks) for ranks in parts]))
-        return metrics.then(lambda merged: join(ended).then(lambda _: merged))
-
-    def take_advantages(self) -> Pending[dict[str, float]]:
-        """Take from the ranks the mean advantage over the trained tokens of each sample in the step's updates."""
-        return self._take_advantages().then(_join)
-
-    def take_token_details(self) -> Pending[dict[str, dict[str, list[float]]]]:
-        """Take from the ranks the per-token details of a few samples, by sample and name."""
-        return self._take_token_details().then(_join)
-
-    def stop_profile(self, ranks: Sequence[int], folder: Path) -> Pending[list[None]]:
-        """Write the profile of each of these ranks into a file of the folder."""
-        return self._stop_profile(ranks, folder, self._checkpoint_folder)
-
-    def offload(self, parts: Collection[Part]) -> Pending[dict[str, Metric]]:
-        """Move those of these parts that the key `offload` names to host memory, until `onload`. The result has the
-        bytes that this frees over all ranks, as metrics."""
-        return self._offload(parts).then(merge)
+        return done.then(merge_updates).then(lambda metrics: join(ended).then(lambda _: metrics))
 
     def export(self, plan: Plan, out: Path) -> None:
         """Write the whole model as a Hugging Face folder on the first rank, a few tensors at a time, or its adapters
@@ -311,39 +328,13 @@ class TrainerGroup(RankGroup):
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
         """Start writing a checkpoint into the role's folder of this one. The result is there when all ranks have copied
         their state."""
-        role = self._checkpoint_folder
-        (checkpoint / role).mkdir()
-        return self._save_checkpoint(checkpoint, role)
-
-    def checkpoint_written(self) -> Pending[bool]:
-        """Return whether all ranks have written their files, or failed to."""
-        return self._checkpoint_written().then(all)
+        (checkpoint / self._checkpoint_folder).mkdir()
+        return self._save_checkpoint(checkpoint)
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
         """Return the records of all ranks' files, or None while some are being written. This reads the folder: a rank
         would answer only after its current call, which may take minutes."""
         return noted_files(checkpoint, self._checkpoint_folder, len(self._processes))
-
-    def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
-        """Wait for the files of all ranks, and return their records once they are on disk."""
-        return self._finish_checkpoint(checkpoint).then(lambda parts: [record for part in parts for record in part])
-
-
-def _join(parts: Sequence[Mapping]) -> dict:
-    """Join the ranks' results by sample."""
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
-    return _join([scores for scores, _ in parts]), _join([totals for _, totals in parts])
-
-
-def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, Checksum]:
-    whole: dict[Region, Checksum] = {}
-    for part in parts:
-        for region, checksum in part.items():
-            whole[region] = whole[region] + checksum if region in whole else checksum
-    return whole
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:

@@ -267,9 +267,9 @@ class TrainerWorker(ModelWorker, ABC):
         if self._rank in ranks:
             self._profiler.start()
 
-    def stop_profile(self, ranks: Sequence[int], folder: Path, role: Role) -> None:
+    def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
         if self._rank in ranks:
-            self._profiler.stop(folder / f"{role}-{self._rank}.json.gz")
+            self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
         """Returns what an export reads, as it is now."""
@@ -295,18 +295,18 @@ class TrainerWorker(ModelWorker, ABC):
         moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
         write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
 
-    def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
         wrote: what it loads next is then in memory already. Raises UserError that names a damaged one."""
-        files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
-        own_files, num_ranks = self._has_layout_of(checkpoint, role), self._settings.layout.world_size
+        files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
+        own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
             record
             for number, record in enumerate(files)
             if (record.rank if own_files else number) % num_ranks == self._rank
         )
 
-    def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference
         that does not change is the model that the run started from, in its folder.
 
@@ -314,17 +314,17 @@ class TrainerWorker(ModelWorker, ABC):
         updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
         megatron_overrides asks for it.
         """
-        same_layout = self._has_layout_of(checkpoint, role)
-        folder, adapters = checkpoint.path / role, self._sharded_adapters()
+        same_layout = self._has_layout_of(checkpoint)
+        folder, adapters = checkpoint.path / self.role, self._sharded_adapters()
         counters = sharded.load(self.chunks, self.optimizer, self._weight_snapshots, folder, same_layout, adapters)
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
 
-    def _has_layout_of(self, checkpoint: Checkpoint, role: Role) -> bool:
-        return checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
+    def _has_layout_of(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()
 
-    def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
+    def save_checkpoint(self, checkpoint: Path) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on. An
         optimizer's state that is away comes back parameter by parameter: an engine may be awake on the device."""
         self._saving = sharded.save(
@@ -332,7 +332,7 @@ class TrainerWorker(ModelWorker, ABC):
             self.optimizer,
             self._weight_snapshots,
             self._counters(),
-            checkpoint / role,
+            checkpoint / self.role,
             self._offload.on_device,
             self._sharded_adapters(),
         )

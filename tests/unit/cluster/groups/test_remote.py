@@ -13,7 +13,7 @@ from megarl.cluster.groups.engine_actor import EngineActor
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentGroup
 from megarl.cluster.groups.group import AsyncProcessActor, ProcessActor, TimedResult, WorkerGroup
-from megarl.cluster.groups.remote import RemoteMethod, remote
+from megarl.cluster.groups.remote import Declaration, remote
 from megarl.cluster.groups.reward_engines import RewardEngineActor, RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelActor, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
@@ -40,27 +40,30 @@ RAYS_OWN = "_ray_trace_ctx"
 """The parameter that Ray adds to the methods of actors."""
 
 
-def remote_methods(group: type[WorkerGroup]) -> dict[str, RemoteMethod]:
+def declarations(group: type[WorkerGroup]) -> dict[str, Declaration]:
     """Return the remote methods of a group by attribute name."""
-    return {name: method for name, method in inspect.getmembers(group) if isinstance(method, RemoteMethod)}
+    found = {name: item for owner in reversed(group.__mro__) for name, item in vars(owner).items()}
+    return {name: item for name, item in found.items() if isinstance(item, Declaration)}
 
 
 def parameters(function: Any) -> dict[str, str]:
     """Return the parameters without `self`, and the annotation of each. A rank receives a LocalBatch for a RankBatch."""
-    own = [item for item in inspect.signature(function).parameters.values() if item.name not in ("self", RAYS_OWN)]
+    given = inspect.signature(function).parameters.values()
+    own = [item for item in given if item.name not in ("self", RAYS_OWN)]
     return {item.name: item.annotation.replace("RankBatch", "LocalBatch") for item in own}
 
 
-CASES = [(group, actor, worker, name) for group, actor, worker in GROUPS for name in remote_methods(group)]
+CASES = [(group, actor, worker, name) for group, actor, worker in GROUPS for name in declarations(group)]
 
 
 @pytest.mark.parametrize(("group", "actor", "worker", "name"), CASES, ids=[f"{c[0].__name__}.{c[3]}" for c in CASES])
 def test_a_remote_method_is_declared_as_it_is_defined(group, actor, worker, name) -> None:
-    method = remote_methods(group)[name]
+    declaration = declarations(group)[name]
+    method = declaration.method
     owner = actor.__ray_metadata__.modified_class.__ray_actor_class__
     defined = getattr(owner, method.name, None) or getattr(worker, method.name)
-    assert parameters(method.declared) == parameters(defined)
-    assert method.declared.__annotations__["return"] == defined.__annotations__["return"]
+    assert parameters(declaration.function) == parameters(defined)
+    assert declaration.function.__annotations__["return"] == defined.__annotations__["return"]
     assert method.timeout in get_args(TimeoutKind)
 
 
