@@ -23,7 +23,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
 from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import HybridTransport, RemoteRendezvous
 from megarl.resharding.transports.p2p import Rendezvous, Sent
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -145,7 +145,7 @@ class Refit:
             return self._rendezvous
         near: Channel
         if self._reads_on_gpu:
-            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
+            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
         else:
             near = SharedMemory(self._trainers.publish(for_refit=True).result())
         return HybridTransport(near, self._rendezvous) if self._sends else near
@@ -161,7 +161,7 @@ class Refit:
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
         if not self._config.sends_weights:
-            return FarRendezvous(host, port, name, timeout_s)
+            return RemoteRendezvous(host, port, name, timeout_s)
         sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
         if self._config.rollout.refit_delta and not sends_deltas:
             print(

@@ -123,7 +123,7 @@ def change_at_random(parameters: dict[str, torch.Tensor], generator: torch.Gener
 def refit_beside_a_full_one(store: dist.Store, rank: int, case: Case) -> int:
     """Returns how many elements this member has sent as changes, after refits of deltas and full ones side by side."""
     member = Member(store, rank, case)
-    parameters = case.own(rank) if member.receives else member.parameters
+    parameters = case.parameters(rank) if member.receives else member.parameters
     full = case.rendezvous(store, Rendezvous, "full").open(member.holder.name, parameters, case.part(rank))
     generator = torch.Generator().manual_seed(rank)
     num_changed = 0
@@ -239,7 +239,7 @@ def test_who_hands_on_sends_all_to_one_that_has_rewritten_its_weights():
     """The first engine brings everything into the node and gets deltas itself."""
     case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=1024, nodes=(1, 1))
     to_one = make_plan(case.sources, case.destinations[:1], bucket_bytes=1024)
-    buckets = [replace(bucket, onward=(Link(1, 2),)) for bucket in to_one.buckets]
+    buckets = [replace(bucket, forwards=(Link(1, 2),)) for bucket in to_one.buckets]
     case.plan = ordered(replace(case.plan, buckets=tuple(buckets)))
     check_plan(case.plan, case.sources, case.destinations)
     source, entry, _ = run_ranks(3, rewritten, case)

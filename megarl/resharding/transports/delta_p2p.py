@@ -22,7 +22,7 @@ from megarl.resharding.planning.plan import Bucket, Link, Plan
 from megarl.resharding.transports import delta
 from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out_together
 from megarl.resharding.transports.checksum import word_sum
-from megarl.resharding.transports.p2p import Begun, Message, PointToPoint, Rendezvous
+from megarl.resharding.transports.p2p import Message, PendingOp, PointToPoint, Rendezvous
 from megarl.resharding.transports.transport import Delivery
 
 SLAB = 2**20
@@ -118,7 +118,7 @@ class DeltaPointToPoint(PointToPoint):
                 return encoded, num_changed
         return new.view(torch.uint8), WHOLE
 
-    def _send(self, message: Message, link: Link) -> list[Begun]:
+    def _send(self, message: Message, link: Link) -> list[PendingOp]:
         header = self._headers[message.bucket]
         if (header[::2] != WHOLE).any() and not self._sends_deltas:  # handed on to one that lacks the last state
             self._pack(message)
@@ -129,7 +129,7 @@ class DeltaPointToPoint(PointToPoint):
         # A batch each: its receiver waits for the header before it begins with the body.
         return [begun for tensor in (header, body) for begun in self._begin("send", link, link.destination, tensor)]
 
-    def _receive(self, message: Message, link: Link) -> list[Begun]:
+    def _receive(self, message: Message, link: Link) -> list[PendingOp]:
         """Begins the receipt of a bucket. It waits for the header: its sender is as far as that, or will be without
         this member's doing."""
         num_slabs = sum(len(_slabs(part.of(self._parameters))) for part in message.layout.parts)
