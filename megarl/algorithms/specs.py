@@ -1,7 +1,7 @@
-"""The classes of SPECs, by which the file of an estimator or of an objective describes it. They are free of torch, as
-config reads them.
+"""The classes of specs, which describe estimators and objectives. The configuration reads them, so they do not import
+torch.
 
-The options of a function are its keyword arguments, under the names that they have in recipes.
+A function's options are its keyword arguments. Recipes use the same names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def defaults(parameters: Parameters) -> dict[str, Option]:
 
 
 Kind = Literal["sequence", "token"]
-"""The kind of a classifier, which scores a sample by its last token, or each of its tokens."""
+"""The kind of a classifier: it scores a sample's last token, or each of its tokens."""
 
 BaselineKind = Literal["none", "moving_average", "greedy", "group", "values"]
 
@@ -62,16 +62,14 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
     "group": "the group's rewards as its baseline, such as their mean",
     "values": "a critic's values as its baseline",
 }
-"""The comparisons of a reward: with nothing, the mean reward of earlier steps, the reward of a greedy response to the
-same prompt, the rewards of the prompt's other samples, or a critic's values."""
+"""What an estimator compares a reward with."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
-"""The baseline that makes every advantage 0, whatever the rewards of a sample and of its tokens."""
+"""The baseline with which every advantage is 0."""
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages, and the returns that a critic learns, if there is one: float32 [N], 0 for tokens that are not trained
-    on."""
+    """Advantages and, with a critic, its target returns: float32 [N], 0 for tokens that are not trained on."""
 
     advantage: torch.Tensor
     returns: torch.Tensor | None = None
@@ -79,10 +77,7 @@ class TokenAdvantages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """An entry of algorithm.advantage or algorithm.objective.
-
-    parameters  keyword arguments of its function
-    """
+    """An entry of algorithm.advantage or algorithm.objective. parameters: the keyword arguments of its function."""
 
     name: str
     formula: str
@@ -96,7 +91,7 @@ class Spec:
 
     @property
     def functions(self) -> list[Signature]:
-        """Its functions and what they are called with."""
+        """Its functions with their signatures."""
         raise NotImplementedError
 
     @property
@@ -112,11 +107,12 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorSpec(Spec):
-    """An advantage estimator. In formulas r_i is the reward of sample i and r_t that of token t.
+    """An advantage estimator. In formulas, r_i is the reward of sample i and r_t that of token t.
 
-    whitens     the paper's value of `whiten`
-    rules       (values of all options that it reads, samples of a prompt) -> None, or a line with the key and value
-                that do not work, the reason and the remedy
+    Args:
+        comparison: what it compares a reward with.
+        whitens: the default of `whiten`.
+        rules: (options, samples per prompt) -> None, or an error message with key, value, reason and remedy.
     """
 
     comparison: BaselineKind
@@ -143,15 +139,16 @@ class EstimatorSpec(Spec):
         return self.comparison == "group"
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """Returns the baseline of each sample of a group. options: the values of all options that it reads."""
+        """Return the baseline of each sample of a group. options: the values of all options."""
         return [NO_BASELINE] * len(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEstimator(EstimatorSpec):
-    """Compares whole samples: advantage = (reward − center) / scale, the same for all tokens of a sample.
+    """An estimator of whole samples: advantage = (reward − center) / scale for all tokens of a sample.
 
-    compare   (group, **arguments) -> the Baseline of each of its members
+    Args:
+        compare: (group, **arguments) -> the Baseline of each member.
     """
 
     compare: Callable[..., list[Baseline]]
@@ -169,17 +166,18 @@ class SampleEstimator(EstimatorSpec):
 
 
 def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[float, float]]:
-    """Returns for each sample the mean over all rewards of the group's tokens, and a scale of 1."""
+    """Return for each sample the mean of all token rewards in the group, and scale 1."""
     count = sum(totals.count for totals in group)
     return [(math.fsum(totals.total for totals in group) / max(count, 1), 1.0)] * len(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEstimator(SampleEstimator):
-    """Compares the samples of one prompt with each other; with credit=reward_to_go, rewards of single tokens by themselves.
+    """An estimator that compares the samples of a prompt, and with credit=reward_to_go their token rewards separately.
 
-    compare_tokens   (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards
-    amplify          (groups of an update) -> the factor of all of its advantages
+    Args:
+        compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
+        amplify: (groups of an update) -> a factor for all of its advantages.
     """
 
     comparison: BaselineKind = "group"
@@ -198,8 +196,8 @@ class GroupEstimator(SampleEstimator):
         }
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """Returns the baseline of each member. A group of one (the others' rewards failed) has nothing to compare with:
-        its advantage is 0, whatever the rewards of its tokens, or with group_of_one=reward its reward."""
+        """Return the baseline of each member. In a group of one, because the other rewards failed, the advantage is 0,
+        or with group_of_one=reward the reward."""
         if len(group) == 1:
             return [NO_BASELINE if options["group_of_one"] == "reward" else NO_ADVANTAGE]
         arguments = {name: options[name] for name in self.parameters}
@@ -215,10 +213,11 @@ class GroupEstimator(SampleEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEstimator(EstimatorSpec):
-    """Places a sample's reward on its last token, and credits each token with what comes after it.
+    """An estimator of single tokens. The sample's reward is that of its last token.
 
-    estimate   (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
-               value [N], by keyword
+    Args:
+        estimate: (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
+            value [N], by keyword.
     """
 
     estimate: Callable[..., TokenAdvantages]
@@ -235,11 +234,11 @@ Rows = Literal["prompts", "messages", "preferences", "labels"]
 class ObjectiveSpec(Spec):
     """An objective that the actor minimises.
 
-    rows              the values of data.format that it learns from; prompts: from sampled responses
-    reads_reference   whether its loss compares log-probs with those of the reference
-    classifier        the kind of classifier that the actor is; None: a language model
-    rules             (values of all options that it reads) -> None, or a line with the key and value that do not work,
-                      the reason and the remedy
+    Args:
+        rows: the values of data.format that it learns from; prompts: sampled responses.
+        reads_reference: whether its loss compares log-probs with the reference's.
+        classifier: the kind of classifier that the actor is; None: a language model.
+        rules: (options) -> None, or an error message with key, value, reason and remedy.
     """
 
     loss: Callable[..., object]
@@ -255,27 +254,28 @@ class ObjectiveSpec(Spec):
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether it learns from pairs of responses to one prompt, the better one and the worse one."""
+        """Whether it learns from pairs of a better and a worse response to the same prompt."""
         return isinstance(self, PairObjective)
 
     @property
     def learns_labels(self) -> bool:
-        """Whether it learns labels of a response's tokens."""
+        """Whether it learns labels of tokens."""
         return isinstance(self, LabelObjective)
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether it treats tokens apart that are chosen over a whole update."""
+        """Whether it treats selected tokens of an update differently."""
         return isinstance(self, PolicyObjective) and self.selection is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tokens of an update that an objective treats apart: a share of them, those that are highest in an order.
+    """The tokens of an update that an objective treats differently: the highest-ranked share.
 
-    order       (covariance [N], draw [N], **arguments) -> float32 [N]. draw is random, of [0, 1)
-    parameters  keyword arguments of `order`
-    share       the paper's share of the tokens
+    Args:
+        order: (covariance [N], draw [N], **arguments) -> rank, float32 [N]. draw is uniform in [0, 1).
+        parameters: the keyword arguments of `order`.
+        share: the default share of the tokens.
     """
 
     order: Callable[..., torch.Tensor]
@@ -292,10 +292,11 @@ class Selection:
 class PolicyObjective(ObjectiveSpec):
     """An objective that learns from advantages of sampled tokens.
 
-    loss        (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss
-    inputs      further arguments of `loss`: the SampleSegments of the rows, or which tokens are selected
-    selection   the rule by which these tokens are selected
-    of_steps    options by which arguments change from step to step
+    Args:
+        loss: (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss.
+        inputs: further arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
+        selection: how these tokens are selected.
+        of_steps: options that adapt arguments from step to step.
     """
 
     loss: Callable[..., PolicyLoss]
@@ -318,13 +319,13 @@ class PolicyObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairObjective(ObjectiveSpec):
-    """An objective that learns from pairs of responses, by how much more the model rewards the better than the worse
-    one.
+    """An objective that learns from the difference of the model's rewards for a better and a worse response.
 
-    The model's reward of a response is a classifier's score, or log π, or with reads_reference β·(log π − log π_ref).
+    The model's reward is a classifier's score, log π, or with reads_reference β·(log π − log π_ref).
 
-    loss     (margin [P], *inputs, **arguments) -> float32 [P]
-    inputs   further arguments of `loss`: the rewards of the better responses, float32 [P]
+    Args:
+        loss: (margin [P], *inputs, **arguments) -> float32 [P].
+        inputs: further arguments of `loss`: the rewards of the better responses, float32 [P].
     """
 
     loss: Callable[..., torch.Tensor]
@@ -337,7 +338,7 @@ class PairObjective(ObjectiveSpec):
 
     @property
     def all_parameters(self) -> Parameters:
-        """Its own options, and those of a reward that is computed from log-probs."""
+        """Its own options and those of rewards from log-probs."""
         scale = {"beta": (PositiveFloat, 0.1)} if self.reads_reference else {}
         implicit = {} if self.classifier is not None else {**scale, "length_normalised": (bool, False)}
         return {**implicit, **self.parameters}
@@ -345,7 +346,7 @@ class PairObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationObjective(ObjectiveSpec):
-    """An objective that learns the responses of the data. loss: (log_prob [N]) -> float32 [N]."""
+    """An objective that imitates the responses in the data. loss: (log_prob [N]) -> float32 [N]."""
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)
@@ -357,11 +358,11 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the labels which the data gives to steps of responses: the actor is a classifier of
-    tokens.
+    """An objective that learns the data's labels of response steps; the actor is a token classifier.
 
-    loss       (score [N], label [N], **arguments) -> float32 [N]
-    labelled   the tokens of a step that have its label: the one that ends it, or all
+    Args:
+        loss: (score [N], label [N], **arguments) -> float32 [N].
+        labelled: the tokens of a step that have its label: the last one, or all.
     """
 
     loss: Callable[..., torch.Tensor]

@@ -24,6 +24,8 @@ from tests.timing import LIMIT_S, START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
+ONE_RANK = "actor.layout.pp=1"
+"""Where the trainer is not what is lost."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
 """Ports of Ray's GCS, object manager, dashboard and clients."""
 
@@ -221,7 +223,7 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 @pytest.mark.usefixtures("hold")
 def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, f"cluster.timeouts.rewards={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
@@ -234,7 +236,7 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, f"rewards.timeout_s={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
     cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
@@ -245,19 +247,19 @@ def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_loss_of_ray(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; the run ends")
 
 
 def test_loss_of_the_driver(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
 
 
 @pytest.mark.exhaustive
 def test_loss_of_the_drivers_parent(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.wait_for_step(2)
         check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)

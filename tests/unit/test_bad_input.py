@@ -104,7 +104,7 @@ CASES = [
         "rewards.functions=[{funktion: exact_match}]",
         [
             "command line: rewards.functions.0.funktion: unknown key; did you mean rewards.functions.function?",
-            "command line: missing key rewards.functions.0.function; an entry of a list gives all its keys",
+            "command line: missing key rewards.functions.0.function. Fix: set all keys of a list entry",
         ],
     ),
     ("rewards.failure_limit=2", ["command line: rewards.failure_limit=2: expected at most 1"]),

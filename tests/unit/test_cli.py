@@ -118,7 +118,7 @@ def test_one_algorithm_with_the_lines_that_choose_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     assert run(monkeypatch, "algorithms", name) == 0
-    said, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe, ")
+    said, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe ")
     spec = (ESTIMATORS | OBJECTIVES)[name]
     assert spec.formula in said and spec.paper in said
     lines = lines.partition("\n\n")[2]
@@ -150,7 +150,7 @@ def test_init(
 
 def test_no_algorithm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "algorithms", "GRP0") == 2
-    line = "megarl: error: GRP0: no estimator or objective has this name; did you mean grpo?\n"
+    line = "megarl: error: GRP0: not an estimator or objective; did you mean grpo?\n"
     assert capsys.readouterr().err == line
     assert run(monkeypatch, "algorithms", "quux") == 2
     assert "; choose from policy_gradient, " in capsys.readouterr().err

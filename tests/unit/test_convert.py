@@ -18,7 +18,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import ROOT
 from tests.timing import RUN_S
-from tests.unit.megatron.checkpoint.test_conversion import left_in, write_model
+from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
 
 TOOL = ROOT / "tools" / "convert.py"
@@ -68,7 +68,7 @@ def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
     checkpoints.begin(1)
     folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
     shutil.copytree(model / "checkpoint", folder / "actor")
-    assert ": the actor of a run after step 1, which began as org/model\n" in convert("inspect", folder)
+    assert ": actor of a run after step 1, started from org/model\n" in convert("inspect", folder)
 
 
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
@@ -78,7 +78,7 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     assert (done.returncode, done.stderr) == (2, expected)
     with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
-    assert left_in(tmp_path) == set()
+    assert names_in(tmp_path) == set()
 
 
 def with_command(body: str) -> str:

@@ -124,8 +124,8 @@ def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monk
 @pytest.mark.parametrize(
     ("entry", "line"),
     [
-        ("mine.py:NOTHING", "defines no NOTHING that is a ObjectiveSpec. Fix: set it to a PolicyObjective or"),
-        ("mine.py:BEST", "defines no BEST that is a ObjectiveSpec"),
+        ("mine.py:NOTHING", "defines no NOTHING of type ObjectiveSpec. Fix: set NOTHING to a PolicyObjective or"),
+        ("mine.py:BEST", "defines no BEST of type ObjectiveSpec"),
         (
             "mine.py:WRONG",
             "squared(log_prob, old, advantage, scale) is called with 3 positional arguments and no keyword",

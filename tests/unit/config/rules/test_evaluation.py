@@ -20,7 +20,10 @@ def sets(*items: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ([sets("name: a", "name: b", "name: a")], "evaluation.sets: a is the name of two. Fix: give each one of its own"),
+        (
+            [sets("name: a", "name: b", "name: a")],
+            "evaluation.sets: a is the name of two. Fix: give each one of its own",
+        ),
         (
             [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
             "evaluation.sets: a would never be evaluated, with at_start and at_end false. Fix: set evaluation.every_steps=",

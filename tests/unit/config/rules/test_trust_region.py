@@ -20,7 +20,10 @@ def test_what_it_needs_is_enough() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.objective.name=clip", "it bounds the surrogate that has no clip. Fix: set algorithm.objective.name=unc"),
+        (
+            "algorithm.objective.name=clip",
+            "it bounds the surrogate that has no clip. Fix: set algorithm.objective.name=unc",
+        ),
         (
             "batch.prompts_per_update=8",
             "it bounds the one update of a step, at whose start the policy is the old one; ",
