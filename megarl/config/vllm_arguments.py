@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from megarl.config.schema import Rollout
+
 EngineSection = Literal["rollout", "reward_model"]
 
 _ALWAYS: dict[str, str | None] = {
@@ -70,3 +72,8 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
 }
 """Arguments in rollout.vllm_overrides -> the value with which a refit's weights come where vLLM reads them, and the
 effect of others. The start would not notice: parameters have the same names and shapes."""
+
+
+def batched_tokens(rollout: Rollout) -> int:
+    """Returns the tokens that an engine computes at once, at most."""
+    return rollout.vllm_overrides.get("max_num_batched_tokens", max(2048, rollout.context_length))

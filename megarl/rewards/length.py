@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
+from megarl.rewards.exact import exact_match
+from megarl.rewards.options import NUM_TOKENS, SINGLE
 from megarl.rewards.overlong import overlong_penalty
 
 
@@ -46,25 +48,18 @@ class CosineLength:
     def __init__(
         self,
         max_tokens: int,
-        verifier: str | Mapping[str, Any] = "exact_match",
+        verifier: Callable[..., Any] = exact_match,
         right_start: float = 2.0,
         right_end: float = 1.0,
         wrong_start: float = -10.0,
         wrong_end: float = 0.0,
         too_long: float = -10.0,
     ):
-        """verifier: the function that says whether a response is right (more than 0), as rewards.functions names it,
-        or {function, options}."""
-        from megarl.rewards.registry import BATCH, NUM_TOKENS, SINGLE, resolve, takes_batches
-
-        given = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+        """verifier: the function that says whether a response is right (more than 0). A config names it as
+        rewards.functions does, or by {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"options.max_tokens={max_tokens!r} is not an integer above 0")
-        if "function" not in given or given.keys() - {"function", "options"}:
-            raise ValueError(f"options.verifier={verifier!r} is neither a function nor {{function, options}}")
-        self._verifier = resolve(given["function"], given.get("options", {}))
-        if takes_batches(self._verifier):
-            raise ValueError(f"options.verifier={verifier!r} takes ({', '.join(BATCH)}); give one of single samples")
+        self._verifier = verifier
         self._max_tokens, self._too_long = max_tokens, too_long
         self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
         # What the verifier asks for is asked for here.

@@ -10,8 +10,13 @@ from megarl.core.errors import UserError
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
-NUM_ARGUMENTS = 3
-"""A function's first arguments are prompt, response and answer, or lists of them. They are no options."""
+SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
+"""The names of a function's first arguments, which are no options: those of one sample, or lists of them."""
+
+NUM_ARGUMENTS = len(SINGLE)
+
+NUM_TOKENS = "num_response_tokens"
+"""The name of a parameter that gets the number of the response's tokens, in place of a column of the data."""
 
 
 class WithOptions:

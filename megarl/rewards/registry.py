@@ -19,7 +19,7 @@ from megarl.rewards.knights_knaves import knights_knaves
 from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
-from megarl.rewards.options import NO_OPTIONS, configure, give_options
+from megarl.rewards.options import BATCH, NO_OPTIONS, SINGLE, configure, give_options
 from megarl.rewards.reasoning import ReasoningGym
 from megarl.rewards.regex_answer import RegexMatch
 from megarl.rewards.remote_judge import GenerativeJudge
@@ -32,11 +32,6 @@ and `row` all columns; one called `sandbox` gets the provider of the run's sandb
 
 A function f(prompts, responses, answers) takes lists instead, of all samples of a scoring pass, also of the columns,
 and returns a list with one such result for each sample."""
-
-SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-
-NUM_TOKENS = "num_response_tokens"
-"""The name of a parameter that gets the number of the response's tokens, in place of a column of the data."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
@@ -61,6 +56,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     """Returns a function of FUNCTIONS, or `path/to/file.py:function`, with its options. Raises UserError if there is
     none, or it does not have them."""
     if name in FUNCTIONS:
+        if FUNCTIONS[name] is CosineLength and "verifier" in options:
+            options = {**options, "verifier": _verifier(name, options["verifier"])}
         return configure(name, FUNCTIONS[name], options)
     if ":" in name:
         function = from_file("rewards.functions", name, SINGLE)
@@ -77,6 +74,22 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     raise UserError(
         f"rewards.functions: no function {name!r}; {hint}known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
     )
+
+
+def _verifier(name: str, verifier: Any) -> RewardFunction:
+    """Returns the function that the option `verifier` names, or {function, options}."""
+    given = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+    if "function" not in given or given.keys() - {"function", "options"}:
+        raise UserError(
+            f"rewards.functions: {name}: options.verifier={verifier!r} is neither a function nor {{function, options}}"
+        )
+    function = resolve(given["function"], given.get("options", {}))
+    if takes_batches(function):
+        raise UserError(
+            f"rewards.functions: {name}: options.verifier={verifier!r} takes ({', '.join(BATCH)}); give one of single "
+            "samples"
+        )
+    return function
 
 
 def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Store
 
-from megarl.cluster.memory.rank import EXPERTS
 from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
 from megarl.config.model_schema import Role
@@ -43,6 +42,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
