@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.machine import (
-    check_deltas,
     check_engine_kernels,
     check_gpu_memory,
     check_host_memory,
@@ -142,7 +141,6 @@ def _all_errors() -> Iterator[Callable[..., Any]]:
 def _find_models(config: Config) -> ModelFolders:
     models = find_models(config)
     check_all_selections(config, models.trained(config))
-    check_deltas(config, models)
     check_gpu_memory(config, models)
     check_host_memory(config, models)
     if not config.is_offline:

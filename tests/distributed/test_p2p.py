@@ -107,15 +107,13 @@ class Case:
     def empty(self, holder: Holder) -> dict[str, torch.Tensor]:
         return {n: torch.full(s, torch.nan, dtype=getattr(torch, holder.dtypes[n])) for n, s in holder.shapes.items()}
 
-    def open(
-        self, store: dist.Store, rank: int, kind: type[Rendezvous] = Rendezvous
-    ) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
+    def open(self, store: dist.Store, rank: int) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
         """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
         own = self.own(rank)
-        return self.rendezvous(store, kind, "refit").open(self.members[rank].name, own, self.part(rank)), own
+        return self.rendezvous(store, Rendezvous, "refit").open(self.members[rank].name, own, self.part(rank)), own
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
         """A member's parameters, those of a destination without weights."""
@@ -195,7 +193,7 @@ def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
             for tensor in own.values():
                 tensor.mul_(factor)
             store.set(f"{holder.name} {factor}", pickle.dumps(shared_memory.publish(own)))
-            num_bytes = transport.send().num_bytes
+            num_bytes = transport.send()
         else:
             beside = [source.name for source in case.sources if source.node == holder.node]
             near = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in beside})
@@ -206,7 +204,7 @@ def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
             assert len(ends) == 1, "it would connect anew"
             wrong = [n for n, t in own.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
-            num_bytes = transport._far.sent.num_bytes
+            num_bytes = transport._far.sent_bytes
         store.add(f"done {factor}", 1)
         while store.add(f"done {factor}", 0) < len(case.members):  # who gives stays as it is while others read
             time.sleep(0.01)

@@ -42,7 +42,6 @@ from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holders
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.transports.p2p import Sent
 from megarl.rollout.engine import SyncStats
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
@@ -91,8 +90,8 @@ class StubWorker:
     def repacking(self) -> list[str]:
         return []
 
-    def send(self) -> Sent:
-        return Sent()
+    def send(self) -> int:
+        return 0
 
     def refit(self, *_: Any) -> list[SyncStats]:
         return [SyncStats(0, 0) for _ in self._shards]

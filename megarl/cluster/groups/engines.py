@@ -102,7 +102,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp = config.rollout.tp
         super().__init__(session, config, model_folder, processes)
-        self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
+        self._sleeps = config.rollout.sleep
         self._pauses = config.pauses_rollouts
         self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._starts_again = not (config.is_colocated and device.on_cuda())
@@ -188,9 +188,9 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
         """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
-        that a refit replaces as a whole need not be kept; one that sends changes, or goes by vLLM's own loader, which
-        may leave some of its own as they are, needs them."""
-        keeps = keeps_weights or self._takes_deltas or self.by_loader
+        that a refit replaces as a whole need not be kept; vLLM's own loader may leave some as they are, and needs
+        them."""
+        keeps = keeps_weights or self.by_loader
         return self._take_turns("giving memory back", "sleep", lambda engine: engine.sleep(keeps), self._sleeps)
 
     def _take_turns(

@@ -18,17 +18,6 @@ def kept_tokens_can_be_handed_over(config: Config) -> str | None:
     )
 
 
-def deltas_are_sent(config: Config) -> str | None:
-    rollout = config.rollout
-    if not rollout.refit_delta or config.sends_weights:
-        return None
-    return (
-        f"rollout.refit_delta=true: with rollout.transport={rollout.transport} and "
-        f"cluster.placement={config.cluster.placement} engines read the weights where they lie, and no more is sent "
-        "than what other nodes have; set rollout.transport=p2p or rollout.refit_delta=false"
-    )
-
-
 def nodes_do_not_share_memory(config: Config) -> str | None:
     nodes = config.cluster.nodes
     if nodes == 1 or config.is_offline or config.rollout.transport != "shared_memory":
@@ -65,16 +54,6 @@ def weights_are_quantised_once(config: Config) -> str | None:
     return (
         f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with rollout.quantization="
         f"{rollout.quantization} weights come quantised; leave one of them out"
-    )
-
-
-def deltas_are_of_whole_precision(config: Config) -> str | None:
-    rollout = config.rollout
-    if rollout.quantization is None or not rollout.refit_delta:
-        return None
-    return (
-        f"rollout.refit_delta=true: with rollout.quantization={rollout.quantization} a block's scale changes all of "
-        "its elements; set rollout.refit_delta=false"
     )
 
 
@@ -146,12 +125,10 @@ def _staleness(config: Config) -> str:
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     kept_tokens_can_be_handed_over,
-    deltas_are_sent,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
     quantised_weights_are_bfloat16,
     weights_are_quantised_once,
-    deltas_are_of_whole_precision,
     engines_stay_awake_for_rollouts_ahead,
     keys_and_values_outlive_a_pause,
     rollouts_ahead_are_compared_with_their_like,

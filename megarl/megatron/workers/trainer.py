@@ -50,7 +50,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
-from megarl.resharding.transports.p2p import Rendezvous, Sent
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.rank_files import write_parameters
 from megarl.resharding.transports.transport import Transport
@@ -157,7 +157,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Makes this plan the one of which `send` sends this rank's part to others at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
-    def send(self) -> Sent:
+    def send(self) -> int:
         """Sends this rank's part of a refit."""
         return self._transport.send()
 

@@ -91,16 +91,6 @@ def _lies_in_one_stretch(move: Move, place: Place, parameters: Mapping[str, torc
     return elements.is_contiguous() and elements.dtype == getattr(torch, move.destination_dtype)
 
 
-def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
-    """Returns the layout of a bucket that travels in one message."""
-    parts = []
-    offset = 0
-    for move, place in sorted(moves, key=_size_key):
-        parts.append(Part(move, place, offset))
-        offset += messages.move_bytes(move)
-    return BucketLayout((), tuple(parts), offset)
-
-
 def _size_key(item: tuple[Move, Place]) -> tuple[int]:
     """Returns the key by which larger dtypes come first, so that all are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)

@@ -65,11 +65,6 @@ class Reader:
         """See Transport."""
         return (self._near if source in self._near_sources else self._far).dtype(source, parameter)
 
-    def forget(self) -> None:
-        """See Transport."""
-        self._near.forget()
-        self._far.forget()
-
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Delivers the near copies first: a rank hands some of them on to others."""
         yield from self._near.deliver([copy for copy in copies if copy.source in self._near_sources])

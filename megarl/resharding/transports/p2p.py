@@ -90,19 +90,6 @@ class Message:
     leaving: list[Begun] = field(default_factory=list)
 
 
-@dataclass
-class Sent:
-    """The amount that a member has sent in an exchange.
-
-    num_bytes            bytes over all links
-    compared, changed    elements, where only what has changed is sent
-    """
-
-    num_bytes: int = 0
-    compared: int = 0
-    changed: int = 0
-
-
 class PointToPoint:
     """One member's end. After an error it is closed, which ends the others' waiting for it; they need a new one."""
 
@@ -119,9 +106,8 @@ class PointToPoint:
         """The number of messages of each link so far, which both ends count alike."""
         self._neighbours: set[int] = set()
         """The members that it has talked to."""
-        self._ways: set[Link] = set()
-        """The ways over which it has sent or received, each from one member to the other: the answers to deltas go
-        against their links."""
+        self._used_links: set[Link] = set()
+        """The links over which it has sent or received."""
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
@@ -143,7 +129,7 @@ class PointToPoint:
         """The buckets that this member has received and is to hand on, where it has no parameters of the plan's to pack
         them from again."""
         self.staging_bytes = 0
-        self.sent = Sent()
+        self.sent_bytes = 0
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Returns the dtype that the plan has; the source checks that this is so."""
@@ -151,17 +137,17 @@ class PointToPoint:
             raise ValueError(f"{source} sends {self._member} no parameter {parameter}")
         return getattr(torch, self._dtypes[source, parameter])
 
-    def send(self) -> Sent:
-        """Sends what this member, a source only, has for the others. Returns how much that was."""
+    def send(self) -> int:
+        """Sends what this member, a source only, has for the others. Returns the bytes over all links."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source only")
-        return self.sent
+        return self.sent_bytes
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Delivers all copies that the plan has into this member. Raises RuntimeError that names another member which
         has failed, or does not answer in time."""
-        self.sent = Sent()
+        self.sent_bytes = 0
         self._tags.clear()
         try:
             with closing(Waiter()) as self._waiter:
@@ -174,9 +160,6 @@ class PointToPoint:
         except BaseException:
             self.close()
             raise
-
-    def forget(self) -> None:
-        """See Transport. Nothing is kept: all is sent each time."""
 
     def close(self) -> None:
         """Ends the connections, and with them the waiting of others for this member."""
@@ -236,7 +219,7 @@ class PointToPoint:
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def _send(self, message: Message, link: Link) -> list[Begun]:
-        self.sent.num_bytes += self._plan.buckets[message.bucket].num_bytes
+        self.sent_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
         return self._begin("send", link, link.destination, *tensors)
 
@@ -248,9 +231,8 @@ class PointToPoint:
         self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
     ) -> list[Begun]:
         """Begins to send messages or to receive them. Over NCCL they are a batch."""
-        way = Link(self._rank, neighbour) if operation == "send" else Link(neighbour, self._rank)
-        if device.uses_nccl() and way not in self._ways:
-            self._meet(f"from {way.source} to {way.destination}", [neighbour])
+        if device.uses_nccl() and link not in self._used_links:
+            self._meet(f"from {link.source} to {link.destination}", [neighbour])
         begin = getattr(self._group, operation)
         with self._naming(neighbour):
             if device.uses_nccl():
@@ -258,7 +240,7 @@ class PointToPoint:
             else:
                 works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
         self._neighbours.add(neighbour)
-        self._ways.add(way)
+        self._used_links.add(link)
         return [Begun(neighbour, work) for work in works]
 
     def _next_tag(self, link: Link) -> int:

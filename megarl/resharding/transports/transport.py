@@ -22,9 +22,6 @@ class Transport(Protocol):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Returns the dtype of a source's parameter. Raises UserError for one that the source does not have."""
 
-    def forget(self) -> None:
-        """Notes that what was delivered last has been rewritten since."""
-
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Yields the copies, whole or in parts and in any order, each with its elements, or None where they are in
         their place already. They are valid until the next is asked for, and by then the destination has written
@@ -46,9 +43,6 @@ class Readable(ABC):
     """A transport by which the destination reads its sources where they lie."""
 
     staging_bytes = 0
-
-    def forget(self) -> None:  # noqa: B027  nothing hangs on it
-        """See Transport."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         for copy in copies:
