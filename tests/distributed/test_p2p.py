@@ -107,13 +107,15 @@ class Case:
     def empty(self, holder: Holder) -> dict[str, torch.Tensor]:
         return {n: torch.full(s, torch.nan, dtype=getattr(torch, holder.dtypes[n])) for n, s in holder.shapes.items()}
 
-    def open(self, store: dist.Store, rank: int) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
+    def open(
+        self, store: dist.Store, rank: int, kind: type[Rendezvous] = Rendezvous
+    ) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
         """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
         own = self.own(rank)
-        return self.rendezvous(store, Rendezvous, "refit").open(self.members[rank].name, own, self.part(rank)), own
+        return self.rendezvous(store, kind, "refit").open(self.members[rank].name, own, self.part(rank)), own
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
         """A member's parameters, those of a destination without weights."""
