@@ -19,19 +19,20 @@ SLOWEST := --durations=10
 # What computes yields to whole runs beside it, which have deadlines.
 BEHIND := nice -n 10
 
-.PHONY: help env quickstart test test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs exhaustive-ranks \
-	test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint clean
+.PHONY: help env quickstart test test-all test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs \
+	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
 	@echo "make test        everything but the ones below and what needs a GPU (about 15 minutes on 2 cores)"
+	@echo "make test-all    everything that needs no GPU; writes .ci/verified if all of it passes on a clean tree"
 	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
 	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
 	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
 	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
-	@echo "                 of both, PART=0/4 runs every fourth test, from the first on"
+	@echo "                 of both, PART=0/8 runs every eighth test, starting with the first"
 	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
 	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
 	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
@@ -53,6 +54,13 @@ quickstart: $(DONE)
 # Whole runs mostly wait for processes that start; beside them there is room for the rest.
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
+
+# .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
+test-all:
+	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
+	$(MAKE) lint test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu && \
+	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
+	then echo "$$commit" | tee .ci/verified; else echo "not clean: .ci/verified stays as it was"; fi
 
 test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'

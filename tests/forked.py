@@ -19,8 +19,7 @@ import megarl.megatron.workers.classifier
 import megarl.megatron.workers.critic
 import megarl.megatron.workers.implicit_reward
 import megarl.megatron.workers.reward_model  # noqa: F401  imported here, so that no rank imports it again
-
-DEADLINE_S = 480
+from tests.timing import RANKS_S, WAIT_S
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -39,12 +38,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwarg
             return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
         finally:
             for process in ranks:
-                process.join(timeout=10)
+                process.join(timeout=WAIT_S)
                 process.kill()
 
 
 def _receive(rank: int, receiver: Connection) -> Any:
-    assert receiver.poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+    assert receiver.poll(RANKS_S), f"rank {rank} did not answer within {RANKS_S} s"
     succeeded, result = pickle.loads(receiver.recv_bytes())
     if not succeeded:
         raise AssertionError(f"rank {rank} failed:\n{result}")

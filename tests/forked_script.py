@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import BinaryIO
 
-TIMEOUT_S = 120
+from tests.timing import WAIT_S
 
 
 def run_script(script: Path, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,7 @@ def run_script(script: Path, *arguments: str | Path, cwd: Path) -> subprocess.Co
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = multiprocessing.get_context("fork").Process(target=_run, args=(command, cwd, out, err))
         process.start()
-        process.join(TIMEOUT_S)
+        process.join(WAIT_S)
         process.kill()
         process.join()
         return subprocess.CompletedProcess(command, process.exitcode, *map(_text, (out, err)))

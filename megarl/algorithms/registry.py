@@ -1,39 +1,54 @@
-"""The estimators and the objectives, found by walking their folders: one file for each, whose SPEC has the file's name.
+"""Estimators and objectives by name.
 
-They are ordered by kind, and within a kind by name.
+megarl's own are discovered from their packages: each file has a SPEC with the file's name. They are sorted by kind,
+then by name. A user's own is `path/to/file.py:NAME`, where NAME is a spec that the file defines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from hashlib import sha256
 from importlib import import_module
+from inspect import signature
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import TypeVar, get_args
 
 from megarl.algorithms import advantages, objectives
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Rows
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Rows, Spec
+from megarl.core.errors import UserError
+from megarl.core.user_file import defined_in_file
 
-Spec = TypeVar("Spec", EstimatorSpec, ObjectiveSpec)
+AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
-def find(package: ModuleType, kind: type[Spec], place: Callable[[Spec], int]) -> dict[str, Spec]:
-    """Returns the specs by name. place: the position of a spec's kind in the order. Raises ImportError for a file
-    without a SPEC of the file's name, and for a name that two folders have."""
+def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
+    """Return the specs of a package by name.
+
+    Args:
+        kind: the class that each SPEC must be an instance of.
+        rank: returns the sort position of a spec's kind.
+
+    Raises:
+        ImportError: a file has no SPEC named after it, or a name exists in two folders.
+    """
     specs = list(_specs(package, kind))
-    twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
-    if twice:
-        raise ImportError(f"{package.__name__}: more than one file is named {', '.join(sorted(twice))}")
-    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (place(spec), spec.name))}
+    duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
+    if duplicates:
+        raise ImportError(f"{package.__name__}: more than one file has the name {', '.join(sorted(duplicates))}")
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (rank(spec), spec.name))}
 
 
-def _specs(package: ModuleType, kind: type[Spec]) -> Iterator[Spec]:
+def _specs(package: ModuleType, kind: type[AnySpec]) -> Iterator[AnySpec]:
     for name in [module.name for folder in package.__path__ for module in iter_modules([folder])]:
         spec = getattr(import_module(f"{package.__name__}.{name}"), "SPEC", None)
         if not isinstance(spec, kind):
-            raise ImportError(f"{package.__name__}.{name}: it has no SPEC that is a {kind.__name__}")
+            raise ImportError(f"{package.__name__}.{name}: missing SPEC. Fix: define SPEC as a {kind.__name__}")
         if spec.name != name:
-            raise ImportError(f"{package.__name__}.{name}: its SPEC is named {spec.name}; give both the same name")
+            raise ImportError(
+                f"{package.__name__}.{name}: SPEC.name={spec.name}: differs from the file's name. Fix: set it to {name}"
+            )
         yield spec
 
 
@@ -43,3 +58,32 @@ ESTIMATORS: Mapping[str, EstimatorSpec] = find(
 OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
     objectives, ObjectiveSpec, lambda spec: get_args(Rows).index(spec.rows[0])
 )
+
+
+@cache
+def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str]:
+    """Return the spec of `path/to/file.py:NAME`, and the SHA-256 of the file.
+
+    Args:
+        key: the configuration key that has this value, for error messages.
+
+    Raises:
+        UserError: if the file cannot be imported or defines no such spec, or if the spec's functions do not take its
+            parameters.
+    """
+    path, inner, spec = defined_in_file(key, name)
+    if not isinstance(spec, kind):
+        kinds = " or ".join(subclass.__name__ for subclass in kind.__subclasses__())
+        raise UserError(
+            f"{key}={name}: {path} defines no {inner} of type {kind.__name__}. Fix: set {inner} to a {kinds}"
+        )
+    for function, num_positional, parameters in spec.functions:
+        try:
+            signature(function).bind(*range(num_positional), **parameters)
+        except TypeError as error:
+            raise UserError(
+                f"{key}={name}: {function.__name__}{signature(function)} is called with {num_positional} positional "
+                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function "
+                f"or the parameters of {inner}"
+            ) from None
+    return spec, sha256(path.read_bytes()).hexdigest()

@@ -22,7 +22,7 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
-from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import HybridTransport, RemoteRendezvous
 from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
@@ -138,7 +138,7 @@ class Refit:
             return self._rendezvous
         near: Channel
         if self._reads_on_gpu:
-            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.near).result(), self._parameters_move)
+            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
         else:
             near = SharedMemory(self._trainers.publish(for_refit=True).result())
         return HybridTransport(near, self._rendezvous) if self._sends else near
@@ -153,5 +153,5 @@ class Refit:
         self._connections += 1
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
-        kind = Rendezvous if self._config.sends_weights else FarRendezvous
+        kind = Rendezvous if self._config.sends_weights else RemoteRendezvous
         return kind(host, port, name, timeout_s)

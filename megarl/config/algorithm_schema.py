@@ -1,90 +1,148 @@
-"""The schema of the section `algorithm`: names and options of estimators and objectives are those of the registry."""
+"""The schema of section `algorithm`. The options of estimators and objectives come from their specs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS, metric_name, usual_estimator
-from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option, Options
-from megarl.config.fields import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
+from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option
+from megarl.config.fields import Section
+from megarl.core.errors import UserError
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
+from megarl.core.user_file import is_in_file
 
-EstimatorName = Literal[tuple(ESTIMATORS)]
-ObjectiveName = Literal[tuple(OBJECTIVES)]
 KLEstimatorName = Literal[tuple(KL_ESTIMATORS)]
 Aggregation = Literal[tuple(AGGREGATIONS)]
 
 
-class RegistryOptions(Section):
-    """A choice from a registry by its name, with the options of every entry. An option that is None has the value that
-    the chosen entry's spec gives it; an option that this does not read is None."""
+class Variant(Section):
+    """A section that names an entry of a registry, and has the options of this entry beside its own fields.
+
+    The entry is one of megarl's, or `path/to/file.py:NAME`, a spec that a file of the user's defines. An option of
+    another entry is an unknown key; one that is left out has the default of the entry's spec. A recipe that names
+    another entry than its base does not inherit the options of the base's entry, but the section's own fields
+    (`megarl.config.load`). The options are validated with the model that `_model` builds from the spec, and kept as
+    pydantic's extra values.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    key: ClassVar[str]
+    """The dotted key that names the entry."""
+    discriminator: ClassVar[str]
+    """The last part of `key`."""
+    entries: ClassVar[Mapping[str, Any]]
+    kind: ClassVar[type]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        cls.discriminator = cls.key.rpartition(".")[2]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options(cls, values: Any) -> Any:
+        """Check all keys against the entry, and add the defaults of the options that are left out."""
+        name = values.get(cls.discriminator) if isinstance(values, dict) else None
+        if not isinstance(name, str) or not (name in cls.entries or is_in_file(name)):
+            return values
+        if is_in_file(name):
+            values = values | {cls.discriminator: str(Path(name).expanduser().absolute())}
+        return cls._model(values[cls.discriminator]).model_validate(values).model_dump()
+
+    @classmethod
+    def _model(cls, name: str) -> type[Section]:
+        """Build the model of the section's fields and the options of an entry."""
+        shared = {key: (field.annotation, field) for key, field in cls.model_fields.items()}
+        return create_model(cls.__name__, __base__=Section, **shared, **cls._parameters(name))
+
+    @classmethod
+    def option_names(cls, name: str) -> list[str]:
+        """Return the options of an entry."""
+        return [option for option in cls._parameters(name) if option != HASH]
+
+    @classmethod
+    def _parameters(cls, name: str) -> Mapping[str, Any]:
+        return cls.entries[name].all_parameters if name in cls.entries else cls._parameters_in_file(name)
+
+    @classmethod
+    def _parameters_in_file(cls, name: str) -> dict[str, Any]:
+        """Return the options of a user's entry. One of them is the file's hash, by which workers, a resumed run and a
+        saved configuration notice that the file has changed."""
+        spec, content = spec_in_file(cls.key, name, cls.kind)
+        if taken := sorted(spec.all_parameters.keys() & cls.model_fields.keys()):
+            raise UserError(f"{cls.key}={name}: its option {taken[0]} is a key of the section. Fix: rename the option")
+        return {**spec.all_parameters, HASH: (Literal[content], content)}
 
     @property
-    def spec(self) -> EstimatorSpec | ObjectiveSpec:
-        raise NotImplementedError
+    def _spec(self) -> Any:
+        name = getattr(self, self.discriminator)
+        if name in self.entries:
+            return self.entries[name]
+        spec, content = spec_in_file(self.key, name, self.kind)
+        if content != self.option(HASH):
+            raise UserError(f"{self.key}={name}: the file has changed since the run started. Fix: restore it")
+        return spec
+
+    @property
+    def file(self) -> tuple[Path, str] | None:
+        """The user's file that defines the entry, and the hash of its content; None for an entry of megarl's."""
+        name = getattr(self, self.discriminator)
+        return (Path(name.rpartition(":")[0]), self.option(HASH)) if is_in_file(name) else None
 
     def option(self, name: str) -> Any:
-        """Returns the value of one of the options that the chosen entry reads."""
-        value = getattr(self, name)
-        return self.spec.options[name] if value is None else value
+        """Return the value of an option of the entry."""
+        return (self.model_extra or {})[name]
 
-    def options(self, names: Options | None = None) -> dict[str, Option]:
-        """Returns the values of these options, or of all that the chosen entry reads."""
-        return {name: self.option(name) for name in (self.spec.options if names is None else names)}
+    def options(self, names: Iterable[str] | None = None) -> dict[str, Option]:
+        """Return the values of these options, or of all options of the entry."""
+        return {name: self.option(name) for name in (self._spec.options if names is None else names)}
 
 
-class Advantage(RegistryOptions):
-    estimator: EstimatorName
-    gamma: Share | None
-    gae_lambda: Share | None
-    critic_lambda: Share | None
-    length_alpha: PositiveFloat | None
-    credit: Literal["whole", "reward_to_go"] | None
-    whiten: bool | None
-    whiten_over: Literal["update", "step"] | None
-    whiten_std: Literal["sample", "population", "none"] | None
-    whiten_epsilon: NonNegativeFloat | None
-    std: Literal["sample", "population", "none"] | None
-    std_epsilon: NonNegativeFloat | None
-    group_of_one: Literal["zero", "reward"] | None
-    baseline_decay: Share | None
-    k: PositiveInt | None
-    pass_at_k_baseline: Literal["all", "without"] | None
+HASH = "sha256"
+"""The option of a user's entry that holds the hash of its file."""
+
+
+def _named(entries: Mapping[str, Any]) -> Any:
+    """Return the type of a key that names an entry or a spec in a file."""
+    names = ", ".join(map(repr, entries))
+
+    def check(name: str) -> str:
+        if name in entries or is_in_file(name):
+            return name
+        raise PydanticCustomError("literal_error", "", {"expected": f"{names} or path/to/file.py:NAME"})
+
+    return Annotated[str, AfterValidator(check)]
+
+
+class Advantage(Variant):
+    key = "algorithm.advantage.estimator"
+    entries = ESTIMATORS
+    kind = EstimatorSpec
+
+    estimator: _named(ESTIMATORS)
 
     @property
     def spec(self) -> EstimatorSpec:
-        return ESTIMATORS[self.estimator]
+        return self._spec
 
     @property
     def credits_to_go(self) -> bool:
-        """Whether rewards of single tokens count for the tokens up to theirs, instead of for the whole sample."""
-        return "credit" not in self.spec.options or self.option("credit") == "reward_to_go"
+        """Whether a token's reward counts for the tokens up to it, and not for the whole sample."""
+        return (self.model_extra or {}).get("credit", "reward_to_go") == "reward_to_go"
 
 
-class Objective(RegistryOptions):
-    name: ObjectiveName
-    clip_low: PositiveFloat | None
-    clip_high: PositiveFloat | None
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
-    penalty: PositiveFloat | None
-    penalty_target: PositiveFloat | None
-    tau_positive: PositiveFloat | None
-    tau_negative: PositiveFloat | None
-    divergence_limit: PositiveFloat | None
-    divergence_limit_negative: PositiveFloat | None
-    covariance_low: FiniteFloat | None
-    covariance_high: FiniteFloat | None
-    covariance_share: Annotated[float, Field(gt=0, le=1)] | None
-    tau: PositiveFloat | None
-    level: Literal["token", "sequence"] | None
-    beta: PositiveFloat | None
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None
-    length_normalised: bool | None
-    hinge_margin: PositiveFloat | None
-    regularisation: NonNegativeFloat | None
+class Objective(Variant):
+    key = "algorithm.objective.name"
+    entries = OBJECTIVES
+    kind = ObjectiveSpec
+
+    name: _named(OBJECTIVES)
     aggregation: Aggregation
     skip_truncated: bool
     empty_samples: Literal["include", "exclude"]
@@ -94,12 +152,15 @@ class Objective(RegistryOptions):
 
     @property
     def spec(self) -> ObjectiveSpec:
-        return OBJECTIVES[self.name]
+        return self._spec
 
     @property
     def adapted_penalty_target(self) -> float | None:
-        """The divergence from the old policy towards which the penalty is adapted (None: it stays)."""
-        return self.option("penalty_target") if "penalty_target" in self.spec.options else None
+        """The divergence from the old policy towards which the penalty is adapted (None: the penalty is constant)."""
+        return (self.model_extra or {}).get("penalty_target")
+
+
+VARIANTS: tuple[type[Variant], ...] = (Advantage, Objective)
 
 
 class Value(Section):
@@ -162,8 +223,8 @@ class Algorithm(Section):
     def whitens_step(self) -> bool:
         """Whether advantages are whitened over all updates of a step."""
         advantage = self.advantage
-        is_read = self.objective.spec.is_policy_objective and advantage.option("whiten")
-        return bool(is_read) and advantage.option("whiten_over") == "step"
+        has_effect = self.objective.spec.is_policy_objective and advantage.option("whiten")
+        return bool(has_effect) and advantage.option("whiten_over") == "step"
 
     @property
     def kl_metric(self) -> str:

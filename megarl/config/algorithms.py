@@ -1,5 +1,5 @@
-"""What `megarl algorithms` prints: the list of estimators, objectives, KL forms and aggregations with the options that
-each reads, or one estimator or objective with the lines of a recipe that choose it."""
+"""The output of `megarl algorithms`: all estimators, objectives, KL estimators and aggregations with their options, or
+one estimator or objective with the recipe lines that choose it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, get_args
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec
 from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
 from megarl.core.errors import UserError
+from megarl.core.user_file import is_in_file
 
 
 def describe() -> str:
@@ -21,40 +22,45 @@ def describe() -> str:
 
 
 def describe_one(name: str) -> str:
-    """Returns an estimator's or objective's formula and paper, and the lines of a recipe that choose it, its options as
-    comments. Raises UserError that lists the names for another one."""
-    known: dict[str, EstimatorSpec | ObjectiveSpec] = {**ESTIMATORS, **OBJECTIVES}
-    if name in known:
-        spec = known[name]
-        return "\n".join(_estimator(spec) if isinstance(spec, EstimatorSpec) else _objective(spec))
+    """Return the formula, paper and recipe lines of an estimator or objective.
+
+    Args:
+        name: an entry's name, or `path/to/file.py:NAME`.
+    Raises:
+        UserError: for another name; it lists the names.
+    """
+    known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
+    if name in known or is_in_file(name):
+        spec = known[name] if name in known else spec_in_file("megarl algorithms", name, Spec)[0]
+        return "\n".join(_estimator(name, spec) if isinstance(spec, EstimatorSpec) else _objective(name, spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
-    raise UserError(f"{name}: no estimator or objective has this name; {hint}")
+    raise UserError(f"{name}: not an estimator or objective; {hint}")
 
 
-def _estimator(spec: EstimatorSpec) -> Iterator[str]:
-    yield f"algorithm.advantage.estimator={spec.name}"
+def _estimator(name: str, spec: EstimatorSpec) -> Iterator[str]:
+    yield f"algorithm.advantage.estimator={name}"
     yield f"  advantage    {spec.formula}"
-    yield "  in which     r_i is the reward of sample i, r_t that of token t"
+    yield "  where        r_i is the reward of sample i, r_t that of token t"
     yield f"  paper        {spec.paper}"
-    yield f"  compares     {BASELINE_KINDS[spec.comparison]}"
-    yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {spec.name}", *_comments(spec.options))
+    yield f"  baseline     {BASELINE_KINDS[spec.comparison]}"
+    yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {name}", *_comments(spec.options))
 
 
-def _objective(spec: ObjectiveSpec) -> Iterator[str]:
-    yield f"algorithm.objective.name={spec.name}"
+def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
+    yield f"algorithm.objective.name={name}"
     yield f"  loss         {spec.formula}"
     if spec.is_policy_objective:
-        yield "  in which     ρ = π / π_old, and A is the advantage"
+        yield "  where        ρ = π / π_old, and A is the advantage"
     yield f"  paper        {spec.paper}"
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield _RECIPE
     if spec.rows[0] != "prompts":  # the value in base.yaml
-        yield from ("data:", f"  rows: {spec.rows[0]}")
-    yield from ("algorithm:", "  objective:", f"    name: {spec.name}", *_comments(spec.options))
+        yield from ("data:", f"  format: {spec.rows[0]}")
+    yield from ("algorithm:", "  objective:", f"    name: {name}", *_comments(spec.options))
 
 
-_RECIPE = "\nIn a recipe, where options that are left out have these values:\n"
+_RECIPE = "\nIn a recipe (options with their defaults):\n"
 
 
 def _comments(options: Options) -> Iterator[str]:
@@ -64,55 +70,55 @@ def _comments(options: Options) -> Iterator[str]:
 def _lines() -> Iterator[str]:
     yield from _advantages()
     yield from _objectives()
-    yield "algorithm.value, for estimator=gae"
-    yield "    coefficient, clip, aggregation=one of these"
+    yield "algorithm.value, the critic's loss with estimator=gae"
+    yield "    coefficient, clip, aggregation"
     yield from _kl()
-    yield "algorithm.trust_region, in place of AdamW: TRPO's natural gradient, arXiv 1502.05477, for name=unclipped"
+    yield "algorithm.trust_region: TRPO's natural gradient instead of AdamW, arXiv 1502.05477, for name=unclipped"
     yield "    kl_limit (null: AdamW), iterations, damping, trials"
-    yield "algorithm.correction, of what lies between the policy that sampled and the old one"
+    yield "algorithm.correction: importance weights and masks for the ratio of the old to the sampling policy"
     yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
-    yield "    weight_limit and weight_floor with a weight, mask_low and mask_high with a mask"
+    yield "    weight_limit and weight_floor with weight, mask_low and mask_high with mask"
 
 
 def _advantages() -> Iterator[str]:
-    yield "algorithm.advantage.estimator, with r_i the reward of sample i, and its options in algorithm.advantage"
+    yield "algorithm.advantage.estimator, where r_i is the reward of sample i; options are keys of algorithm.advantage"
     for name, estimator in ESTIMATORS.items():
         yield f"  {name}: {estimator.formula}"
         yield f"    {estimator.paper}; {BASELINE_KINDS[estimator.comparison]}"
-        yield f"    {_given(estimator.options)}"
+        yield f"    {_with_defaults(estimator.options)}"
     always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
-    yield "  credit=whole | reward_to_go: of rewards of single tokens, a reward model's or PRIME's, arXiv 2502.01456, and of"
-    yield f"    a KL in the reward; {always}: always reward_to_go"
+    yield "  credit=whole | reward_to_go: for per-token rewards (reward models, PRIME, arXiv 2502.01456) and for a KL"
+    yield f"    in the reward; always reward_to_go with {always}"
 
 
 def _objectives() -> Iterator[str]:
-    yield "algorithm.objective.name, with ρ = π / π_old and A the advantage, and its options in algorithm.objective"
+    yield "algorithm.objective.name, where ρ = π / π_old, A is the advantage; options are keys of algorithm.objective"
     for name, objective in OBJECTIVES.items():
         yield f"  {name}: {objective.formula}"
         yield f"    {objective.paper}"
-        yield f"    data.format={' | '.join(objective.rows)}; {_given(objective.options)}"
-    yield "algorithm.objective, beside any that learns from advantages"
+        yield f"    data.format={' | '.join(objective.rows)}; {_with_defaults(objective.options)}"
+    yield "algorithm.objective, with every objective that learns from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
-    yield f"    {_choices(Objective, 'empty_samples')} (of sft, process_reward_model and token_reward_model, too)"
-    yield "algorithm.objective.aggregation: the weight of a token in the loss of an update"
+    yield f"    {_choices(Objective, 'empty_samples')} (also with sft, process_reward_model and token_reward_model)"
+    yield "algorithm.objective.aggregation: a token's weight in the loss of an update"
     yield from (f"  {name}: {aggregation.formula}" for name, aggregation in AGGREGATIONS.items())
 
 
 def _kl() -> Iterator[str]:
-    yield "algorithm.kl.estimator, with d = log π − log π_ref, for any of algorithm.kl"
+    yield "algorithm.kl.estimator, where d = log π − log π_ref"
     yield from (f"  {name}: {estimator.formula}" for name, estimator in KL_ESTIMATORS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
     yield "    estimator=null: k1 in the reward; in the loss k3, at level=sequence k2"
-    yield "    limit, of the estimate; coefficient, fixed or moved by adaptive_target and adaptive_horizon"
-    yield "    renew_steps and renew_share, of the reference"
+    yield "    limit of the estimate; coefficient, constant or adapted by adaptive_target and adaptive_horizon"
+    yield "    renew_steps and renew_share update the reference"
 
 
-def _given(options: Mapping[str, Any]) -> str:
+def _with_defaults(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={show(value)}" for name, value in options.items()) or "no options"
 
 
 def _choices(section: type[KL | Correction | Objective], key: str) -> str:
-    """Returns KEY=CHOICES for a key whose type is a Literal, optional or not."""
+    """Return KEY=CHOICES for a key whose type is a Literal, optional or not."""
     annotation = section.model_fields[key].annotation
     values = [value for part in get_args(annotation) for value in (get_args(part) or (part,))]
     return f"{key}={' | '.join('null' if value is type(None) else str(value) for value in values)}"

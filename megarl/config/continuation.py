@@ -1,4 +1,4 @@
-"""The keys that a run may change when it goes on from a checkpoint; the others would make it another run."""
+"""The keys that may change when a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FREE = (
     "run.profile.*",
     "trackers.*",
     "actor.lora.export",
-    "model.revision",  # the weights are compared themselves
+    "model.revision",  # weights are compared by hash
     "*.layout.*",
     "*.tokens_per_microbatch",
     "*.recompute",
@@ -62,26 +62,30 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Keys that decide where and how long the run computes, not what: patterns of dotted names. How long may also decide
-
-what: `check_continues` compares the learning rates for that."""
+"""Patterns of keys that decide where and how long a run computes, but not what. run.steps may change learning
+rates, which `check_continues` compares."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
-    """Checks a configuration against the one that was saved at `step` in `checkpoint`, a name for the message.
+    """Check a configuration against the one that was saved at `step`.
 
-    Raises UserError with a line for each key that makes it another run.
+    Args:
+        checkpoint: the checkpoint's name, for error messages.
+
+    Raises:
+        UserError: with a line for each key that may not change.
     """
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
     problems = [
-        f"{key}={_show(new, key)}: {checkpoint} is of a run with {_show(old, key)}; set it back, or start another run "
+        f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore it, or start a new run "
         "with resume=never and a new run.name"
         for key in [*new, *(key for key in old if key not in new)]
         if not any(fnmatch(key, pattern) for pattern in FREE) and _show(old, key) != _show(new, key)
     ]
     if config.run.steps < step:
         problems.append(
-            f"run.steps={config.run.steps}: {checkpoint} has {step} steps done; set run.steps to at least {step}"
+            f"run.steps={config.run.steps}: {checkpoint} has completed {step} steps. Fix: set run.steps to at least "
+            f"{step}"
         )
     else:
         problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
@@ -90,19 +94,21 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
-    """Returns a line for each model whose updates have had other learning rates than in a run of config.run.steps
-    steps.
+    """Return a line for each model whose completed updates had other learning rates than config.run.steps gives.
 
-    steps: run.steps of the run so far."""
+    Args:
+        steps: run.steps of the saved run.
+        step: the number of completed steps.
+    """
     problems = []
     for trained in config.all_trained:
         optimizer, now = trained.optimizer, config.num_updates(trained)
         before, done = (_replace_steps(config, number).num_updates(trained) for number in (steps, step))
         if any(learning_rate(optimizer, i, before) != learning_rate(optimizer, i, now) for i in range(done)):
             problems.append(
-                f"run.steps={config.run.steps}: {checkpoint} is of a run with {steps}, which the learning rates of "
-                f"its {done} updates under {trained.section}.optimizer.schedule.name={optimizer.schedule.name} follow "
-                "from; set it back, or start another run with resume=never and a new run.name"
+                f"run.steps={config.run.steps}: {checkpoint} was saved with {steps}, and the learning rates of its "
+                f"{done} updates depend on it ({trained.section}.optimizer.schedule.name={optimizer.schedule.name}). "
+                "Fix: restore it, or start a new run with resume=never and a new run.name"
             )
     return problems
 
@@ -112,7 +118,7 @@ def _replace_steps(config: Config, steps: int) -> Config:
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of everything that is not a mapping, or an empty one."""
+    """Yield the dotted key and value of every leaf; an empty mapping is a leaf."""
     for name, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -121,5 +127,5 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:
-    """Returns the whole value: long ones, such as paths, may differ at their ends."""
+    """Return the whole value, because long ones such as paths may differ only at the end."""
     return one_line(leaves[key]) if key in leaves else "no such key"

@@ -1,4 +1,4 @@
-"""The devices of each role, by their numbers over all nodes of a run: one for each rank."""
+"""The devices of each role, one per rank, numbered over all nodes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ NAMES: dict[MegatronRole, str] = {
     "reward_model": "reward-model",
     "implicit_reward": "implicit-reward",
 }
-"""The names of a model's processes, by its role."""
+"""Role -> name of the model's processes."""
 
 ENGINE = "engine"
 
 
 def device_spans(config: Config) -> dict[str, range]:
-    """Returns the devices of each role, one for each of its ranks, by the name of its processes: those that
-    cluster.roles gives it. Without, colocated spans all begin with the first device; else each begins where the one
-    before ends."""
+    """Return the devices of each role by the name of its processes, as cluster.roles sets them.
+
+    Without cluster.roles, colocated roles all start at the first device, and disaggregated ones follow each other.
+    """
     given = config.role_devices
     spans, first = {}, 0
     for role, count in config.num_ranks.items():
@@ -30,17 +31,17 @@ def device_spans(config: Config) -> dict[str, range]:
 
 
 def num_devices(config: Config) -> int:
-    """Returns the devices that a recipe's ranks are on."""
+    """Return the number of devices in use."""
     return max(span.stop for span in device_spans(config).values())
 
 
 def places_per_node(config: Config) -> int:
-    """Returns the devices of each node that an even share of the ranks needs."""
+    """Return the number of devices per node if the ranks are spread evenly."""
     return -(-num_devices(config) // config.cluster.nodes)
 
 
 def sharing(config: Config) -> dict[Role, frozenset[Role]]:
-    """Returns for each model that the run trains the others that have devices in common with it."""
+    """Return for each trained model the other trained models on its devices."""
     spans = device_spans(config)
     own: dict[Role, range] = {trained.section: spans[NAMES[trained.section]] for trained in config.all_trained}
     return {
@@ -50,13 +51,13 @@ def sharing(config: Config) -> dict[Role, frozenset[Role]]:
 
 
 def reward_model_is_beside_engines(config: Config) -> bool:
-    """Returns whether a reward model has devices in common with the engines, which leave them to it when it scores."""
+    """Return whether a reward model shares devices with the engines, which release them while it scores."""
     spans = device_spans(config)
     return overlap(spans[ENGINE], spans.get(NAMES["reward_model"], range(0)))
 
 
 def is_alone(config: Config, role: MegatronRole) -> bool:
-    """Returns whether a model's devices have ranks of no other role, neither a model's nor an engine's."""
+    """Return whether no other model or engine uses a model's devices."""
     spans = device_spans(config)
     own = spans.pop(NAMES[role])
     return not any(overlap(own, span) for span in spans.values())

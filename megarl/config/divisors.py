@@ -1,4 +1,4 @@
-"""Divisors, and the words of a rule for a number that is none."""
+"""Divisors, and the error messages of sizes that must divide a number."""
 
 from __future__ import annotations
 

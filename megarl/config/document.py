@@ -1,7 +1,7 @@
-"""Configuration text: YAML read by its 1.2 core schema, with the place that every key came from.
+"""Configuration text: YAML in its 1.2 core schema, with the origin of every key.
 
-PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. Here they are what they
-look like: text, a number, 10 and text.
+PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. In the core schema they are
+text, a number, 10 and text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from megarl.core.errors import UserError
 
 Key = tuple[str | int, ...]
-"""The names of a key from the top; integers index lists."""
+"""The path of a key from the top level; integers index lists."""
 
 _KINDS = {
     dict: "a mapping",
@@ -31,17 +31,17 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A mapping and, for each of its keys at any depth, the place that it was read from, e.g. "run.yaml:12"."""
+    """A mapping and the origin of each of its keys at any depth, such as "run.yaml:12"."""
 
     values: dict[str, Any]
     origins: dict[Key, str]
 
     def overlay(self, over: Document) -> Document:
-        """Lays `over` on top of this: mappings are merged key by key, lists and scalars replaced."""
+        """Lay `over` on top of this document: mappings are merged key by key, lists and scalars replaced."""
         return Document(_merge(self.values, over.values), self.origins | over.origins)
 
     def origin(self, key: Key, default: str) -> str:
-        """Returns the place where the key, or the nearest mapping or list around it, was given."""
+        """Return the origin of the key, or of the nearest mapping or list around it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
@@ -49,7 +49,7 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Reads a YAML mapping. Raises UserError that starts with `name` and, where there is one, line and column."""
+    """Read a YAML mapping. Raise UserError that starts with `name` and, if known, line and column."""
     try:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:
@@ -59,7 +59,7 @@ def parse(text: str, name: str) -> Document:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
     if values is None:
-        raise UserError(f"{name}: the file is empty; a recipe starts with `base: base.yaml`")
+        raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
         raise UserError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
     return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
@@ -74,24 +74,24 @@ def parse_value(text: str) -> Any:
 
 
 def render(values: dict[str, Any]) -> str:
-    """Returns YAML text that `parse` reads back to equal values, in the order of the keys."""
+    """Return YAML text that `parse` reads back to equal values, in the same order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def one_line(value: Any) -> str:
-    """Returns the value as YAML in one line."""
+    """Return the value as one line of YAML."""
     text = yaml.dump(value, Dumper=_CoreDumper, allow_unicode=True, default_flow_style=True, width=float("inf"))
     return " ".join(text.removesuffix("\n...\n").split())
 
 
 def show(value: Any) -> str:
-    """Returns the value as YAML in one line, shortened where it is long."""
+    """Return the value as one line of YAML, truncated if long."""
     text = one_line(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def kind(value: Any) -> str:
-    """Returns the kind of a YAML value, in words."""
+    """Return the kind of a YAML value in words."""
     return _KINDS[type(value)]
 
 
@@ -145,8 +145,7 @@ class _CoreDumper(yaml.SafeDumper):
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Writes text with the line breaks of Unicode escaped: PyYAML writes them unchanged, but reads some as line
-    feeds."""
+    """Write text with Unicode line breaks escaped: PyYAML writes them unchanged but reads some as line feeds."""
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -157,7 +156,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    """Makes a mapping with text keys, each given once."""
+    """Build a mapping with unique text keys."""
     mapping: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for name_node, value_node in node.value:

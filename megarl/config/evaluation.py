@@ -1,4 +1,4 @@
-"""The recipe that an evaluation set is loaded and scored by: the run's, with what the set has of its own."""
+"""The configuration of an evaluation set: the run's, with the set's own keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from megarl.config.schema import Config
 
 
 def config_of_set(config: Config, given: EvaluationSet) -> Config:
-    """Returns the recipe of a set. Keys that it leaves out are those of the run's data, rewards, rollout and
-    environment; no judge compares its samples, their length is not punished, and no number of failures ends the run.
-    Its seed is its own, so that procedural prompts are others than those that are trained on."""
+    """Return the configuration of an evaluation set.
+
+    Keys that the set leaves out come from the run's data, rewards, rollout and environment sections. Judge, length
+    penalty and failure limit are off. The set has its own seed, so that its procedural prompts are not trained on.
+    """
     own = {
         "source": given.source,
         "prompt_column": given.prompt_column,
@@ -24,9 +26,9 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
     data |= {"stages": [], "sort_column": None, "weight_column": None, "solved_weight": None}
     data["source_weights"] = {}
     if given.chat_template is False or given.system_prompt == "":
-        data["system_prompt"] = None  # without a chat template nothing says how a system message is written
+        data["system_prompt"] = None  # only a chat template can format a system message
     if given.source is not None:
-        data |= {"options": {}, "more_sources": []}  # those of the run's source
+        data |= {"options": {}, "more_sources": []}  # they belong to the run's source
     rewards = {"judge": None, "overlong_buffer": None}
     if given.functions is not None:
         rewards["functions"] = given.functions
@@ -50,11 +52,11 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
 
 
 def longest_response(config: Config, given: EvaluationSet) -> int:
-    """Returns the most tokens of a response to a prompt of the set, or of a sample in its environment."""
+    """Return the set's maximum number of response tokens."""
     return given.max_new_tokens or config.rollout.max_new_tokens
 
 
 def seed_of_set(config: Config, given: EvaluationSet, *place: int) -> int:
-    """Returns the seed of a set, or of a sample by its place in it: the same whenever it is evaluated, so that what
-    changes from one step to another is the weights alone. No seed of training is made of these words."""
+    """Return the seed of a set, or of a sample by its position. It is the same in every evaluation, so that only the
+    weights differ between steps, and differs from all training seeds."""
     return random.Random(repr(("evaluation", config.run.seed, given.name, *place))).getrandbits(31)

@@ -6,14 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import (
-    EnvironmentClass,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveInt,
-    RewardFunction,
-    Section,
-)
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveInt
 
 
 class SetEnvironment(EnvironmentClass):
@@ -41,7 +35,7 @@ class EvaluationSet(Section):
 
     @property
     def prefix(self) -> str:
-        """What the names of its metrics begin with."""
+        """The prefix of its metrics' names."""
         return f"evaluation/{self.name}/"
 
 
@@ -58,11 +52,11 @@ class Evaluation(Section):
     sets: list[EvaluationSet]
 
     def interval(self, given: EvaluationSet) -> int | None:
-        """Returns after every how many steps a set is evaluated; None if it is not between start and end."""
+        """Return a set's evaluation interval in steps; None if it is not evaluated between start and end."""
         return given.every_steps or self.every_steps
 
     def due(self, step: int, last: int) -> list[EvaluationSet]:
-        """Returns the sets that are evaluated after this step; 0 is before the first one. last: the last of the run."""
+        """Return the sets to evaluate after `step` (0: before the first step). last: the run's last step."""
         if step == 0:
             return self.sets if self.at_start else []
         if step == last and self.at_end:

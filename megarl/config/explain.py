@@ -1,4 +1,4 @@
-"""The explanation of a configuration: the batch arithmetic of a run in a few lines."""
+"""The batch arithmetic of a run, as `megarl config explain` prints it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.config.schema import Config
 
 
 def explain(config: Config) -> str:
-    """Returns samples and updates of a step, each rank's share, token counts and processes, one line each."""
+    """Return one line each for samples and updates per step, each rank's share, token counts and processes."""
     batch, rollout, layout = config.batch, config.rollout, config.actor.layout
     unit, trained = "rows" if config.is_offline else "prompts", config.trained_per_prompt
     per_prompt = trained if config.is_offline else batch.samples_per_prompt

@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, the ranges of numbers in them, and what several of them list."""
+"""The base class of all configuration sections, and the parts that several sections share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from megarl.core.ranges import FiniteFloat
 
 
 class Section(BaseModel):
-    """A group of keys: unknown ones are refused, types are not coerced, values do not change after loading."""
+    """A section of keys. Unknown keys are errors, types are not coerced, and values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -30,20 +25,20 @@ class RewardFunction(Section):
 
     @property
     def label(self) -> str:
-        """The name of the function's part in scores and metrics."""
+        """The function's name in scores and metrics."""
         return self.function if self.name is None else self.name
 
     def applies_to(self, source: Any) -> bool:
-        """Returns whether it judges the rows of a source."""
+        """Return whether it scores rows of this source."""
         return self.sources is None or source in self.sources
 
 
 _Class = create_model("_Class", __base__=Section, **{"class": (Annotated[str, Field(min_length=1)] | None, ...)})
-"""A section with the key `class`, which Python has no way to write as a field."""
+"""A section with the key `class`, a keyword that Python does not accept as a field name."""
 
 
 class EnvironmentClass(_Class):
-    """A section that names the class of an environment, or none."""
+    """A section that names an environment class, or none."""
 
     @property
     def name(self) -> str | None:

@@ -1,5 +1,4 @@
-"""The learning rate of every update: a pure function of the number of updates done, so that a resumed run goes on with
-the same one."""
+"""Learning-rate schedules: pure functions of the number of completed updates, so that resumed runs continue exactly."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from megarl.config.model_schema import Optimizer, Schedule
 
 
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
-    """Returns the learning rate of the update after `done` others, in a run of `total`.
+    """Return the learning rate of the update after `done` updates, in a run of `total`.
 
-    Update n = 1 … W of the warm-up has n/W of the peak, so that none is done at rate 0. After it, with p the share done
-    of the decay (0 at its first update, 1 after its last):
+    Update n = 1 … W of the warmup has n/W of the peak, so no update has rate 0. After it, with p the completed share of
+    the decay (0 at its first update, 1 after its last):
 
         linear  min + (lr − min) · (1 − p)
         cosine  min + (lr − min) · (1 + cos πp) / 2      (Loshchilov and Hutter, arXiv:1608.03983)
         wsd     min + (lr − min) · (1 − √p)              (warm-up, stable, decay; Hägele et al., arXiv:2405.18392)
 
-    The first two decay from the end of the warm-up on, wsd over its last `decay` updates. Beyond the last: min.
+    linear and cosine decay from the end of the warmup, wsd over the last `decay` updates. After the last update: min.
     """
     schedule, peak = optimizer.schedule, optimizer.lr
     warmup = num_updates(schedule.warmup, total)
@@ -32,8 +31,7 @@ def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
 
 
 def num_updates(length: float, total: int) -> int:
-    """Returns the number of updates of a length that is a share of the run's updates (below 1) or a number of
-    updates."""
+    """Return a length in updates; below 1 it is a share of the run's updates."""
     return round(length * total) if length < 1 else int(length)
 
 

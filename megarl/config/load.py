@@ -1,4 +1,4 @@
-"""Loading of a Config from YAML files and `a.b=c` overrides, and its YAML."""
+"""Load a Config from YAML files and `a.b=c` overrides, and dump it."""
 
 from __future__ import annotations
 
@@ -11,44 +11,76 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.config import document, rules, violations
+from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 
 SHIPPED = Path(__file__).with_name("recipes").resolve()
-"""The folder of the recipes that come with megarl, base.yaml among them: in a checkout `recipes` is a link to configs/,
-in an installed package a copy of it."""
+"""The directory of megarl's own recipes, including base.yaml. In a checkout `recipes` is a link to configs/, in an
+installed package a copy."""
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a recipe: its base files first, its own keys over them, then the overrides (KEY=VALUE) in their order.
-    A base file is looked for beside the recipe that names it, then among those that come with megarl.
+    """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE).
 
-    Raises UserError with one line for each violation: where it was given, key, value and remedy.
+    A base file is searched next to the recipe that names it, then among megarl's own recipes.
+
+    Raises:
+        UserError: with one line per violation: origin, key, value and remedy.
     """
-    base, *overlays = (*_files(Path(path), ()), *map(_override, overrides))
-    recipe = reduce(Document.overlay, overlays, base)
+    base, *recipes = _files(Path(path), ())
+    # The overrides are merged first, so that the order of a variant's name and its options does not matter.
+    command_line = reduce(Document.overlay, map(_override, overrides), Document({}, {}))
+    recipe = reduce(overlay, (*recipes, command_line), base)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
         raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
-    rules.check(config, recipe.overlay(base).values)
+    rules.check(config, overlay(recipe, base).values)
     return config
 
 
+def overlay(base: Document, over: Document) -> Document:
+    """Lay `over` on top of `base`.
+
+    Where `over` names another entry of a `Variant` section than `base` does, the options of the base's entry are
+    dropped, and the new entry has its own defaults. The section's own fields are kept.
+    """
+    values = base.values
+    for variant in VARIANTS:
+        *sections, discriminator = variant.key.split(".")
+        below, above = (reduce(_section, sections, document.values) for document in (base, over))
+        if discriminator in below and above.get(discriminator, below[discriminator]) != below[discriminator]:
+            kept: Any = {name: value for name, value in below.items() if name in variant.model_fields}
+            values = _replace(values, sections, kept)
+    return Document(values, base.origins).overlay(over)
+
+
+def _section(values: Any, name: str) -> dict[str, Any]:
+    """Return a section of `values`, empty where there is none."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _replace(values: dict[str, Any], sections: list[str], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with `new` in place of the section at this path."""
+    name, *inner = sections
+    return values | {name: _replace(values[name], inner, new) if inner else new}
+
+
 def dump(config: Config) -> str:
-    """Returns YAML of all keys, which loads back to an equal Config."""
+    """Return YAML of all keys, which loads back to an equal Config."""
     return document.render(config.model_dump())
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """Yields the file's document after those of the file that its key `base` names. `above` are the files that led
-    here."""
+    """Yield the documents of a file's base, then its own. above: the files that led to this one."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
-        raise UserError(f"{above[-1]}: the base files form a cycle: {chain}; remove one `base`")
+        raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one `base`")
     recipe = document.parse(_text(path, above), str(path))
     if "base" in recipe.values:
         base = recipe.values.pop("base")
@@ -60,7 +92,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
 
 
 def _base_file(recipe: Path, name: str) -> Path:
-    """Returns the file beside the recipe, or one that comes with megarl if there is none of that name."""
+    """Return the file next to the recipe, or megarl's own recipe of that name."""
     beside, shipped = recipe.parent / name, SHIPPED / name
     return shipped if shipped.exists() and not beside.exists() else beside
 
@@ -72,20 +104,22 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
         named_by = f" (the base of {above[-1]})" if above else ""
         raise UserError(f"{path}{named_by}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+        raise UserError(f"{path}: byte {error.start} is not UTF-8. Fix: save the file as UTF-8 text") from None
 
 
 def _override(text: str) -> Document:
-    """Returns the document that holds one key of the command line."""
+    """Parse one KEY=VALUE of the command line."""
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):
         raise UserError(f"{place}: {text!r}: expected KEY=VALUE, such as run.steps=3")
     if index := _LIST_INDEX.search(name):
         whole = name[: index.start()]
-        raise UserError(f"{place}: {name}: list indexes are not supported; give the whole list: {whole}='[...]'")
+        raise UserError(f"{place}: {name}: list indexes are not supported. Fix: set the whole list: {whole}='[...]'")
     if not value_text.strip():
-        raise UserError(f"{place}: {name}= has no value; write {name}=null for none, or \"{name}=''\" for empty text")
+        raise UserError(
+            f"{place}: {name}= has no value. Fix: write {name}=null for none, or \"{name}=''\" for empty text"
+        )
     try:
         value = document.parse_value(value_text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The sections of the models of a run: where they are, how they are shared out over ranks, and how they are trained."""
+"""The schema of the model sections: paths, parallel layouts and training."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.config.fields import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megarl.config.fields import Section
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Role = Literal["actor", "critic", "implicit_reward"]
-"""The roles of the models that a run trains."""
+"""Roles of trained models."""
 
 
 MegatronRole = Literal[Role, "reward_model"]
-"""The roles of the models that run in Megatron, on ranks of their own."""
+"""Roles of models that run in Megatron, each on its own ranks."""
 
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Short names of dtypes, which are read as the long ones."""
+"""Short dtype names -> full names."""
 
 
 def _long_dtype(value: Any) -> Any:
@@ -35,7 +36,7 @@ class Model(Section):
 
     @property
     def logits_dtype(self) -> str:
-        """The dtype of a language model's logits, before the temperature."""
+        """The dtype of a language model's logits before temperature."""
         return self.dtype if self.head_dtype == "model" else "float32"
 
 
@@ -57,12 +58,12 @@ class Layout(Section):
 
     @property
     def uneven_stages(self) -> dict[str, int | None]:
-        """The keys that give a stage its own number of layers, and their values."""
+        """Keys that set the number of layers of one stage -> their values."""
         return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
 
     @property
     def expert_tp(self) -> int:
-        """The tensor parallel size of the experts."""
+        """The experts' tensor parallel size."""
         return self.tp if self.etp is None else self.etp
 
 
@@ -86,7 +87,7 @@ class Optimizer(Section):
 
 
 ROUTERS = "*.gate.weight"
-"""A pattern of the routers' weights, by their Hugging Face names in every family that has experts."""
+"""Pattern of the router weights' Hugging Face names in every mixture-of-experts family."""
 
 
 class MegatronOverrides(Section):
@@ -96,7 +97,7 @@ class MegatronOverrides(Section):
 
 
 class Lora(Section):
-    """Adapters beside the frozen linear layers of a model."""
+    """Low-rank adapters of a frozen model's linear layers."""
 
     rank: PositiveInt | None
     alpha: PositiveFloat
@@ -107,15 +108,15 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of the product of an adapter's matrices."""
+        """The scale of an adapter's product."""
         return self.alpha / self.rank
 
 
 class Trained(Section):
-    """A model that the run trains, on ranks of its own."""
+    """A model that is trained on its own ranks."""
 
     section: ClassVar[Role]
-    """The name of the section in the config."""
+    """The name of the section."""
 
     layout: Layout
     optimizer: Optimizer
@@ -130,12 +131,12 @@ class Trained(Section):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that are trained in place of the model's own weights, None without them."""
+        """The adapters that are trained instead of the model's weights, None without adapters."""
         return None
 
     @property
     def frozen_patterns(self) -> list[str]:
-        """Patterns of the tensors that are not trained, by whichever key."""
+        """Patterns of all tensors that are not trained."""
         return self.frozen
 
 
@@ -183,7 +184,7 @@ class Judge(Section):
 
 
 class RewardModel(Section):
-    """A model that makes forward passes only: the other keys of a trained model in Megatron are fixed."""
+    """A model that is only run forward. Its other keys of a trained model are constants."""
 
     section: ClassVar[MegatronRole] = "reward_model"
     overlap_communication: ClassVar[bool] = False
@@ -209,9 +210,9 @@ class RewardModel(Section):
 
     @property
     def judges(self) -> bool:
-        """Whether it is a language model, which answers questions about samples; else it is a classifier."""
+        """Whether it is a language model that rates samples, rather than a classifier."""
         return self.input_format == "question"
 
 
 Placed = Trained | RewardModel
-"""The section of a model on ranks of its own: in Megatron, or a reward model in vLLM."""
+"""A section of a model with its own ranks, in Megatron or, for a reward model, in vLLM."""

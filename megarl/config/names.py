@@ -1,4 +1,4 @@
-"""The names of all keys, and suggestions of a key for an unknown name."""
+"""Key names, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
+from megarl.config.algorithm_schema import Variant
 from megarl.config.schema import Config
 
 VERL = {
@@ -102,14 +103,14 @@ VERL = {
     "virtual_pipeline_model_parallel_size": "actor.layout.vpp",
     "warmup_style": "actor.optimizer.schedule.name",
 }
-"""Names of verl's keys, with the section above where that decides -> our names."""
+"""verl's key, with its section if needed to tell keys apart -> our key."""
 
 WITHOUT_KEY = {
-    "no_think_rl": "nothing is cut out of what is trained on: every sampled token is",
+    "no_think_rl": "every sampled token is trained on",
     "use_dynamic_bsz": "microbatches always follow from a budget, actor.tokens_per_microbatch",
-    "use_remove_padding": "nothing is ever padded to the longest sample",
+    "use_remove_padding": "samples are packed, never padded",
 }
-"""Names of verl's keys, and of programs on it, that have none here -> the reason."""
+"""Keys of verl, and of projects based on it, that have no equivalent here -> the reason."""
 
 
 RENAMED = {
@@ -126,7 +127,7 @@ RENAMED = {
     "untrained_samples": "empty_samples (counted: include, left_out: exclude)",
     "vllm_extra": "vllm_overrides",
 }
-"""Former names of keys -> their present names."""
+"""Former key -> current key."""
 
 REMOVED = {
     "rollout.refit_delta": "a refit sends all weights; it was refused on GPUs and where engines share the actor's devices",
@@ -135,16 +136,27 @@ REMOVED = {
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all keys, sections before their own keys, in the order of the schema."""
+    """Yield the dotted names of all keys in the order of the schema, sections before their keys. Keys of a variant
+    section include the options of all entries."""
     for name, field in section.model_fields.items():
         yield prefix + name
+        if issubclass(section, Variant) and name == section.discriminator:
+            options = [option for spec in section.entries.values() for option in spec.options]
+            yield from dict.fromkeys(prefix + option for option in options)
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from keys(inner, f"{prefix}{name}.")
 
 
+def options_of(variant: type[Variant], entry: str, option: str) -> str:
+    """Return the options of an entry, and the entries that have `option`, as a sentence."""
+    has = ", ".join(variant.option_names(entry)) or "no options"
+    owners = [name for name, spec in variant.entries.items() if option in spec.options]
+    return f"{variant.key}={entry} has {has}" + (f"; {option} is an option of {', '.join(owners)}" if owners else "")
+
+
 def suggest(key: str) -> str:
-    """Returns advice on what to write instead of an unknown key, as the end of a sentence."""
+    """Return advice for an unknown key, as the end of a sentence."""
     for name in (*_suffixes(key), key.partition(".")[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
@@ -157,7 +169,7 @@ def suggest(key: str) -> str:
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]
-    # Several models have the same keys: those in the section that was named come first.
+    # Several models have the same keys: prefer those of the named section.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
@@ -167,7 +179,7 @@ def suggest(key: str) -> str:
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """Yields the key, then the rest of it without its first name, and so on: the longest first."""
+    """Yield the key and its dotted suffixes, the longest first."""
     while key:
         yield key
         key = key.partition(".")[2]
@@ -178,7 +190,7 @@ def _close_leaves(leaf: str, known: list[str]) -> list[str]:
 
 
 def _siblings(key: str) -> str:
-    """Returns the keys of the innermost section around `key` that exists, as a sentence."""
+    """Return the keys of the innermost existing section around `key`, as a sentence."""
     known = list(keys())
     section = key.rpartition(".")[0]
     while section and section not in known:

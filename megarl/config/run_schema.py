@@ -1,4 +1,4 @@
-"""The schema of what a run is called, what is kept of it, and who is told of it."""
+"""The schema of sections `run` and `trackers`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megarl.config.fields import Section
+from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Text = Annotated[str, Field(min_length=1)]

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from megarl.config.algorithm_schema import Advantage, Objective
+from megarl.config.schema import Config
+from megarl.core.user_file import is_in_file
+
 ADDED: dict[int, dict[str, Any]] = {
     2: {
         "actor.optimizer.nonfinite_limit": 3,
@@ -53,12 +57,7 @@ ADDED: dict[int, dict[str, Any]] = {
         "rollout.batch_invariant": False,
         "reward_model.judge": {"template": None, "scale": [1.0, 10.0], "max_new_tokens": 1024},
         "algorithm.kl.limit": None,
-        "algorithm.advantage.whiten_over": None,
-        "algorithm.objective.divergence_limit_negative": None,
         "algorithm.correction.weight_floor": None,
-        "algorithm.objective.penalty_target": None,
-        "algorithm.objective.hinge_margin": None,
-        "algorithm.objective.regularisation": None,
         "environment": {
             "class": None,
             "options": {},
@@ -137,3 +136,18 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
                 section = section.get(part, {})
             section.pop(name, None)
     return config
+
+
+def validated(saved: Mapping[str, Any], version: int) -> Config:
+    """Return the configuration of a checkpoint that is only read, not resumed.
+
+    Files that it names are not executed, because anyone may have written the checkpoint: the base recipe's entries
+    stand in for a user's estimator and objective.
+    """
+    config = complete(saved, version)
+    for variant, default in ((Advantage, "grpo"), (Objective, "clip")):
+        section = config["algorithm"][variant.key.split(".")[1]]
+        if is_in_file(section[variant.discriminator]):
+            own = {name: value for name, value in section.items() if name in variant.model_fields}
+            config["algorithm"][variant.key.split(".")[1]] = own | {variant.discriminator: default}
+    return Config.model_validate(config)

@@ -1,7 +1,8 @@
-"""The schema of a run's configuration. Types and ranges of single keys are here, rules across keys in `rules`.
+"""The schema of a run's configuration: types and ranges of single keys. Rules across keys are in `rules`.
 
-There are no defaults here: their one home is configs/base.yaml, beside the comment that explains each key. Only keys of
-a list's items, which a recipe gives as a whole and cannot lay over those of the base, have theirs here.
+Defaults are in configs/base.yaml, next to the comments that explain the keys. Two kinds of keys have their defaults
+elsewhere: keys of list items, which a recipe replaces as a whole, have them here, and options of estimators and
+objectives have them in their specs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.evaluation_schema import Evaluation
-from megarl.config.fields import (
-    EnvironmentClass,
-    FiniteFloat,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    RewardFunction,
-    Section,
-)
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section
 from megarl.config.logprob_check_schema import LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
@@ -36,6 +28,7 @@ from megarl.config.model_schema import (
 )
 from megarl.config.run_schema import Run, Trackers
 from megarl.config.sources import is_procedural, reasoning_task
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Rollout(Section):
@@ -64,7 +57,7 @@ class Rollout(Section):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether an engine's ranks have whole experts, not a share of each."""
+        """Whether each rank of an engine holds whole experts rather than a slice of every expert."""
         return bool(self.vllm_overrides.get("enable_expert_parallel"))
 
 
@@ -119,27 +112,27 @@ class Data(Section):
 
     @property
     def reasoning_task(self) -> str | None:
-        """The name of a task of reasoning-gym, None for other sources."""
+        """The reasoning-gym task, None for other sources."""
         return reasoning_task(self.source)
 
     @property
     def is_procedural(self) -> bool:
-        """Whether rows are made, not read from a file."""
+        """Whether rows are generated rather than read from a file."""
         return is_procedural(self.source)
 
     @property
     def sources(self) -> list[str]:
-        """All files, or what the rows are made by."""
+        """All files, or the procedural source."""
         return [self.source, *self.more_sources]
 
     @property
     def draws_by_weight(self) -> bool:
-        """Whether prompts are drawn by weights, instead of each once in an epoch."""
+        """Whether prompts are drawn by weight instead of once per epoch."""
         return self.weight_column is not None or self.solved_weight is not None or bool(self.source_weights)
 
     @property
     def ordering_columns(self) -> dict[str, str]:
-        """The columns of numbers that rows are sorted or drawn by -> the key that names each."""
+        """Numeric columns that rows are sorted or drawn by -> the key that names the column."""
         keys = {"data.sort_column": self.sort_column, "data.weight_column": self.weight_column}
         return {column: key for key, column in keys.items() if column is not None}
 
@@ -177,12 +170,12 @@ class Checkpoint(Section):
 
     @property
     def may_be_saved(self) -> bool:
-        """Whether a run may save any."""
+        """Whether the run may save a checkpoint."""
         return self.every_steps is not None or self.on_signal
 
 
 TimeoutKind = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
-"""The keys of Timeouts. Each wait of the driver for a process of the run is bounded by one of them."""
+"""Keys of `Timeouts`. One of them bounds each wait of the driver for another process."""
 
 
 class Timeouts(Section):
@@ -199,7 +192,7 @@ class Timeouts(Section):
 
     @property
     def longest(self) -> float:
-        """The bound of waits between processes that belong to several phases."""
+        """The timeout of waits that belong to several phases."""
         return max(map(self.seconds, get_args(TimeoutKind)))
 
 
@@ -208,8 +201,7 @@ Devices = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^(nodes? )?\d+(-\d+)?$"),
 ]
-"""The first and the last of a role's devices, by their numbers over all nodes, such as 0-15; or the only one. Or of its
-nodes, such as nodes 0-3."""
+"""A range of device numbers over all nodes, such as 0-15, a single device, or a range of nodes, such as nodes 0-3."""
 
 
 class Roles(Section):
@@ -221,13 +213,13 @@ class Roles(Section):
 
     @property
     def given(self) -> dict[str, range]:
-        """The numbers of the devices, or of the nodes, of the roles that are given some."""
+        """Device or node numbers of each role that has a range."""
         numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
         return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
 
     @property
     def on_nodes(self) -> set[str]:
-        """The roles that are given whole nodes."""
+        """Roles that are placed by nodes."""
         return {role for role, text in self if text is not None and text.startswith("node")}
 
 
@@ -263,8 +255,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
-        """Decides algorithm.correction.weight=auto: quantised engines sample from another policy than the trainer's,
-        and so do those whose samples may be of earlier weights."""
+        """Resolve algorithm.correction.weight=auto: quantised engines and engines with stale weights sample from
+        another policy than the trainer's."""
         algorithm = self.algorithm
         if algorithm.correction.weight != "auto":
             return self
@@ -276,38 +268,38 @@ class Config(Section):
 
     @property
     def is_offline(self) -> bool:
-        """Whether the responses are in the data, so that nothing is sampled."""
+        """Whether the data contain the responses, so that nothing is sampled."""
         return self.data.format != "prompts"
 
     @property
     def has_environment(self) -> bool:
-        """Whether rollouts have several turns, in an environment."""
+        """Whether training rollouts use an environment."""
         return self.environment.name is not None
 
     @property
     def plays_in_environments(self) -> bool:
-        """Whether rollouts of training, or of an evaluation set, have several turns, in an environment."""
+        """Whether rollouts of training or of an evaluation set use an environment."""
         return self.has_environment or any(item.environment and item.environment.name for item in self.evaluation.sets)
 
     @property
     def prompts_ahead(self) -> int:
-        """The prompts that are begun beside those that a step takes."""
+        """The number of prompts in flight beyond those of the current step."""
         factor = self.batch.oversampling or 1 + self.rollout.max_staleness
         return math.ceil((factor - 1) * self.batch.prompts_per_step)
 
     @property
     def drops_rollouts(self) -> bool:
-        """Whether rollouts of training are dropped where they are too old, not waited for."""
+        """Whether stale training rollouts are dropped instead of waited for."""
         return self.rollout.on_stale == "drop" and not self.is_offline
 
     @property
     def most_checkpoints(self) -> int:
-        """The number of checkpoints that are kept: the newest ones, and that of the best evaluation."""
+        """The maximum number of checkpoints kept: the newest ones and that of the best evaluation."""
         return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 
     @property
     def trained_per_prompt(self) -> int:
-        """The samples of each prompt, or of each row of offline data, that the actor is trained on."""
+        """The number of samples per prompt, or per row of offline data, that the actor is trained on."""
         if self.algorithm.objective.spec.is_pairwise:
             return 2
         return 1 if self.is_offline else self.batch.samples_per_prompt
@@ -323,7 +315,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the critic is a model of its own; the other critic is a head on the actor."""
+        """Whether the critic is a separate model; otherwise it is a head on the actor."""
         return self.algorithm.advantage.spec.comparison == "values" and not self.critic.shared_backbone
 
     @property
@@ -332,7 +324,7 @@ class Config(Section):
 
     @property
     def num_detailed_groups(self) -> int:
-        """The groups of a step whose tokens are kept one by one for people to look at."""
+        """The number of groups per step whose tokens are recorded for the report."""
         return -(-self.run.token_samples // self.batch.samples_per_prompt)
 
     @property
@@ -341,11 +333,11 @@ class Config(Section):
 
     @property
     def samples_greedily(self) -> bool:
-        """Whether each prompt has a greedy response beside its samples, which is scored and not trained on."""
+        """Whether each prompt also gets a greedy response, which is scored but not trained on."""
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Returns whether the actor is trained in this step, counted from 1: at first, only a critic may be."""
+        """Return whether the actor is trained in this step, counted from 1. During warmup only the critic is."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property
@@ -362,42 +354,42 @@ class Config(Section):
 
     @property
     def pauses_rollouts(self) -> bool:
-        """Whether rollouts of later steps stand still while models train, which they share devices with."""
+        """Whether rollouts of later steps pause while models train on the same devices."""
         return self.is_colocated and self.rollout.max_staleness > 0 and not self.is_offline
 
     @property
     def sends_weights(self) -> bool:
-        """Whether engines are sent the actor's weights; else they read them where they lie, if their node has them."""
+        """Whether weights are sent to the engines; otherwise engines read those on their own node in place."""
         chosen = self.rollout.transport
         return chosen == "p2p" or (chosen == "auto" and not self.is_colocated)
 
     @property
     def precision(self) -> str:
-        """What engines compute in, as far as it decides how near they can be to the trainer."""
+        """The engines' precision, which determines how closely they can match the trainer."""
         return self.rollout.quantization or self.model.dtype
 
     @property
     def tolerance(self) -> Tolerance:
-        """How far an engine's log-prob of one token may be from the trainer's."""
+        """The tolerated difference between the engine's and the trainer's log-prob of a token."""
         return self.logprob_check.tolerance(self.precision)
 
     @property
     def agreement_limit(self) -> float | None:
-        """The mean difference of the log-probs that a step may have; None where there is no limit."""
+        """The maximum mean log-prob difference of a step, None for no limit."""
         return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
 
     @property
     def canary_limit(self) -> float:
-        """The mean difference that canary prompts may have, whose weights are always the trainer's."""
+        """The maximum mean log-prob difference on canary prompts, which are never stale."""
         return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
 
     def placed(self, role: MegatronRole) -> Placed:
-        """Returns the section of a model that runs in Megatron."""
+        """Return the section of a model that runs in Megatron."""
         sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
         return next(section for section in sections if section.section == role)
 
     def context_of(self, placed: Placed) -> tuple[str, int]:
-        """Returns the key that gives the tokens of the longest sample for a model, and their number."""
+        """Return the key that bounds a model's sample length, and its value in tokens."""
         if isinstance(placed, RewardModel) and placed.context_length is not None:
             return "reward_model.context_length", placed.context_length
         return "rollout.context_length", self.rollout.context_length
@@ -413,14 +405,14 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks of each role that the run has, and so of the devices that it is on."""
+        """The number of ranks, and so of devices, of each role in the run."""
         ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     @property
     def role_devices(self) -> dict[str, range]:
-        """The devices of the roles that cluster.roles gives some. A node has as many as the role's ranks that it is
-        given for."""
+        """The devices of each role that cluster.roles places. A role placed by nodes has the same number of ranks on
+        each of its nodes."""
         spans, ranks = self.cluster.roles.given, self.num_ranks
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
@@ -428,18 +420,18 @@ class Config(Section):
         return spans
 
     def epochs(self, trained: Trained) -> int:
-        """Returns how often a model goes through the samples of a step: an implicit reward model does once."""
+        """Return a model's number of epochs over a step's samples; an implicit reward model has one."""
         return 1 if trained is self.implicit_reward else self.batch.epochs
 
     def moves_samples(self, trained: Trained) -> bool:
-        """Returns whether a sample may be on several data-parallel ranks of a model in a step: other epochs have it in
-        other updates."""
+        """Return whether a sample may move to another data-parallel rank within a step, because a later epoch packs it
+        into another update."""
         has_several = self.batch.prompts_per_update < self.batch.prompts_per_step
         return self.epochs(trained) > 1 and has_several and trained.layout.dp > 1
 
     def num_updates(self, trained: Trained) -> int:
-        """Returns the optimizer steps of the whole run, if no step ends before its last epoch; the first
-        critic.warmup_steps steps train the critic only."""
+        """Return the number of optimizer steps in the run, if no step skips epochs. The first critic.warmup_steps steps
+        train only the critic."""
         alone = self.critic.warmup_steps if self.has_critic and trained is self.actor else 0
         per_epoch = self.batch.prompts_per_step // self.batch.prompts_per_update
         return max(self.run.steps - alone, 0) * per_epoch * self.epochs(trained)

@@ -1,15 +1,17 @@
-"""Violations of a configuration, in words: the key, the value, where it was given, and the remedy."""
+"""Messages for violations of the schema: origin, key, value and remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key, kind, show
-from megarl.config.names import suggest
+from megarl.config.names import options_of, suggest
 from megarl.core.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -37,11 +39,11 @@ _EXPECTED = {
     "string_type": "text",
     "too_short": "a list that is not empty",
 }
-"""Values that the schema expects, by pydantic's type of the error."""
+"""pydantic's error type -> the expected value."""
 
 
 def describe(error: ValidationError, document: Document, file: str) -> list[str]:
-    """Returns one line per violation, and one line for all keys that a place lacks."""
+    """Return one line per violation, and one line for all keys that are missing at an origin."""
     lines: list[str] = []
     missing: dict[str, list[Key]] = {}
     for detail in error.errors():
@@ -57,20 +59,33 @@ def describe(error: ValidationError, document: Document, file: str) -> list[str]
 
 def _unknown(key: Key, document: Document, file: str) -> str:
     name = ".".join(part for part in key if isinstance(part, str))
-    return f"{document.origin(key, file)}: {_dotted(key)}: unknown key; {suggest(name)}"
+    return f"{document.origin(key, file)}: {_dotted(key)}: unknown key; {_advice(name, document)}"
+
+
+def _advice(name: str, document: Document) -> str:
+    """Return what to write instead of an unknown key."""
+    for variant in VARIANTS:
+        section, _, option = name.rpartition(".")
+        if section == variant.key.rpartition(".")[0]:
+            entry = reduce(lambda values, part: values[part], variant.key.split("."), document.values)
+            options = options_of(variant, entry, option)
+            return options if " is an option of " in options else f"{suggest(name)}; {options}"
+    return suggest(name)
 
 
 def _missing(keys: list[Key]) -> str:
     listed = f"missing {'key' if len(keys) == 1 else 'keys'} {', '.join(_dotted(key) for key in keys)}"
     if any(isinstance(part, int) for key in keys for part in key):
-        return f"{listed}; an entry of a list gives all its keys"
-    return f"{listed}; start the file with `base: base.yaml`, which has a default for every other key"
+        return f"{listed}. Fix: set all keys of a list entry"
+    return f"{listed}. Fix: start the file with `base: base.yaml`, which has the defaults"
 
 
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
+    if detail["type"] == "value_error":  # raised for a user's file; the text names the key
+        return str(detail["ctx"]["error"])
     if value is None and name in _REQUIRED:
-        return f"{file}: {name} is required: {_REQUIRED[name]}; set it there, or {name}=VALUE on the command line"
+        return f"{file}: {name} is required: {_REQUIRED[name]}. Fix: set it there, or {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
     message = f"{origin}: {name}={show(value)}: expected {expected}"
     if not detail["type"].endswith("_type"):
@@ -83,7 +98,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:
-    """Yields the keys below an unknown one that hold values, or the key itself: the last name tells what was meant."""
+    """Yield the keys with values below an unknown one, or the key itself: the last name shows what was meant."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves((*key, name), inner)
@@ -96,7 +111,7 @@ def _dotted(key: Key) -> str:
 
 
 def raise_all(violations: Iterable[str | None]) -> None:
-    """Raises UserError with a line for each violation, if there are any."""
-    found = [violation for violation in violations if violation is not None]
-    if found:
-        raise UserError("\n".join(found))
+    """Raise UserError with a line for each violation, if there are any."""
+    lines = [line for line in violations if line is not None]
+    if lines:
+        raise UserError("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The arguments of vLLM that megarl gives, and which of them `vllm_overrides` leaves alone."""
+"""The vLLM arguments that megarl sets, and those that `vllm_overrides` may not change."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ GIVEN: dict[EngineSection, dict[str, str | None]] = {
         "pooler_config": None,
     },
 }
-"""Arguments that follow from keys, for each section that has a vllm_overrides: argument -> its key. None: it has no
-key, as sampling, scores and refits are right with megarl's value alone."""
+"""Arguments that megarl sets, for each section with vllm_overrides: argument -> the key that determines it, or None
+where only megarl's value gives correct samples, scores and refits."""
 
 ADJUSTABLE = frozenset(
     {
@@ -63,17 +63,17 @@ ADJUSTABLE = frozenset(
         "max_num_batched_tokens",
     }
 )
-"""Arguments that megarl gives too, and vllm_overrides may change, unless they are GIVEN in that section."""
+"""Arguments that megarl sets and vllm_overrides may change, unless GIVEN lists them for that section."""
 
 REFITTABLE: dict[str, tuple[Any, str]] = {
-    "expert_placement_strategy": ("linear", "a refit writes a rank's experts as a run of consecutive ones"),
-    "enable_eplb": (False, "experts would move between ranks, and a refit writes them where they were"),
-    "offload_group_size": (0, "a layer's parameters would be read from copies that a refit does not reach"),
+    "expert_placement_strategy": ("linear", "a refit writes consecutive experts to a rank"),
+    "enable_eplb": (False, "a refit writes experts to their original ranks, from which they would move"),
+    "offload_group_size": (0, "a refit does not reach the copies from which vLLM would read a layer's parameters"),
 }
-"""Arguments in rollout.vllm_overrides -> the value with which a refit's weights come where vLLM reads them, and the
-effect of others. The start would not notice: parameters have the same names and shapes."""
+"""Arguments in rollout.vllm_overrides -> the only value with which a refit reaches the weights that vLLM reads, and the
+effect of others. Startup checks cannot detect this: parameters have the same names and shapes."""
 
 
 def batched_tokens(rollout: Rollout) -> int:
-    """Returns the tokens that an engine computes at once, at most."""
+    """Return the maximum number of tokens that an engine computes at once."""
     return rollout.vllm_overrides.get("max_num_batched_tokens", max(2048, rollout.context_length))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.user_file import defined_in_file
 from megarl.environments.agent import Agent
 from megarl.environments.protocol import Environment
 from megarl.environments.tools import describe, tools_of
-from megarl.rewards.registry import defined_in_file
 
 SHIPPED = {
     "calculator": "megarl.environments.shipped.calculator:CalculatorEnvironment",

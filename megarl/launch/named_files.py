@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.algorithm_schema import Advantage, Objective
 from megarl.config.schema import Config
 from megarl.config.sources import is_procedural
 from megarl.models.folder import model_paths
@@ -34,7 +35,9 @@ def named_files(config: Config) -> list[Named]:
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
     sources = [("data.source", config.data.source)]
     sources += [("data.more_sources", source) for source in config.data.more_sources]
-    functions = [("rewards.functions", entry.function) for entry in config.rewards.functions]
+    algorithm = config.algorithm
+    functions = [(Advantage.key, algorithm.advantage.estimator), (Objective.key, algorithm.objective.name)]
+    functions += [("rewards.functions", entry.function) for entry in config.rewards.functions]
     for given in config.evaluation.sets:
         key = f"evaluation.sets: {given.name}"
         sources += [] if given.source is None else [(f"{key}: source", given.source)]

@@ -1,4 +1,4 @@
-"""The numbers of a model's architecture that decide the shapes of its weights."""
+"""The architecture parameters that determine the shapes of a model's weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megarl.models.huggingface import (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of an architecture that decide the shapes of its weights.
+    """The architecture parameters that determine the shapes of a model's weights.
 
-    heads      heads of queries
-    kv_heads   heads of keys and values
-    tied       whether the head's weight is the embedding's
-    fused      whether the checkpoint has query, key and value projections as one tensor, and so gate and up
+    heads      number of query heads
+    kv_heads   number of key and value heads
+    tied       whether the output layer shares the embedding's weight
+    fused      whether the checkpoint fuses the query, key and value projections, and the gate and up projections
     """
 
     model_type: str
@@ -48,12 +48,12 @@ class ModelShape:
 
     @property
     def query(self) -> int:
-        """The rows of the query projection."""
+        """Rows of the query projection."""
         return self.heads * self.head_dim
 
     @property
     def active_intermediate(self) -> float:
-        """The rows of the MLPs that a token goes through, the mean over the layers."""
+        """MLP rows that process a token, averaged over the layers."""
         if self.experts is None:
             return self.intermediate
         rows = self.experts.active * self.experts.intermediate + self.experts.shared_intermediate
@@ -61,27 +61,27 @@ class ModelShape:
 
     @property
     def key(self) -> int:
-        """The rows of the key projection, and of the value projection."""
+        """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """The channels of a head that turn with its position."""
+        """Channels of a head that carry the rotary position embedding."""
         return self.latent.position_dim if self.latent else self.head_dim
 
     @property
     def value(self) -> int:
-        """The columns of the output projection."""
+        """Columns of the output projection."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def latent_keys_and_values(self) -> int:
-        """The rows of the projection from the latent of keys and values."""
+        """Rows of the up-projection from the latent of keys and values."""
         return self.heads * (self.latent.content_dim + self.latent.value_dim) if self.latent else 0
 
     @property
     def latent_and_position(self) -> int:
-        """The rows of the projection to that latent and to the key's channels with positions, which all heads share."""
+        """Rows of the down-projection to that latent and to the rotary key channels, which all heads share."""
         return self.latent.kv_rank + self.latent.position_dim if self.latent else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -89,8 +89,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Returns the shape that a Hugging Face config.json describes. Raises UserError for an unknown family, a
-        missing key, or a feature that is not supported."""
+        """Build the shape from a Hugging Face config.json.
+
+        Raises UserError for an unknown family, a missing key or an unsupported feature.
+        """
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family, latent = model["model_type"], latent_attention(model)
@@ -100,11 +102,11 @@ class ModelShape:
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads(model),
-            # In latent attention, head_dim of config.json is only the part of a head that has positions.
+            # With latent attention, head_dim in config.json counts only the rotary channels of a head.
             head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
-            # A classifier's config may say so too, but there is no language head to tie.
+            # A classifier's config may set it as well, but the classifier has no language head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family != "qwen2" and model["attention_bias"],

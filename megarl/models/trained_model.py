@@ -1,4 +1,4 @@
-"""The models that a run trains, made from those that its roles start from."""
+"""Hugging Face configs of trained models, derived from the models that they start from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.models.value_head import with_value_head
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the model that the role trains, with its heads. hf_config: the config of the model that it
-    starts from."""
+    """Return the config of the model that a role trains, including its heads. hf_config: that of the model it starts
+    from."""
     if role == "critic":
         return as_classifier(hf_config)
     if role == "actor" and config.trains_reward_model:

@@ -1,4 +1,4 @@
-"""A checkpoint in Megatron's format as a holder: tensors with names of their own, in the parts that ranks wrote."""
+"""Describe a Megatron checkpoint as a holder whose parameters are the extents that ranks wrote."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, intersect, 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A rectangle of a rank's parameter, and where it lies in a tensor of the checkpoint.
+    """A rectangle of a rank's parameter and its position in a checkpoint tensor.
 
-    key, global_shape  name and shape of that tensor
-    offset             where the rectangle begins in it. The tensor may have axes before the parameter's own, such as
-                       one of experts; along these an extent is one index thick
-    resizable          whether the tensor may be longer, for a vocabulary that is padded for another layout
+    key, global_shape  name and shape of the checkpoint tensor
+    offset             start of the rectangle in that tensor. The tensor may have leading axes that the parameter lacks,
+                       such as the expert axis; an extent spans one index of each of these
+    resizable          whether the stored tensor may be longer, because another layout pads the vocabulary differently
     """
 
     parameter: str
@@ -28,7 +28,7 @@ class Extent:
 
     @property
     def name(self) -> str:
-        """The extent's name, unique in the checkpoint."""
+        """A name that is unique in the checkpoint."""
         return f"{self.key}[{', '.join(map(str, self.offset))}]"
 
     @property
@@ -37,23 +37,23 @@ class Extent:
 
     @property
     def place(self) -> Rectangle:
-        """The extent's rectangle of the checkpoint's tensor."""
+        """The extent's rectangle in the checkpoint tensor."""
         return self.to_global(whole(self.shape))
 
     def to_global(self, rectangle: Rectangle) -> Rectangle:
-        """Returns the rectangle of the checkpoint's tensor at which a rectangle of the extent lies."""
-        num_thin = len(self.offset) - len(rectangle)
-        thin = tuple((index, index + 1) for index in self.offset[:num_thin])
-        spans = zip(rectangle, self.offset[num_thin:], strict=True)
-        return (*thin, *((start + offset, stop + offset) for (start, stop), offset in spans))
+        """Convert a rectangle of the extent to coordinates of the checkpoint tensor."""
+        num_leading = len(self.offset) - len(rectangle)
+        leading = tuple((index, index + 1) for index in self.offset[:num_leading])
+        spans = zip(rectangle, self.offset[num_leading:], strict=True)
+        return (*leading, *((start + offset, stop + offset) for (start, stop), offset in spans))
 
     def of(self, rectangle: Rectangle) -> Extent | None:
-        """Returns the part of the extent that lies in a rectangle of the parameter, if any."""
+        """Return the part of the extent inside a rectangle of the parameter, if any."""
         common = intersect(self.rectangle, rectangle)
         return None if common is None else self.within(self.to_global(moved(common, self.rectangle, whole(self.shape))))
 
     def within(self, place: Rectangle) -> Extent | None:
-        """Returns the part of the extent that lies in a rectangle of the checkpoint's tensor, if any."""
+        """Return the part of the extent inside a rectangle of the checkpoint tensor, if any."""
         common = intersect(self.place, place)
         if common is None:
             return None
@@ -63,9 +63,9 @@ class Extent:
 
 
 def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]], dtypes: Mapping[str, str]) -> Holder:
-    """Returns the checkpoint as a holder, whose parameters are the extents of all ranks, by their names.
+    """Return the checkpoint as a holder whose parameters are the extents of all ranks.
 
-    dtypes   of the checkpoint's tensors, by key
+    dtypes   checkpoint key -> dtype
     """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: list[Piece] = []
@@ -75,14 +75,14 @@ def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]
         for piece in holder.pieces:
             tiling[piece.local].append(piece)
         for extent in extents:
-            assert extent.name not in shapes, f"two ranks write {extent.name}"
+            assert extent.name not in shapes, f"{extent.name} is written by two ranks"
             shapes[extent.name], extent_dtypes[extent.name] = extent.shape, dtypes[extent.key]
             pieces += _pieces(extent, tiling[extent.parameter])
     return Holder(name, Shard(shapes, tuple(pieces), extent_dtypes))
 
 
 def as_stored(extents: Sequence[Extent], stored: Mapping[str, Sequence[Rectangle]]) -> list[Extent]:
-    """Returns the extents in parts that each lie in one of the rectangles that a key's tensor is stored in."""
+    """Split the extents along the stored rectangles of their checkpoint tensors."""
     return [
         part
         for extent in extents

@@ -1,4 +1,4 @@
-"""Carries out the part of a plan that writes into one holder: a loop over data."""
+"""Execute the part of a plan that writes into one holder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 @torch.no_grad()
 def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
-    """Writes the parameters in place. Returns the bytes written.
+    """Write the parameters in place and return the number of bytes written.
 
-    writes      the copies and fills of the holder whose parameters these are: plan.into(its name)
-    parameters  exactly those that are written
+    Args:
+        writes: copies and fills of the holder, plan.into(its name).
+        parameters: the holder's parameters; exactly those that the plan writes.
+        transport: delivers the source rectangles.
 
-    Raises ValueError, before anything is written, for a parameter that is missing, unexpected, or of another shape
-    than the plan has, and for dtypes that differ without a cast in the plan.
+    Raises:
+        ValueError: a parameter is missing, unexpected or of the wrong shape, or dtypes differ without a cast in the
+            plan. Nothing has been written then.
     """
     _check_shapes(writes, parameters)
     for copy in writes.copies:
@@ -28,7 +31,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
         if source is not None:
-            # copy_ would broadcast a source of another shape.
+            # copy_ would silently broadcast a source of another shape.
             assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
             target.copy_(source)
         written += target.nbytes
@@ -40,42 +43,43 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 
 
 class Assembly:
-    """The parameters that a plan writes into a holder and that nobody has yet: each is put together in memory of its
-    own, on the holder's device.
+    """Assembles whole parameters from the copies of a plan, each in newly allocated memory on the holder's device.
 
-    staging_bytes   bytes of parameters that were incomplete at once, at most
+    staging_bytes   peak bytes of incomplete parameters
     """
 
     def __init__(self, writes: Writes, transport: Transport, device: torch.device):
-        assert not writes.fills, "only what is no copy has fills"
+        assert not writes.fills, "whole parameters have no padding to fill"
         self._writes, self._transport, self._device = writes, transport, device
         self.staging_bytes = 0
 
     @torch.no_grad()
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each parameter when its last element has come; it is the caller's to keep. Raises ValueError for
-        dtypes that differ without a cast in the plan."""
+        """Yield each parameter once its last element has arrived; the caller owns the tensor.
+
+        Raises ValueError if dtypes differ without a cast in the plan.
+        """
         for copy in self._writes.copies:
             _check_dtypes(copy, copy.move.destination_dtype, self._transport)
         shapes = planned_shapes(self._writes)
         missing = {name: prod(shape) for name, shape in shapes.items()}
-        begun: dict[str, torch.Tensor] = {}
+        incomplete: dict[str, torch.Tensor] = {}
         for copy, part in self._transport.deliver(self._writes.copies):
-            assert part is not None, f"{copy}: delivered into parameters that are not the plan's"
+            assert part is not None, f"{copy}: the transport wrote it into a live parameter instead of returning it"
             name, rectangle = copy.move.destination
-            if name not in begun:
+            if name not in incomplete:
                 dtype = getattr(torch, copy.move.destination_dtype)
-                begun[name] = torch.empty(shapes[name], dtype=dtype, device=self._device)
-                self.staging_bytes = max(self.staging_bytes, sum(tensor.nbytes for tensor in begun.values()))
-            view(begun[name], rectangle).copy_(part)
+                incomplete[name] = torch.empty(shapes[name], dtype=dtype, device=self._device)
+                self.staging_bytes = max(self.staging_bytes, sum(tensor.nbytes for tensor in incomplete.values()))
+            view(incomplete[name], rectangle).copy_(part)
             missing[name] -= part.numel()
             if missing[name] == 0:
-                yield name, begun.pop(name)
-        assert not begun, f"incomplete: {', '.join(begun)}"
+                yield name, incomplete.pop(name)
+        assert not incomplete, f"incomplete parameters: {', '.join(incomplete)}"
 
 
 def planned_shapes(writes: Writes) -> dict[str, tuple[int, ...]]:
-    """Returns parameter -> shape, as the places that are written reach to the end of every axis."""
+    """Return the shape of each written parameter, inferred from the largest index written on each axis."""
     shapes: dict[str, tuple[int, ...]] = {}
     places = (*(copy.move.destination for copy in writes.copies), *(fill.place for fill in writes.fills))
     for parameter, rectangle in places:
@@ -97,12 +101,13 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
             raise ValueError(f"{name}: the model has this parameter, but the plan does not write it")
 
 
-def _check_dtypes(copy: Copy, ours: str, transport: Transport) -> None:
-    """Raises ValueError for dtypes that differ without a cast in the plan. ours: of the parameter that is written."""
+def _check_dtypes(copy: Copy, destination_dtype: str, transport: Transport) -> None:
+    """Raise ValueError if the actual dtypes of a copy differ and the plan has no cast for them."""
     move = copy.move
-    theirs = dtype_name(transport.dtype(copy.source, move.source.parameter))
-    if theirs != ours and (theirs, ours) != (move.source_dtype, move.destination_dtype):
+    source_dtype = dtype_name(transport.dtype(copy.source, move.source.parameter))
+    actual = source_dtype, destination_dtype
+    if source_dtype != destination_dtype and actual != (move.source_dtype, move.destination_dtype):
         raise ValueError(
-            f"{move.destination.parameter} is {ours}, but {copy.source} has {move.source.parameter} as {theirs}; "
-            f"the plan is from {move.source_dtype} to {move.destination_dtype}"
+            f"{move.destination.parameter} is {destination_dtype}, but {move.source.parameter} of {copy.source} is "
+            f"{source_dtype}; the plan casts from {move.source_dtype} to {move.destination_dtype}"
         )

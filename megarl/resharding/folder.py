@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, a tensor at a time."""
+"""Write a model as a Hugging Face folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def write_folder(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> int:
-    """Writes the folder, with one tensor in memory at a time. Returns the bytes of weights written.
+    """Write the folder with one tensor in memory at a time. Return the number of bytes of weights.
 
-    plan           goes into a huggingface holder, whose dtypes the files have, and nowhere else
-    source_folder  gives its tokenizer and other files that are not weights
-    out            must not exist; it appears when it is complete
-    shard_bytes    most bytes of a weights file; a larger tensor gets a file of its own
-    verify         whether the files are read back and compared
+    Args:
+        plan: its only destination is a Hugging Face holder, which also determines the dtypes.
+        source_folder: source of the tokenizer and all other files that are not weights.
+        out: must not exist; it appears once it is complete.
+        shard_bytes: maximum size of a weights file; a larger tensor gets its own file.
+        verify: read the files back and compare checksums.
     """
     writes = plan.into(*plan.destinations)
     shapes = planned_shapes(writes)
@@ -53,14 +54,14 @@ def write_folder(
     checksums: dict[str, int] = {}
 
     def tensor(name: str) -> torch.Tensor:
-        made = memory.tensor(shapes[name], dtypes[name])
-        progress("written", execute(parts[name], {name: made}, transport), total)
+        values = memory.tensor(shapes[name], dtypes[name])
+        progress("written", execute(parts[name], {name: values}, transport), total)
         if verify:
-            checksums[name] = checksum(made)
-        return made
+            checksums[name] = checksum(values)
+        return values
 
     with new_folder(out, total) as folder:
-        # The dtype is that of the first tensor, the embedding: a few small ones may have more precision.
+        # The embedding comes first. Its dtype represents the model: a few small tensors may have higher precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(shapes, dtypes, shard_bytes)
         names = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
@@ -75,13 +76,12 @@ def write_folder(
 
 
 def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
-    """Writes all of a Hugging Face folder but the weights: config.json, and the other files of `source`. dtype: of the
-    weights."""
+    """Write config.json with the dtype of the weights, and copy all other files of `source` that are not weights."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copy(path, folder / path.name)
-    # transformers before 5 calls it torch_dtype.
+    # transformers < 5 names the key torch_dtype.
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     config = {**without_left_out(hf_config), key: dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -94,7 +94,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _shards(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Returns the tensors in order, cut into runs of at most `limit` bytes."""
+    """Assign the tensors, in order, to files of at most `limit` bytes."""
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():

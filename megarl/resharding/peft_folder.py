@@ -1,4 +1,4 @@
-"""Reads and writes a PEFT folder: the tensors of a model's adapters, and how they are meant."""
+"""Read and write PEFT folders: adapter weights and adapter_config.json."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
 from megarl.resharding.execute import execute
-from megarl.resharding.families.adapters import of_each_expert
+from megarl.resharding.families.adapters import expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport
 
 
 class PeftFolder(AbstractContextManager):
-    """The adapters in a folder. A context manager, which closes the file."""
+    """The adapters of a PEFT folder, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
-        """whole: the holder of all tensors that adapters of the model have.
+        """
+        whole   holder of all adapter tensors of the model
 
-        Raises UserError for a folder that is none, and for adapters that are not those of the keys.
+        Raises UserError if this is not a PEFT folder, or its adapters do not match the config.
         """
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         self._file = safe_open(folder / WEIGHTS, framework="pt")
         self._names = set(self._file.keys())
-        expected = {each for name in whole.shapes for each in of_each_expert(name, num_experts)}
+        expected = {each for name in whole.shapes for each in expert_tensor_names(name, num_experts)}
         if unknown := sorted(self._names - expected):
             raise UserError(
-                f"actor.lora.path={folder}: {unknown[0]} is of no linear layer of the model's decoder; give adapters "
-                "of this model"
+                f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer of the model's decoder. "
+                "Fix: give adapters of this model"
             )
         for name, shape in whole.shapes.items():
-            for each in self._names.intersection(of_each_expert(name, num_experts)):
+            for each in self._names.intersection(expert_tensor_names(name, num_experts)):
                 if (found := tuple(self._file.get_slice(each).get_shape())) != shape:
-                    raise UserError(
-                        f"actor.lora.path={folder}: {each} has shape {found}, but the model makes it {shape}"
-                    )
+                    raise UserError(f"actor.lora.path={folder}: {each} has shape {found}, but the model needs {shape}")
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__(None, None, None)
 
     def read(self, tensor: str, rectangle: Rectangle) -> torch.Tensor | None:
-        """Returns a rectangle of a tensor; None where the folder has no adapter of that layer. Raises UserError where
-        experts that are to share it have different ones."""
-        found = [name for name in of_each_expert(tensor, self._num_experts) if name in self._names]
-        if not found:
+        """Return a rectangle of a tensor, or None if the folder has no adapter for that layer.
+
+        Raises UserError if experts that share an adapter have different weights in the folder.
+        """
+        names = [name for name in expert_tensor_names(tensor, self._num_experts) if name in self._names]
+        if not names:
             return None
         spans = tuple(slice(start, stop) for start, stop in rectangle)
-        parts = [self._file.get_slice(name)[spans] for name in found]
-        for name, part in zip(found, parts, strict=True):
+        parts = [self._file.get_slice(name)[spans] for name in names]
+        for name, part in zip(names, parts, strict=True):
             if not torch.equal(part, parts[0]):
                 raise UserError(
-                    f"actor.lora.share_experts=true: {name} in {self._folder} is not {found[0]}; set it to false"
+                    f"actor.lora.share_experts=true: {name} differs from {names[0]} in {self._folder}. "
+                    "Fix: set actor.lora.share_experts=false"
                 )
         return parts[0]
 
@@ -69,10 +71,12 @@ class PeftFolder(AbstractContextManager):
 def write_peft_folder(
     plan: Plan, transport: Transport, whole: Holder, lora: Lora, base: str, num_experts: int, out: Path
 ) -> None:
-    """Writes adapters as a PEFT folder.
+    """Write adapters as a PEFT folder.
 
-    plan    goes into `whole`, the holder of all tensors
-    base    path or name of the model that they are for
+    Args:
+        plan: its destination is `whole`.
+        whole: holder of all adapter tensors.
+        base: path or name of the base model.
     """
     tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
     execute(plan.into(whole.name), tensors, transport)
@@ -80,8 +84,10 @@ def write_peft_folder(
 
 
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Writes whole tensors as a PEFT folder, in which those that experts share are there for each."""
-    named = {each: tensor.clone() for name, tensor in tensors.items() for each in of_each_expert(name, num_experts)}
+    """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert."""
+    named = {
+        each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
+    }
     modules = sorted({name.removesuffix(".weight").split(".")[-2] for name in named})
     with new_folder(out, sum(tensor.nbytes for tensor in named.values())) as folder:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})

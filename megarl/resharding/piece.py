@@ -1,4 +1,4 @@
-"""Pieces: how a holder of weights describes which part of which canonical tensor it has, and where.
+"""Pieces map rectangles of canonical tensors to rectangles of local parameters.
 
 Canonical space is the Hugging Face checkpoint: its tensor names and shapes.
 """
@@ -12,31 +12,33 @@ from math import prod
 from typing import NamedTuple
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""The dtypes that weights may have -> bytes of an element."""
+"""Supported weight dtypes and their element size in bytes."""
 
 Rectangle = tuple[tuple[int, int], ...]
 """A half-open (start, stop) for each dimension."""
 
 
 def whole(shape: tuple[int, ...]) -> Rectangle:
-    """Returns the rectangle that covers a tensor of this shape."""
+    """Return the rectangle that covers a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def span(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Rectangle:
-    """Returns the slab start <= index < stop of one axis, whole along the others."""
+    """Return the slab start <= index < stop along one axis; the other axes are covered completely."""
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
 def flat_span(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]:
-    """Returns the rectangles that make up the elements start <= index < stop of a flattened tensor, in their order: of
-    a matrix at most part of a row, whole rows, and part of a row."""
+    """Return the rectangles that cover elements start <= index < stop of a flattened tensor, in order.
+
+    A matrix needs at most three: the end of a row, complete rows, and the start of a row.
+    """
     if start >= stop:
         return []
     if len(shape) == 1:
         return [((start, stop),)]
     row, parts = prod(shape[1:]), []
-    first, last = -(-start // row), stop // row  # of the whole rows
+    first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # within one row
         return _in_row(shape, last, start, stop)
     parts += _in_row(shape, first - 1, start, first * row)
@@ -63,15 +65,17 @@ def contains(outer: Rectangle, inner: Rectangle) -> bool:
 
 
 def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    """Returns the common part, or None where there is none."""
+    """Return the intersection, or None if it is empty."""
     assert len(a) == len(b), f"rectangles of different rank: {a}, {b}"
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
-    """Returns at most `parts` slabs, of sizes that differ by one row at most, along the first axis that has the rows
-    for it, or else along the longest."""
+    """Split a rectangle into at most `parts` slabs whose sizes differ by at most one row.
+
+    Splits along the first axis with at least `parts` rows, or along the longest axis if there is none.
+    """
     sizes = shape_of(rectangle)
     axis = next((i for i, size in enumerate(sizes) if size >= parts), max(range(len(sizes)), key=sizes.__getitem__))
     start, size = rectangle[axis][0], sizes[axis]
@@ -81,18 +85,17 @@ def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
 
 
 def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
-    """Returns disjoint rectangles that cover what is in `a` but not in `inner`; `a` contains `inner`."""
+    """Return disjoint rectangles that cover `a` without `inner`; `a` must contain `inner`."""
     assert contains(a, inner), f"{a} does not contain {inner}"
     parts = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(a, inner, strict=True)):
-        # Axes before this one are already cut down to `inner`, later ones are whole.
+        # Earlier axes are already restricted to `inner`; later axes still span all of `a`.
         parts += [(*inner[:axis], side, *a[axis + 1 :]) for side in ((start, low), (high, stop)) if side[0] < side[1]]
     return parts
 
 
 def moved(rectangle: Rectangle, origin: Rectangle, target: Rectangle) -> Rectangle:
-    """Returns the same rectangle in another frame: what lies at the start of `origin` comes to lie at that of
-    `target`."""
+    """Translate a rectangle by the offset between the starts of `origin` and `target`."""
     return tuple(
         (start - o[0] + t[0], stop - o[0] + t[0]) for (start, stop), o, t in zip(rectangle, origin, target, strict=True)
     )
@@ -107,9 +110,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of a canonical tensor and the rectangle of a local parameter that holds it; same shape, same order.
+    """A rectangle of a canonical tensor and the rectangle of a local parameter that holds it.
 
-    canonical is None for a fill: local elements without a canonical counterpart (vocabulary padding), which are zero.
+    Both rectangles have the same shape and element order. `canonical` is None for vocabulary padding: its elements have
+    no canonical counterpart and are zero.
     """
 
     canonical: str | None
@@ -121,17 +125,17 @@ class Piece:
         assert shape_of(self.canonical_rectangle) == shape_of(self.local_rectangle), f"shapes differ: {self}"
 
     def to_canonical(self, rectangle: Rectangle) -> Rectangle:
-        """Returns the rectangle of the canonical tensor that a part of the local rectangle holds."""
+        """Convert part of the local rectangle to the canonical rectangle that it holds."""
         return moved(rectangle, self.local_rectangle, self.canonical_rectangle)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """The weights that one holder has, or several: replicas share the object, so each fact about it is found out once.
+    """The weights of one holder. Replicas share the object, so that work per shard is done once.
 
-    shapes    local parameter name -> its shape
-    pieces    tile every local parameter exactly, fills included
-    dtypes    local parameter name -> its dtype, such as "bfloat16"
+    shapes    local parameter name -> shape
+    pieces    tile every local parameter exactly, padding included
+    dtypes    local parameter name -> dtype, such as "bfloat16"
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -143,29 +147,28 @@ class Shard:
         return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
     def mismatched_params(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
-        """Returns why these parameters (name -> shape and dtype) cannot be written as this shard, a line for each that
-        is in the way; none if they can."""
+        """Compare a model's parameters (name -> shape and dtype) with this shard. Return one line per mismatch."""
         lines = []
         for name in dict.fromkeys((*parameters, *self.shapes)):
             shape, dtype = parameters.get(name, (None, ""))
             if name not in self.shapes:
-                lines.append(f"{name} {list(shape)} ({dtype}) is none of the family's")
+                lines.append(f"{name} {list(shape)} ({dtype}) does not belong to the family")
             elif shape is None:
                 lines.append(f"{name} is missing")
             elif (shape, dtype) != (self.shapes[name], self.dtypes[name]):
                 expected = f"{list(self.shapes[name])} ({self.dtypes[name]})"
-                lines.append(f"{name} is {list(shape)} ({dtype}), the family's {expected}")
+                lines.append(f"{name} is {list(shape)} ({dtype}), but the family declares {expected}")
         return lines
 
     def zeroed(self, canonical: Container[str]) -> Shard:
-        """Returns a shard of the same parameters, whose elements of these canonical tensors are to become zero."""
+        """Return a copy of the shard that zeroes its elements of these canonical tensors."""
         pieces = tuple(
             replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
         )
         return replace(self, pieces=pieces)
 
     def only(self, names: Container[str], dtype: str) -> Shard:
-        """Returns a shard of these parameters alone, in another dtype."""
+        """Return a shard with only these parameters, in another dtype."""
         shapes = {name: shape for name, shape in self.shapes.items() if name in names}
         pieces = tuple(piece for piece in self.pieces if piece.local in names)
         return Shard(shapes, pieces, dict.fromkeys(shapes, dtype))
@@ -175,10 +178,10 @@ class Shard:
 class Holder:
     """One process (or folder) that holds weights.
 
-    name      unique among the sources, or the destinations, of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
-    node      the machine that it is on; machines are numbered over sources and destinations together
-    device    the device that it shares with a holder of the same number, where a source and a destination are colocated
-              (None: it has one of its own)
+    name      unique among the sources or destinations of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
+    node      index of its machine; sources and destinations share one numbering
+    device    index of its device if sources and destinations are colocated: a source and a destination on one device
+              have the same index. None: the holder does not share its device
     """
 
     name: str

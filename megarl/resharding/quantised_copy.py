@@ -1,5 +1,7 @@
-"""Quantises weights to fp8 blocks as vLLM does, on the ranks that have them: each its own part, with scales that ranks
-agree upon where a cut splits a block."""
+"""Quantise weights to fp8 blocks as vLLM does.
+
+Each trainer rank quantises its own shard. Where a shard boundary splits a block, the ranks all-reduce its scale.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from megarl.resharding.transports.transport import view
 
 LARGEST = torch.finfo(getattr(torch, FP8)).max
 SMALLEST = 1e-4
-"""The magnitude that a block is taken to have at least, as in vLLM: a block of zeros has a scale, too."""
+"""Lower bound of a block's magnitude, as in vLLM, so that a block of zeros has a nonzero scale."""
 
 CHUNK = 2**24
-"""The elements that are quantised at once: more would only take memory, 4 bytes each."""
+"""Elements quantised at once, which bounds temporary memory to 4 bytes each."""
 
 G = TypeVar("G", bound=Hashable)
 """A process group."""
 
 
 class QuantisedCopy(Generic[G]):
-    """The tensors that a source sends in place of its own: the quantised ones, and their scales.
+    """The quantised weights and scales that a source sends instead of its own parameters.
 
-    tensors   by the names of the quantised shard's parameters; valid from `fill` on until weights change
+    tensors   parameter name of the quantised shard -> tensor; valid after `fill` until the weights change
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class QuantisedCopy(Generic[G]):
         device: torch.device | None = None,
     ):
         """
-        source, quantised   the holder's shard, and the shard of its copy
-        shapes              those of whole canonical tensors
-        group_of            returns the group of those ranks that have parts of the same tensors as this parameter has,
-                            all of them and in the same order of tensors
+        Args:
+            source: shard of the holder.
+            quantised: shard of its quantised copy.
+            shapes: canonical tensor -> full shape.
+            group_of: returns the process group that shards a parameter; its ranks hold parts of the same tensors, in
+                the same order.
         """
         self._pieces = [piece for piece in source.pieces if quantised.dtypes[piece.local] == FP8]
         self._scales = [piece for piece in quantised.pieces if piece.local not in source.shapes]
@@ -55,22 +59,24 @@ class QuantisedCopy(Generic[G]):
         }
         groups: dict[G, dict[str, tuple[int, ...]]] = {}
         for piece in self._pieces:
-            assert piece.canonical is not None, f"padding of {piece.local}"
+            assert piece.canonical is not None, f"quantised parameter {piece.local} has padding"
             grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
             groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
         self._largest = {
             group: torch.empty(sum(map(prod, grids.values())), device=device) for group, grids in groups.items()
         }
         self._grids: dict[str, torch.Tensor] = {}
-        """The largest magnitudes of each tensor's blocks, float32, then their scales: views of _largest."""
+        """Views of _largest, float32 per block: first the largest magnitudes, then the scales."""
         for group, grids in groups.items():
             parts = self._largest[group].split([prod(grid) for grid in grids.values()])
             self._grids |= {name: part.view(grid) for (name, grid), part in zip(grids.items(), parts, strict=True)}
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
-        """Quantises the source's parameters. reduce_max: makes a float32 tensor the maximum over the ranks of a group,
-        which all call this."""
+        """Quantise the source's parameters.
+
+        reduce_max   all-reduces a float32 tensor in place to its maximum over a process group
+        """
         for largest in self._largest.values():
             largest.zero_()
         for piece in self._pieces:
@@ -87,7 +93,7 @@ class QuantisedCopy(Generic[G]):
     def _quantise(self, piece: Piece, values: torch.Tensor) -> None:
         target = view(self.tensors[piece.local], piece.local_rectangle)
         (first, _), (left, right) = piece.canonical_rectangle
-        # The reciprocal comes first, as in vLLM: a division by the scale would round otherwise.
+        # Multiply by the reciprocal, as vLLM does: dividing by the scale rounds differently.
         factors = self._grids[piece.canonical].reciprocal()
         columns = torch.arange(left, right, device=values.device) // BLOCK
         for start, part in _chunks(values):
@@ -96,7 +102,7 @@ class QuantisedCopy(Generic[G]):
 
 
 def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None:
-    """Takes the magnitudes of a piece's values into the grid of its tensor's blocks."""
+    """Update the grid of per-block maxima with the magnitudes of a piece."""
     (top, _), (left, right) = piece.canonical_rectangle
     for start, part in _chunks(values):
         rectangle: Rectangle = ((top + start, top + start + len(part)), (left, right))
@@ -107,12 +113,12 @@ def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None
         )
         rows, columns = shape_of(blocks)
         padded = torch.nn.functional.pad(part, (before, after, above, below)).view(rows, BLOCK, columns, BLOCK)
-        found = view(grid, blocks)
-        torch.maximum(found, padded.abs().amax(dim=(1, 3)).float(), out=found)
+        maxima = view(grid, blocks)
+        torch.maximum(maxima, padded.abs().amax(dim=(1, 3)).float(), out=maxima)
 
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields the first row of each chunk, and its rows."""
+    """Yield the index of the first row of each chunk, and the chunk."""
     rows = max(1, CHUNK // values.shape[1])
     for start in range(0, len(values), rows):
         yield start, values[start : start + rows]

@@ -1,4 +1,4 @@
-"""Selects parameters by patterns of the tensor names that users know: those of the Hugging Face checkpoint."""
+"""Select parameters with glob patterns over the tensor names of the Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, 
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
-    """Checks before anything starts what a section's keys select of its model. Raises UserError for a selection that
-    cannot be made, and where nothing is left to train."""
+    """Check the tensor patterns of a section (frozen, no_weight_decay) against its model.
+
+    Raises UserError for an invalid selection, or if it leaves no parameter to train.
+    """
     names = huggingface_holder(hf_config).shapes
     whole = trained.layout.model_copy(update=ONE_PROCESS)
     holder = megatron_holder(hf_config, whole, 0)
@@ -40,12 +42,14 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     _refuse_single_experts(key, selected, names)
     frozen = whole_parameters(key, selected, holder)
     if len(frozen) == len(holder.shapes):
-        raise UserError(f"{key}={trained.frozen_patterns}: nothing is left to train; match fewer tensors")
+        raise UserError(f"{key}={trained.frozen_patterns}: all parameters are frozen. Fix: match fewer tensors")
 
 
 def _refuse_single_experts(key: str, selected: Collection[str], names: Collection[str]) -> None:
-    """Refuses to freeze some experts of a layer: Megatron's checkpoints have the weights of all of them in one tensor,
-    with an optimizer's state or without."""
+    """Refuse to freeze only some experts of a layer.
+
+    A Megatron checkpoint stores the weights of all experts in one tensor, either with optimizer state or without it.
+    """
     experts: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if EXPERT.search(name):
@@ -54,32 +58,30 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
         frozen = [name for name in members if name in selected]
         if frozen and len(frozen) < len(members):
             raise UserError(
-                f"{key}: it matches {frozen[0]}, but of {len(members)} experts, which a checkpoint holds as one "
-                f"tensor, {len(members) - len(frozen)} not; match {pattern}, or none of them"
+                f"{key}: matches {frozen[0]}, but not {len(members) - len(frozen)} of the layer's {len(members)} "
+                f"experts; a checkpoint stores them as one tensor. Fix: match {pattern}, or none of them"
             )
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:
-    """Returns the names that match any of the patterns (`*`, `?` and `[…]`, as file names do).
+    """Return the names that match any of the glob patterns (`*`, `?`, `[…]`).
 
-    key   where the patterns are given, such as actor.frozen
-
-    Raises UserError for a pattern that matches nothing.
+    Raises UserError, naming the config key, for a pattern without a match.
     """
     selected: set[str] = set()
     for pattern in patterns:
         found = matches(names, pattern)
         if not found:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names)[:3]
-            raise UserError(f"{key}: {pattern} matches no tensor of the model; near to it are {', '.join(near)}")
+            raise UserError(f"{key}: {pattern} matches no tensor of the model; similar names are {', '.join(near)}")
         selected.update(found)
     return selected
 
 
 def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> list[str]:
-    """Returns the holder's parameters that are made of selected tensors, by their local names.
+    """Return the local names of the holder's parameters that consist of selected tensors.
 
-    Raises UserError for one that is made of selected and of other tensors.
+    Raises UserError for a parameter that mixes selected and other tensors.
     """
     parts: dict[str, dict[str, None]] = {name: {} for name in holder.shapes}
     for piece in holder.pieces:
@@ -91,8 +93,8 @@ def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> lis
         outside = [name for name in tensors if name not in selected]
         if inside and outside:
             raise UserError(
-                f"{key}: it matches {', '.join(inside)} but not {', '.join(outside)}, and the trainer holds these as "
-                f"one parameter; match all {len(tensors)} or none"
+                f"{key}: matches {', '.join(inside)} but not {', '.join(outside)}, and the trainer fuses these into "
+                f"one parameter. Fix: match all {len(tensors)} or none"
             )
         if inside:
             chosen.append(local)

@@ -1,8 +1,7 @@
-"""Computes checksums of weights by regions of canonical space, trainer and engine each for itself.
+"""Checksum weights per region of canonical space, independently on trainers and engines.
 
-A region's checksum is a sum over its elements, so that each of those who hold parts of it adds up its own, and nothing
-is gathered. What an engine should have follows from where its parameters belong in the checkpoint, and from which rank
-exports what: not from the plan by which they travelled.
+The checksum of a region is a sum over its elements: each rank sums its own part, and nothing is gathered. The expected
+values follow from the checkpoint layout and the export plan, not from the plan of the refit that they verify.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
-"""The elements that are looked at at once: more would only take memory."""
+"""Elements processed at once, which bounds temporary memory."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Region(NamedTuple):
-    """A part of a canonical tensor, as an engine has it in one dtype."""
+    """A rectangle of a canonical tensor in one engine dtype."""
 
     tensor: str
     rectangle: Rectangle
@@ -37,7 +36,7 @@ class Region(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """A sum modulo 2⁶⁴, and the places of the elements: holder and parameter."""
+    """A sum modulo 2⁶⁴ and the places (holder and parameter) that contributed to it."""
 
     value: int
     places: tuple[str, ...]
@@ -53,7 +52,7 @@ NOTHING = Checksum(0, ())
 
 
 def regions(holders: Iterable[Holder]) -> list[Region]:
-    """Returns the regions that the holders have, replicas once."""
+    """Return the distinct regions of the holders."""
     shards = dict.fromkeys(holder.shard for holder in holders)
     found = [
         Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
@@ -65,13 +64,13 @@ def regions(holders: Iterable[Holder]) -> list[Region]:
 
 
 def sample(whole: Sequence[Region], num_regions: int, num_elements: int) -> list[Region]:
-    """Returns corners of at most num_elements elements of at most num_regions regions, the same ones every time."""
+    """Choose at most num_regions regions deterministically and shrink each to a corner of at most num_elements."""
     chosen = random.Random(0).sample(range(len(whole)), min(num_regions, len(whole)))
     return [region._replace(rectangle=_corner(region.rectangle, num_elements)) for region in (whole[i] for i in chosen)]
 
 
 def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
-    """Returns the corner of at most num_elements elements that a rectangle starts with: whole rows, if they fit."""
+    """Return the leading corner of a rectangle with at most num_elements elements, of complete rows if they fit."""
     spans: list[tuple[int, int]] = []
     for start, stop in reversed(rectangle):
         size = max(1, min(stop - start, num_elements))
@@ -81,12 +80,12 @@ def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
 
 
 @torch.no_grad()
-def own_checksums(
+def source_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[Region, Checksum]:
-    """Returns a source's part of the regions' checksums.
+    """Return one source's contribution to the checksums of the regions.
 
-    plan   goes into a Hugging Face folder, so that each element is counted once
+    plan   an export plan into a Hugging Face folder, which assigns each element to exactly one source
     """
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
@@ -107,18 +106,19 @@ def own_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Checks some or all parameters of a destination, as far as they are in expected regions. Raises RuntimeError that
-    names the first region in which they are not what is expected, and both sides of it."""
+    """Verify the parameters of a destination that lie in expected regions.
+
+    Raises RuntimeError with the first mismatch: its region and the checksums of both sides.
+    """
     if wrong := differing_regions(holder, parameters, expected):
-        raise RuntimeError(f"the engine's weights are not the trainer's: {wrong[0]}; regions that differ: {len(wrong)}")
+        raise RuntimeError(f"engine and trainer weights differ in {len(wrong)} regions; the first: {wrong[0]}")
 
 
 @torch.no_grad()
 def differing_regions(
     holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
 ) -> list[str]:
-    """Returns a line for each expected region in which parameters of a destination are not what is expected, and for
-    padding that is not zero."""
+    """Return one line per expected region with a wrong checksum, and per padding that is not zero."""
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in expected:
         tensor_regions[region.tensor].append(region)
@@ -134,17 +134,17 @@ def differing_regions(
                 continue
             place = moved(region.rectangle, piece.canonical_rectangle, piece.local_rectangle)
             value = checksum(view(parameters[piece.local], place), region.rectangle)
-            found = Checksum(value, (f"{holder.name} {piece.local}",))
-            if found.value != expected[region].value:
-                wrong.append(f"{region} is {found}, but {expected[region]}")
+            actual = Checksum(value, (f"{holder.name} {piece.local}",))
+            if actual.value != expected[region].value:
+                wrong.append(f"{region}: checksum {actual}, expected {expected[region]}")
     return wrong
 
 
 def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
-    """Returns the checksum of elements that lie at a rectangle of a canonical tensor. Checksums of disjoint rectangles
-    add up modulo 2⁶⁴.
+    """Return the checksum of the elements of a canonical rectangle.
 
-    Each element is mixed with its place, so that a value that changes, or is elsewhere, changes the sum.
+    Checksums of disjoint rectangles add up modulo 2⁶⁴. Each element is hashed together with its position, so that a
+    changed or misplaced value changes the sum.
     """
     (start, _), *others = rectangle
     rows = max(1, CHUNK * len(values) // max(1, values.numel()))
@@ -156,7 +156,8 @@ def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
 
 
 def _sum(values: torch.Tensor, rectangle: Rectangle) -> int:
-    """Returns the sum, which wraps around in 64 bits on every device alike. The constants are large and odd."""
+    """Return the sum of the hashed elements. int64 arithmetic wraps identically on every device; the multipliers are
+    large odd constants, which makes each multiplication a bijection."""
     place = torch.zeros((), dtype=torch.int64, device=values.device)
     for start, stop in rectangle:
         place = place.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=values.device)

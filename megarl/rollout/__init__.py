@@ -1,1 +1,1 @@
-"""Rollout: engines that sample from the current weights. The only room that imports vllm."""
+"""Rollout engines, which sample from the current weights. The only package that imports vllm."""

@@ -1,4 +1,4 @@
-"""The interface by which a run uses an engine, whichever generates."""
+"""The interface of rollout engines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are sampled: the same seed, weights and tokens before them give the same ones, in any batch.
+    """Sampling parameters. Equal seeds, weights and contexts give equal tokens, independently of the batch.
 
-    greedy      whether the most likely token is taken each time, whatever the temperature
-    purpose     what they are sampled for: requests for one purpose share keys and values of what they begin with, and
-                for another none, so that what is sampled for training does not depend on what else is
-    stop        texts that end them where they come up, beside rollout.stop; they stay part of them
+    greedy      whether to sample the most likely token, whatever the temperature
+    purpose     requests share prefix-cache entries only with requests of the same purpose, so that training samples do
+                not depend on other requests
+    stop        stop strings in addition to rollout.stop; they remain part of the response
+    top_k       0: all tokens. If set here, samples do not contain the candidate tokens
 
-    The others are rollout's where they are None. top_k: 0 for all tokens; with one of its own, the sample does not say
-    which tokens the engine kept.
+    Fields that are None default to their values in the rollout section.
     """
 
     seed: int
@@ -48,9 +48,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(Sampling):
-    """One completion to sample, or one rollout, all of whose turns are sampled so.
+    """A request for one completion, or for one rollout whose turns all use these parameters.
 
-    group_seed  the same for all completions of a prompt in a step, for what its environment draws
+    group_seed  seed of the environment's random draws; equal for all rollouts of a prompt in a step
     """
 
     sample_id: str
@@ -58,17 +58,17 @@ class SamplingRequest(Sampling):
     group_seed: int = field(default=0, kw_only=True)
 
     def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
-        """Returns the request of a turn of this rollout after these tokens, with what each turn has of its own."""
-        whole = {item.name: getattr(self, item.name) for item in fields(Sampling)}
-        own = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
-        return TurnRequest(np.asarray(token_ids, np.int32), **whole | own)
+        """Return the request for the next turn of this rollout after these tokens; `stop` adds stop strings."""
+        common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
+        overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
+        return TurnRequest(np.asarray(token_ids, np.int32), **common | overrides)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest(Sampling):
-    """One turn of a rollout to sample, after tokens of which the engine has seen a part.
+    """A request for one turn of a rollout.
 
-    token_ids   int32 [C]
+    token_ids   the context, int32 [C]
     """
 
     token_ids: NDArray[np.int32]
@@ -76,10 +76,10 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """The report of an engine's worker on a refit.
+    """Statistics of a refit in one engine worker.
 
     num_bytes      bytes written into its parameters
-    staging_bytes  bytes allocated on their way
+    staging_bytes  peak bytes of transfer buffers
     """
 
     num_bytes: int
@@ -88,11 +88,11 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself, to be compared with the trainer.
+    """Properties of an engine that are compared with the trainer's.
 
-    head_dtype   the dtype that its logits are computed in
-    token_ids    of each text that it was asked for, by its own tokenizer
-    description  its kernels and settings
+    head_dtype   dtype in which logits are computed
+    token_ids    requested texts, encoded with the engine's tokenizer
+    description  kernels and settings
     """
 
     head_dtype: str
@@ -102,69 +102,78 @@ class EngineInfo:
 
 class Engine(Protocol):
     version: int | None
-    """The weight version that the engine holds; None before the first refit and after a failed one."""
+    """Weight version of the engine; None before the first refit and after a failed refit."""
 
     async def generate(
         self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object]
     ) -> list[Sample]:
-        """Returns samples in the order of the requests, and calls `finished` with those that have come since the
-        last call. Raises RuntimeError if version is None.
+        """Return samples in the order of the requests, and pass newly finished samples to `finished` as they arrive.
 
-        Other calls are done while it waits for its samples. After a refit the samples go on with the new weights, and
-        with the keys and values that rollout.kv_cache_on_update says: those of the older weights, or others that the new ones
-        compute of the same tokens. After a failed refit they go on when another has succeeded. Their versions tell
-        which weights made which tokens. Who cancels it ends the work on them.
+        The engine executes other calls in the meantime. After a refit, unfinished samples continue with the new
+        weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
+        they wait for a successful one. Sample.versions records the weight version of each token. Cancelling the call
+        aborts its requests.
+
+        Raises RuntimeError if `version` is None.
         """
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        """Returns how many tokens there are so far of those of these samples that `finished` has not been told of."""
+        """Return the number of tokens sampled so far for those of these samples that are not finished yet."""
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        """Begins a turn, whose tokens come under the same rules. Who cancels it ends the work on it."""
+        """Start sampling a turn, under the same rules as `generate`. Cancelling the future aborts the request."""
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Whether a process of its own has died, after which it can do nothing."""
+        """Whether one of the engine's processes has died. The engine is then unusable."""
 
     def pause(self) -> None:
-        """Ends the steps that it is in, and makes none until `resume`. What is under way stays, and what is begun
-        waits. It may be put to sleep, and takes weights, meanwhile."""
+        """Finish the current steps and stop stepping until `resume`.
+
+        Unfinished requests are kept and new ones are queued. A paused engine may sleep and be refitted.
+        """
 
     def resume(self) -> None:
-        """Goes on after a pause, if there is one, with what is under way."""
+        """Resume stepping after a pause, if there is one."""
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Gives its device's memory back: that of the weights until the next refit or `generate`, that of the KV cache
-        until the next `generate`. An engine with samples under way has to be paused before: it wakes with `resume`, and
-        computes their keys and values anew.
+        """Release device memory: weights until the next refit or `generate`, the KV cache until the next `generate`.
 
-        keeps_weights: whether they move to host memory; else they are lost, and version is None.
+        An engine with unfinished samples must be paused first. `resume` wakes it and recomputes their KV cache.
+
+        keeps_weights   whether to move weights to host memory; otherwise they are discarded and `version` becomes None
         """
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Returns for each worker what a refit writes: name -> shape and dtype."""
+        """Return the parameters that a refit writes, per worker: name -> (shape, dtype)."""
 
     def repacking(self) -> list[str]:
-        """Returns why parameters cannot be written in place although their shapes and dtypes are right: kernels that
-        read them packed in a way of their own."""
+        """Return the kernels that prevent in-place writes because they read weights in a packed layout.
+
+        Shapes and dtypes of the parameters do not reveal the packing.
+        """
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        """Makes every later refit follow this plan, by this channel, into these holders: the engine's workers.
+        """Set the plan and channel of all later refits.
 
-        by_loader: whether the plan is of whole tensors of the checkpoint, which the engine's own loader puts in their
-        places.
+        Args:
+            plan: copies into the engine's workers.
+            channel: transport to open in each worker.
+            holders: one holder per worker.
+            by_loader: whether the plan delivers whole checkpoint tensors for the engine's own weight loader.
         """
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Writes new weights into the live engine and sets its version last. Returns what each worker says.
+        """Write new weights into the running engine, then set its version. Return the statistics of each worker.
 
-        expected: the checksums that are to be found afterwards (None: not verified). Raises RuntimeError where it is
-        not.
+        Raises RuntimeError if the weights do not match the `expected` checksums (None: not verified).
         """
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
-        """Returns a line for each region of the live weights that is not what is expected; None where weights are not
-        kept as they arrive, and cannot be compared."""
+        """Return one line per region whose live weights do not match the expected checksum.
+
+        None if the engine transforms weights after receiving them, so that they cannot be compared.
+        """
 
     def facts(self, texts: Sequence[str]) -> EngineInfo:
-        """Returns what it computes with. texts: to be tokenised, special tokens as they stand."""
+        """Return the engine's properties. `texts` are tokenised without adding special tokens."""

@@ -1,4 +1,4 @@
-"""Routes as samples have them, from the experts that an engine tells."""
+"""Convert the expert indices reported by an engine to the routes of a sample."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from megarl.core.types import NO_ROUTE
 from megarl.models.huggingface import Experts
 
 
-def of_layers_with_experts(routed: Experts, told: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Returns the rows of the layers that have experts, of those of all layers, int [tokens, layers, experts per
-    token]: vLLM tells zeros of dense ones."""
-    return told[:, np.flatnonzero(routed.layers)]
+def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Select the layers that have experts from routes of all layers, int [tokens, layers, experts per token].
+
+    vLLM reports zeros for dense layers.
+    """
+    return routes[:, np.flatnonzero(routed.layers)]
 
 
 def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
-    """Returns the routes of `num_tokens` tokens, of which the engine has computed the first: the last one was sampled,
-    and nothing after it.
+    """Return the routes of `num_tokens` tokens, padded with NO_ROUTE.
 
-    computed   int [tokens, layers with experts, experts per token]
+    The engine has not computed routes for the last sampled token, because it has processed no token after it.
 
-    Raises RuntimeError for numbers that are no experts of a token: trained on, they would go unseen.
+    computed   int [computed tokens, layers with experts, experts per token]
+
+    Raises RuntimeError for invalid expert indices, which training would otherwise use without an error.
     """
     layers = sum(routed.layers)
     assert computed.shape[1:] == (layers, routed.active), f"routes of shape {computed.shape}"
-    names_one_twice = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
-    if names_one_twice or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
+    has_duplicates = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
+    if has_duplicates or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
         raise RuntimeError(
-            f"the engine's routes are not {routed.active} of {routed.count} experts for each token and layer; set "
-            "actor.experts.replay_routes=false"
+            f"the engine's routes are not {routed.active} distinct experts of {routed.count} per token and layer. Fix: "
+            "set actor.experts.replay_routes=false"
         )
     routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, f"int{8 * routed.number_bytes}")
     routes[: len(computed)] = computed[:num_tokens]

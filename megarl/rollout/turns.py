@@ -1,8 +1,8 @@
-"""Turns that one process samples in the engine of another, in batches: a call between two processes costs more than all
-else that a turn needs.
+"""Sample turns in the engine of another process, in batches, because a remote call dominates the overhead of a turn.
 
-The process that makes rollouts has one call under way at a time. Turns that get ready meanwhile go with the next one.
-The engine answers when turns have ended, with all of them, and else after TICK_S, so that the next call can come.
+The process that runs rollouts has at most one call in flight. Turns that become ready in the meantime join the next
+call. A call returns as soon as turns finish, with all finished turns, or after TICK_S, so that new turns can be
+submitted.
 """
 
 from __future__ import annotations
@@ -17,78 +17,81 @@ from megarl.core.types import Completion
 from megarl.rollout.engine import Engine, TurnRequest
 
 TICK_S = 0.01
-"""How long a turn that is ready may wait for its call, beside the step that the engine is in."""
+"""Maximum time in seconds that a ready turn waits for the next call, in addition to the engine's current step."""
 
 Turns = Mapping[int, TurnRequest]
-"""Turns to sample, each by a number that it is known by to both processes."""
+"""Turns to sample, by a number that identifies them in both processes."""
 
 
 class EngineTurns:
-    """The turns that an engine samples for one other process."""
+    """The engine's side: turns that it samples for one other process."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._under_way: dict[int, asyncio.Future[Completion]] = {}
-        self._ended: dict[int, asyncio.Future[Completion]] = {}
-        self._any_ended = asyncio.Event()
+        self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._finished: dict[int, asyncio.Future[Completion]] = {}
+        self._any_finished = asyncio.Event()
 
     async def exchange(self, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
-        """Begins turns, and ends the work on those that nobody waits for any more. Returns those that have ended since
-        the last call. Raises the error of one that has failed."""
+        """Start new turns, abort abandoned ones, and return the turns that have finished since the last call.
+
+        Raises the error of a failed turn.
+        """
         for number in abandoned:
-            if number in self._under_way:
-                self._under_way[number].cancel()
+            if number in self._pending:
+                self._pending[number].cancel()
         for number, request in turns.items():
-            self._under_way[number] = self._engine.begin(request)
-            self._under_way[number].add_done_callback(partial(self._end, number))
+            self._pending[number] = self._engine.begin(request)
+            self._pending[number].add_done_callback(partial(self._finish, number))
         if turns or not abandoned:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
-                    await self._any_ended.wait()
-        ended, self._ended = self._ended, {}
-        self._any_ended.clear()
-        return {number: completion.result() for number, completion in ended.items()}
+                    await self._any_finished.wait()
+        finished, self._finished = self._finished, {}
+        self._any_finished.clear()
+        return {number: completion.result() for number, completion in finished.items()}
 
-    def _end(self, number: int, completion: asyncio.Future[Completion]) -> None:
-        del self._under_way[number]
+    def _finish(self, number: int, completion: asyncio.Future[Completion]) -> None:
+        del self._pending[number]
         if not completion.cancelled():
-            self._ended[number] = completion
-            self._any_ended.set()
+            self._finished[number] = completion
+            self._any_finished.set()
 
 
 class RemoteTurns:
-    """The turns of this process in an engine of another one."""
+    """The caller's side: turns of this process in the engine of another process."""
 
     def __init__(self, exchange: Callable[[Turns, Collection[int]], Awaitable[Mapping[int, Completion]]]):
-        """exchange: calls EngineTurns.exchange in the engine's process."""
+        """
+        exchange   calls EngineTurns.exchange in the engine's process
+        """
         self._exchange = exchange
         self._numbers = count()
         self._ready: dict[int, TurnRequest] = {}
-        """Turns that the engine does not have yet."""
+        """Turns that have not been submitted to the engine yet."""
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._abandoned: list[int] = []
-        """Turns that the engine may work on, and nobody waits for."""
+        """Cancelled turns that the engine may still be sampling."""
         self._exchanging: asyncio.Task[None] | None = None
 
     async def sample(self, request: TurnRequest) -> Completion:
-        """Returns a turn's tokens. Raises what the call raises that it would have come with. Who cancels it ends the
-        work on it."""
+        """Return the completion of a turn. Raises the error of a failed exchange. Cancelling it aborts the turn."""
         number, completion = next(self._numbers), asyncio.get_running_loop().create_future()
         self._ready[number], self._waiting[number] = request, completion
-        self._begin_to_exchange()
+        self._start_exchange()
         try:
             return await completion
         finally:
             if self._waiting.pop(number, None) is not None and self._ready.pop(number, None) is None:
                 self._abandoned.append(number)
-                self._begin_to_exchange()
+                self._start_exchange()
 
     async def end_abandoned(self) -> None:
-        """Waits until the engine works on none that nobody waits for: it may be put to sleep then."""
+        """Wait until the engine has aborted all abandoned turns, so that it can be put to sleep."""
         while self._abandoned:
             await asyncio.sleep(TICK_S)
 
-    def _begin_to_exchange(self) -> None:
+    def _start_exchange(self) -> None:
         if self._exchanging is None:
             self._exchanging = asyncio.create_task(self._exchange_while_waiting())
 
@@ -99,10 +102,10 @@ class RemoteTurns:
                 abandoned = [*self._abandoned]
                 for number, completion in (await self._exchange(ready, abandoned)).items():
                     waiting = self._waiting.pop(number, None)
-                    if waiting is not None and not waiting.done():  # else its rollout has ended
+                    if waiting is not None and not waiting.done():  # done if its rollout was cancelled
                         waiting.set_result(completion)
                 del self._abandoned[: len(abandoned)]
-        except Exception as error:  # of the engine, or of its process, for those who wait
+        except Exception as error:  # an error of the engine or its process; re-raised in all waiting turns
             waiting, self._waiting, self._ready = self._waiting, {}, {}
             self._abandoned.clear()
             for completion in waiting.values():

@@ -134,6 +134,11 @@ class RunFolder:
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
         self.config.write_text(dump(config), encoding="utf-8")
+        for variant in (config.algorithm.advantage, config.algorithm.objective):
+            if variant.file is not None:
+                file, content = variant.file
+                self.code.mkdir(exist_ok=True)
+                shutil.copyfile(file, self.code / f"{content[:12]}-{file.name}")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
         manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
@@ -168,6 +173,11 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.resolved.yaml"
+
+    @property
+    def code(self) -> Path:
+        """The copies of the user's estimator and objective, named by the hash of their content."""
+        return self.path / "code"
 
     @property
     def manifest(self) -> Path:

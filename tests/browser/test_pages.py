@@ -16,6 +16,7 @@ import pytest
 from megarl import report
 from megarl.report import comparison
 from megarl.report.live import LiveReport, serve
+from tests.timing import WAIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
@@ -115,7 +116,7 @@ def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tu
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--disable-background-networking"]
     command += ["--enable-logging=stderr", f"--user-data-dir={folder / 'chromium'}", f"--virtual-time-budget={wait_ms}"]
-    ran = subprocess.run([*command, *options, "--dump-dom", address], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([*command, *options, "--dump-dom", address], capture_output=True, text=True, timeout=WAIT_S)
     assert ran.returncode == 0, ran.stderr
     return Elements(ran.stdout), "\n".join(line for line in ran.stderr.splitlines() if "CONSOLE" in line)
 

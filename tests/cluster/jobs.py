@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
+from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
 from tests.paths import ROOT
+from tests.timing import ASK_S, START_S
 
-STARTED_S, ENDED_S = 300, 240
 ATTEMPT = "job: attempt on "
 REWARD = """
 import time
@@ -36,18 +37,22 @@ def write_rewards(shared: Path) -> None:
     (shared / "slow").touch()
 
 
-def launch(cluster: Slurm, shared: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON]
-    command = [sys.executable, "-m", "megarl.cli", "launch", str(shared / "tiny.yaml"), *keys, *arguments]
+def launch(
+    cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """vllm: whether the engines are vLLM's; else they are fake ones (tests.fakes.engine)."""
+    engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
+    command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
     return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=60", cwd=ROOT)
 
 
 class Launched:
     """A run that was launched as a job."""
 
-    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str):
+    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False):
         self.cluster, self.folder = cluster, shared / "runs" / name
-        done = launch(cluster, shared, name, *arguments)
+        done = launch(cluster, shared, name, *arguments, vllm=vllm)
         assert done.returncode == 0, done.stderr
         self.number = (self.folder / "launch/submitted").read_text().strip()
 
@@ -84,15 +89,15 @@ class Launched:
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.log, re.MULTILINE):
             assert time.monotonic() < deadline, self.log
-            time.sleep(0.2)
+            time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
         """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
         nodes."""
-        deadline = time.monotonic() + STARTED_S
+        deadline = time.monotonic() + START_S
         while len(self.attempts) < number or not self._steps_of_newest_attempt():
             assert time.monotonic() < deadline, (self.job, self.log)
-            time.sleep(0.2)
+            time.sleep(ASK_S)
         return self.attempts[-1].split()
 
     def _steps_of_newest_attempt(self) -> bool:

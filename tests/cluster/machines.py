@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.timing import POLL_S, WAIT_S
+
 NETWORK = "10.77.{}"
-BOOT_S = 60
 
 BOOT = """
 set -e
@@ -42,10 +43,10 @@ class Machine:
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._init = subprocess.Popen(["unshare", *namespaces, "bash", "-c", BOOT], env=environment)
         booted = shared / f".booted-{name}"
-        deadline = time.monotonic() + BOOT_S
+        deadline = time.monotonic() + WAIT_S
         while not booted.exists():
             assert self._init.poll() is None and time.monotonic() < deadline, f"{name} does not boot"
-            time.sleep(0.02)
+            time.sleep(POLL_S)
         [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
         self._pid = child
         run("ip", "link", "add", self._outside, "type", "veth", "peer", "name", inside, "netns", child)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
 from tests.paths import ROOT
+from tests.timing import RUN_S
 
-MEGARL = [sys.executable, "-m", "megarl.cli"]
-RUN_S = 400
 MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "logprob_check/")
 """Metrics that no two runs share, or that say how weights travel."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 
 
-def on_one_machine(shared: Path, name: str, *overrides: str) -> Path:
-    keys = [f"run.folder={shared}/runs", f"run.name={name}", *overrides]
-    command = [*MEGARL, "train", str(shared / "tiny.yaml"), *keys]
+def train_command(shared: Path, name: str, *overrides: str, vllm: bool) -> list[str]:
+    """vllm: whether the engines are vLLM's; else they are fake ones (tests.fakes.engine)."""
+    program, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
+    return [*program, "train", str(shared / "tiny.yaml"), f"run.folder={shared}/runs", f"run.name={name}", *keys]
+
+
+def on_one_machine(shared: Path, name: str, *overrides: str, vllm: bool = False) -> Path:
+    command = train_command(shared, name, *overrides, vllm=vllm)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
     return shared / "runs" / name

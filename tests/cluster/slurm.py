@@ -13,10 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cluster.machines import Machine, Machines
-
-START_S, POLL_S = 120, 0.2
-NODE_DOWN_S = 60
-"""The time after which Slurm gives a silent node up; its default is 300."""
+from tests.timing import ASK_S, NODE_DOWN_S, START_S, WAIT_S
 
 CONF = """
 ClusterName=test
@@ -70,7 +67,7 @@ class Slurm:
     def run(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Runs a command of a user of the cluster."""
         environment = {**os.environ, **self.environment}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, **options)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, **options)
 
     def ask(self, *command: str) -> str:
         done = self.run(*command)
@@ -86,7 +83,7 @@ class Slurm:
         deadline = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:
             assert time.monotonic() < deadline, job
-            time.sleep(POLL_S)
+            time.sleep(ASK_S)
         return job
 
     def wait_for_nodes(self, seconds: float) -> None:
@@ -94,7 +91,7 @@ class Slurm:
         deadline = time.monotonic() + seconds
         while self._idle() < len(self.machines):
             assert time.monotonic() < deadline, self.ask("sinfo", "-N", "-l") + self.ask("sinfo", "-R")
-            time.sleep(POLL_S)
+            time.sleep(ASK_S)
 
     def _idle(self) -> int:
         done = self.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")
@@ -118,7 +115,7 @@ def slurm(count: int, shared: Path) -> Iterator[Slurm]:
         daemons = [subprocess.Popen(_munged(root))]
         try:
             while not (root / "munge.sock").exists():
-                time.sleep(POLL_S)
+                time.sleep(ASK_S)
             daemons.append(subprocess.Popen(["slurmctld", "-D", "-c"], env={**os.environ, **environment}))
             for machine in machines:
                 slurm.boot(machine)

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import ENDED_S, STARTED_S, Launched
+from tests.cluster.jobs import Launched
 from tests.cluster.reference import COMMON, check_same, on_one_machine
 from tests.cluster.slurm import Slurm
+from tests.timing import START_S, WAIT_S
 
 SEED, STEPS_OF_SOAK = 20, 250
-LOST_S = 120
-"""The seconds until a job names a node that it has lost. A machine that does nothing else takes half a minute."""
-
 VICTIMS = (
     "ray::TrainerActor",
     "ray::EngineActor",
@@ -43,7 +41,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     hours, minutes, seconds = map(int, run.job["RunTime"].split(":"))
     limit = (3600 * hours + 60 * minutes + seconds + 45) // 60 + 1
     cluster.ask("scontrol", "update", f"JobId={run.number}", f"TimeLimit={limit}")  # the signal is due within a minute
-    cluster.wait_for_state(run.number, "PENDING", seconds=ENDED_S)
+    cluster.wait_for_state(run.number, "PENDING", seconds=WAIT_S)
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
     assert "job: goes back into the queue, without n1: told to end" in run.log
     saved = run.steps
@@ -52,7 +50,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     assert run.effective_shares and all(0 < share < 1 for share in run.effective_shares)
 
     machines[second].crash()
-    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=LOST_S)
+    run.wait_for_line(rf"^job: megarl: error: .*: node {second} is lost", seconds=WAIT_S)
     again = run.wait_for_attempt(4)
     assert (run.job["Restarts"], again[0]) == ("1", first)  # in the same allocation
     assert second not in again
@@ -68,13 +66,13 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
 
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
     cluster.ask("scancel", run.number)
-    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=WAIT_S)
     saved = int((run.folder / "checkpoints/latest").read_text().strip().removeprefix("step_"))
     (shared / "slow").unlink()
     last = f"run.steps={saved + 3}"
     alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
     run = Launched(cluster, shared, "soak", *options, rewards, last)
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
     assert run.log.splitlines()[-1] == "job: done"
     check_same(run.folder, alone)
     run.check_nothing_is_left()
@@ -86,14 +84,13 @@ def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm
     """A process of the run is killed on one of its nodes, at any time of a step, again and again: each time another
     attempt of the job goes on after the last checkpoint, two of them after the queue. It ends as a run that nobody
     interrupts."""
-    cluster.wait_for_nodes(ENDED_S)  # of the jobs before
+    cluster.wait_for_nodes(WAIT_S)  # of the jobs before
     (shared / "slow").touch()
     chance = random.Random(SEED)
     rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
     keys = [rewards, "checkpoint.every_steps=1", f"run.steps={STEPS_OF_SOAK}"]
-    run = Launched(
-        cluster, shared, "twenty", "--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5", *keys
-    )
+    options = ["--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5"]
+    run = Launched(cluster, shared, "twenty", *options, *keys, vllm=True)
     machines = {machine.name: machine for machine in cluster.machines}
     faults = [chance.choice(VICTIMS) for _ in range(20)]
     for number, victim in enumerate(faults, 1):
@@ -103,9 +100,9 @@ def test_a_job_gets_to_its_last_step_through_twenty_seeded_faults(cluster: Slurm
         chance.choice(there).run("pkill", "--signal", "KILL", "--full", victim)
         print(f"fault {number}: {victim} on {nodes}, after {run.steps} steps", flush=True)
     (shared / "slow").unlink()
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
     assert run.log.splitlines()[-1] == "job: done"
     assert len(run.attempts) == 1 + len(faults) and set(VICTIMS) == set(faults)
-    alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys)
+    alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys, vllm=True)
     check_same(run.folder, alone)
     run.check_nothing_is_left()

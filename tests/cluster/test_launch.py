@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import ENDED_S, STARTED_S, Launched, launch
+from tests.cluster.jobs import Launched, launch
 from tests.cluster.slurm import Slurm
+from tests.timing import ASK_S, START_S, WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,12 @@ def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: S
     run = Launched(cluster, shared, "wrong", *options, wrong)
     again = launch(cluster, shared, "wrong", *options)
     assert again.returncode == 2 and f"job {run.number} is " in again.stderr
-    job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
     assert (job["ExitCode"], job["Restarts"], run.attempts) == ("2:0", "0", ["n0 n1"])
     assert run.log.splitlines()[-1].startswith("job: megarl: error: rewards.functions")
     run.check_nothing_is_left()
     run = Launched(cluster, shared, "wrong", *options)
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=STARTED_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
     run.check_nothing_is_left()
 
 
@@ -52,7 +53,7 @@ def test_a_job_whose_attempts_save_nothing_gives_up_with_the_cause(cluster: Slur
     begin."""
     options = ["--nodes=1", "--time=10", "--stalled=2", "--restarts=5"]
     run = Launched(cluster, shared, "stalled", *options, "actor.layout.pp=1", "cluster.timeouts.rollout=0.01")
-    job = cluster.wait_for_state(run.number, "FAILED", seconds=ENDED_S)
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
     assert last.startswith("job: 2 attempts have saved nothing after step 0, the cause told last: megarl: error: ")
@@ -66,15 +67,15 @@ def test_a_sweep_is_an_array_whose_runs_go_back_into_the_queue_one_by_one(cluste
     assert done.returncode == 0, done.stderr
     base = (shared / "runs/sweep/launch/submitted").read_text().strip()
     metrics = [shared / f"runs/sweep-{point}/metrics.jsonl" for point in (0, 1)]
-    deadline = time.monotonic() + STARTED_S
+    deadline = time.monotonic() + START_S
     while not all(file.exists() for file in metrics):
         assert time.monotonic() < deadline, cluster.ask("squeue")
-        time.sleep(0.2)
+        time.sleep(ASK_S)
     tasks = [f"{base}_{point}" for point in (0, 1)]
     cluster.ask("scancel", "--batch", "--signal=USR1", tasks[1])
-    cluster.wait_for_state(tasks[1], "PENDING", seconds=ENDED_S)
+    cluster.wait_for_state(tasks[1], "PENDING", seconds=WAIT_S)
     assert [cluster.job(task)["Restarts"] for task in tasks] == ["0", "1"]
     assert cluster.job(tasks[0])["JobState"] == "RUNNING"
     cluster.ask("scancel", base)
     for task in tasks:
-        cluster.wait_for_state(task, "CANCELLED", seconds=ENDED_S)
+        cluster.wait_for_state(task, "CANCELLED", seconds=WAIT_S)

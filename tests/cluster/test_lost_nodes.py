@@ -6,8 +6,9 @@ import re
 import time
 from pathlib import Path
 
-from tests.cluster.jobs import ATTEMPT, ENDED_S, Launched
+from tests.cluster.jobs import ATTEMPT, Launched
 from tests.cluster.slurm import Slurm
+from tests.timing import ASK_S, WAIT_S
 
 
 def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster: Slurm, shared: Path) -> None:
@@ -16,24 +17,24 @@ def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster
     first, _ = run.wait_for_attempt(1)
     [machine] = [machine for machine in cluster.machines if machine.name == first]
     machine.cut()
-    deadline = time.monotonic() + ENDED_S
+    deadline = time.monotonic() + WAIT_S
     while run.job["Restarts"] == "0":
         assert time.monotonic() < deadline, (run.job, run.log)
-        time.sleep(0.2)
+        time.sleep(ASK_S)
     machine.mend()
     assert len(run.wait_for_attempt(2)) == 2
     cluster.ask("scancel", run.number)
-    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=WAIT_S)
 
 
 def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, shared: Path) -> None:
     replicas = ("actor.layout={pp: 1, dp: 2}", "rollout.replicas=2", "checkpoint.every_steps=1", "run.steps=1000000")
     run = Launched(cluster, shared, "fewer", "--nodes=2", "--fewest-nodes=1", "--time=30", *replicas)
     first, second = run.wait_for_attempt(1)
-    deadline = time.monotonic() + ENDED_S
+    deadline = time.monotonic() + WAIT_S
     while not (run.folder / "checkpoints/latest").exists():
         assert time.monotonic() < deadline, run.log
-        time.sleep(0.2)
+        time.sleep(ASK_S)
     {machine.name: machine for machine in cluster.machines}[second].crash()
     assert run.wait_for_attempt(2) == [first]
     assert run.job["Restarts"] == "0"
@@ -42,4 +43,4 @@ def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, share
     ranks, before = ({log.name for log in run.folder.glob(f"logs/attempt_{i}/trainer-*.log")} for i in (2, 1))
     assert (len(before), len(ranks)) == (2, 1)
     cluster.ask("scancel", run.number)
-    cluster.wait_for_state(run.number, "CANCELLED", seconds=ENDED_S)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=WAIT_S)

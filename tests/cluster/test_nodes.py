@@ -20,11 +20,13 @@ from safetensors.torch import load_file
 
 from megarl.cluster.supervision.interrupts import REPEAT_S
 from tests.cluster.machines import Machine, Machines
-from tests.cluster.reference import COMMON, MEGARL, RUN_S, check_same, learned, on_one_machine
+from tests.cluster.reference import COMMON, check_same, learned, on_one_machine, train_command
+from tests.e2e.run import MEGARL
 from tests.paths import ROOT
+from tests.timing import ASK_S, RUN_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
 
-STEPS, END_S = 4, 120
+STEPS = 4
 RECIPES = {
     # Each node has a stage of the actor, and of the engine's ranks one, which takes both: one is sent. The critic's
     # ranks have all of it.
@@ -62,11 +64,10 @@ def machines(shared: Path) -> Iterator[list[Machine]]:
 class ClusterRun:
     """`megarl train` on the first of some machines, and `megarl join` on the others."""
 
-    def __init__(self, machines: list[Machine], shared: Path, name: str, *overrides: str):
+    def __init__(self, machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool):
         self.machines, self.folder = machines, shared / "runs" / name
         self._outputs = [shared / f"{name}.{machine.name}" for machine in machines]
-        keys = [f"run.folder={shared}/runs", f"run.name={name}", f"cluster.nodes={len(machines)}", *overrides]
-        commands = [[*MEGARL, "train", str(shared / "tiny.yaml"), *keys]]
+        commands = [train_command(shared, name, f"cluster.nodes={len(machines)}", *overrides, vllm=vllm)]
         commands += [[*MEGARL, "join", str(self.folder), "--wait=300"]] * (len(machines) - 1)
         started = zip(machines, commands, self._outputs, strict=True)
         self.processes = [machine.start(command, out, ROOT) for machine, command, out in started]
@@ -83,7 +84,7 @@ class ClusterRun:
         deadline = time.monotonic() + RUN_S
         while len(self.metrics) < number:
             assert self.processes[0].poll() is None and time.monotonic() < deadline, self.output(0)
-            time.sleep(0.05)
+            time.sleep(ASK_S)
 
     def check_end(self, number: int, seconds: float, *codes: int) -> None:
         """Waits for the end of megarl on a machine, which must be with one of the codes; else what the machine and the
@@ -109,8 +110,10 @@ class ClusterRun:
 
 
 @contextmanager
-def cluster_run(machines: list[Machine], shared: Path, name: str, *overrides: str) -> Iterator[ClusterRun]:
-    run = ClusterRun(machines, shared, name, *overrides)
+def cluster_run(
+    machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool = False
+) -> Iterator[ClusterRun]:
+    run = ClusterRun(machines, shared, name, *overrides, vllm=vllm)
     try:
         yield run
     finally:
@@ -119,17 +122,18 @@ def cluster_run(machines: list[Machine], shared: Path, name: str, *overrides: st
             time.sleep(REPEAT_S + 0.5)
             run.tell(signal.SIGTERM)  # one that saves first ends at the second signal
         for process in run.processes:
-            process.wait(END_S)
+            process.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], shared: Path, name: str) -> None:
     count, overrides = RECIPES[name]
     short, overrides = name.split()[1], [*COMMON, *overrides, f"run.steps={STEPS}"]
-    alone = on_one_machine(shared, f"{short}-alone", *overrides)
-    with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides) as run:
+    vllm = "rollout.tp=2" in overrides  # an engine over two nodes
+    alone = on_one_machine(shared, f"{short}-alone", *overrides, vllm=vllm)
+    with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides, vllm=vllm) as run:
         for number in range(count):
-            run.check_end(number, END_S if number else RUN_S, 0)
+            run.check_end(number, WAIT_S if number else RUN_S, 0)
         run.check_nothing_is_left()
     assert f"refit: by {TRANSPORTS[name]}, the first" in run.output(0)
     assert len(learned(run.folder)) == STEPS
@@ -170,7 +174,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_with_nodes_that_came_first(
         left_behind = invitation.read_text()
         run.tell(signal.SIGTERM)
         for number in (0, 1):
-            run.check_end(number, END_S, 130)
+            run.check_end(number, WAIT_S, 130)
         run.check_nothing_is_left()
     done = len(run.metrics)
     assert f"ended; step_{done:06d} is saved" in run.output(0)
@@ -178,7 +182,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_with_nodes_that_came_first(
     joining = machines[1].start([*MEGARL, "join", str(run.folder)], shared / "early.n1", ROOT)
     with cluster_run(machines[:1], shared, "told", *keys, "cluster.nodes=2", f"run.steps={done + 1}") as run:
         run.check_end(0, RUN_S, 0)
-        assert joining.wait(END_S) == 0, (shared / "early.n1").read_text()
+        assert joining.wait(WAIT_S) == 0, (shared / "early.n1").read_text()
         run.check_nothing_is_left()
     assert [line["step"] for line in run.metrics] == list(range(1, done + 2))
 
@@ -188,21 +192,22 @@ def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared
         run.wait_for_step(2)
         machines[1].cut()
         mending.callback(machines[1].mend)  # whatever is found: other tests need the machine
-        run.check_end(0, END_S, 1)
+        run.check_end(0, WAIT_S, 1)
         assert "node n1 is lost; see" in run.output(0).splitlines()[-1]
         # It has noticed by itself, or read that the driver has ended the run: the files are still shared.
-        run.check_end(1, END_S, 0, 1)
+        run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
 
 
 def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine], shared: Path) -> None:
-    with cluster_run(machines[:2], shared, "part", *COMMON, "rollout.tp=2", "run.steps=1000000") as run:
+    keys = [*COMMON, "rollout.tp=2", "run.steps=1000000"]
+    with cluster_run(machines[:2], shared, "part", *keys, vllm=True) as run:
         run.wait_for_step(2)
         machines[1].run("pkill", "--signal", "KILL", "--full", "VLLM::Worker")
-        run.check_end(0, END_S, 1)
+        run.check_end(0, WAIT_S, 1)
         assert "engine-0 died" in run.output(0), run.output(0)
         assert "engine-0.1: a rank died" in (run.folder / "logs/attempt_1/engine-0.log").read_text()
-        run.check_end(1, END_S, 0, 1)
+        run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
 
 
@@ -221,14 +226,14 @@ def test_an_engine_over_two_nodes_that_is_lost_starts_again_on_both(shared: Path
         "run.steps=1000000",
         "cluster.timeouts.start=240",
     ]
-    with Machines(4, shared) as machines, cluster_run(machines, shared, "again", *COMMON, *keys) as run:
+    with Machines(4, shared) as machines, cluster_run(machines, shared, "again", *COMMON, *keys, vllm=True) as run:
         run.wait_for_step(2)
         ranks = ranks_on(machines[3])
         machines[2].run("pkill", "--signal", "KILL", "--full", "ray::EngineActor")
         deadline = time.monotonic() + RUN_S
         while "refit: engine-1 is back; the run goes on with 2 of 2 engines" not in run.output(0):
             assert run.processes[0].poll() is None and time.monotonic() < deadline, run.output(0)
-            time.sleep(0.2)
+            time.sleep(ASK_S)
         assert "engine-1 died, and is started again; the run goes on with 1 of 2 engines" in run.output(0)
         again = ranks_on(machines[3])
         assert len(ranks) == len(again) == 1 and ranks != again
@@ -243,7 +248,7 @@ def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machi
         log = run.folder / "logs/attempt_1/engine-0.log"
         assert f"rollout: no answer from engine-0 in 0.05 s; their stacks are at the end of {log}" in run.output(0)
         assert "(most recent call first)" in log.read_text()
-        run.check_end(1, END_S, 0)
+        run.check_end(1, WAIT_S, 0)
         run.check_nothing_is_left()
 
 
@@ -258,7 +263,7 @@ def test_a_node_that_does_not_come_and_one_that_differs_are_named(machines: list
         command, path = [*MEGARL, "join", str(run.folder)], str(package.parent)
         joining = machines[1].start(command, shared / "differing.n1", ROOT, PYTHONPATH=path)
         assert joining.wait(RUN_S) == 2
-        run.check_end(0, END_S, 2)
+        run.check_end(0, WAIT_S, 2)
         for output in (run.output(0), (shared / "differing.n1").read_text()):
             assert "node n1: other versions than on the first node: transformers is 0.0.1, there " in output
 
@@ -268,6 +273,6 @@ def test_nodes_that_lose_the_first_one_end(machines: list[Machine], shared: Path
     with cluster_run(machines[:2], shared, "first", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[0].crash()
-        run.check_end(1, END_S, 1)
+        run.check_end(1, WAIT_S, 1)
         assert f"the first node, {machines[0].address}, is lost" in run.output(1)
         assert not machines[1].processes() and not machines[1].files()

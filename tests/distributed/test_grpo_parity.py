@@ -28,7 +28,7 @@ TRUNCATED_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.exhaustive)])
 def folder(request, tmp_path_factory) -> Path:
     """3 heads and 3 KV heads, so that tensor parallelism of 3 divides them."""
     return write_tiny_llama(

@@ -1,4 +1,4 @@
-"""Weights sent between processes: what arrives, how much is staged for it, and what a member does when another ends."""
+"""Sending weights between processes: results, staging memory, and behaviour when a member fails."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ from megarl.resharding.planning.plan import Link, Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, schedule
 from megarl.resharding.transports import shared_memory
-from megarl.resharding.transports.hybrid import FarRendezvous, HybridTransport
+from megarl.resharding.transports.hybrid import HybridTransport, RemoteRendezvous
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.p2p import UNUSED_TAG, PointToPoint, Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 from tests.forked import run_ranks
+from tests.timing import WAIT_S
 from tests.unit.resharding.cases import config_of, layout_of, random_checkpoint
 from tests.unit.resharding.planning.test_planner import holder as holder_of
 
-TIMEOUT_S = 100
-"""More than anything here takes; who is told of a failure does not wait so long, and says another thing."""
-
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators make, other than views."""
+    """Counts the bytes of tensors that operators allocate."""
 
     num_bytes = 0
 
@@ -53,7 +51,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Recorder:
-    """A process group that notes what is sent and received, in order, as both ends of the hop and its number on it."""
+    """A process group that records sends and receives in order, as (link, index of the message on the link)."""
 
     def __init__(self, group: dist.Backend, rank: int):
         self._group, self._rank = group, rank
@@ -64,13 +62,13 @@ class Recorder:
         return self._group.send(tensors, receiver, tag)
 
     def recv(self, tensors, sender, tag):
-        if tag != UNUSED_TAG:  # a look at the connection, on a machine that has no time
+        if tag != UNUSED_TAG:  # a connection check, which happens on a slow machine
             self.hops.append((Link(sender, self._rank), tag))
         return self._group.recv(tensors, sender, tag)
 
 
 class Case:
-    """A model in random weights, as it should be at every member of a plan."""
+    """A plan and the correct weights of a random model at each of its members."""
 
     def __init__(
         self,
@@ -82,7 +80,9 @@ class Case:
         vocabulary: int = 37,
         source_nodes: tuple[int, ...] = (),
     ):
-        """nodes: of the engines' workers (none given: all are where the sources are, on node 0)."""
+        """
+        nodes, source_nodes   node of each worker and of each source (empty: all are on node 0)
+        """
         config = config_of(num_key_value_heads=2, vocab_size=vocabulary)
         folder = huggingface_holder(config)
         checkpoint = random_checkpoint(config)
@@ -98,7 +98,7 @@ class Case:
             self.weights[holder.name] = self.empty(holder)
             local = LocalMemory({folder.name: checkpoint})
             execute(from_folder.into(holder.name), self.weights[holder.name], local)
-        self.timeout_s = TIMEOUT_S
+        self.timeout_s = WAIT_S
 
     @property
     def members(self) -> list[Holder]:
@@ -110,18 +110,19 @@ class Case:
     def open(
         self, store: dist.Store, rank: int, kind: type[Rendezvous] = Rendezvous
     ) -> tuple[PointToPoint, dict[str, torch.Tensor]]:
-        """A member's transport and parameters. Rank 0 has the TCPStore that they meet at."""
+        """Return a member's transport and parameters. Rank 0 hosts the TCPStore of the rendezvous."""
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
-        own = self.own(rank)
-        return self.rendezvous(store, kind, "refit").open(self.members[rank].name, own, self.part(rank)), own
+        parameters = self.parameters(rank)
+        transport = self.rendezvous(store, kind, "refit").open(self.members[rank].name, parameters, self.part(rank))
+        return transport, parameters
 
-    def own(self, rank: int) -> dict[str, torch.Tensor]:
-        """A member's parameters, those of a destination without weights."""
+    def parameters(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return a member's parameters; those of a destination are not initialised."""
         holder = self.members[rank]
-        own = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
-        return {name: tensor.clone() for name, tensor in own.items()}
+        initial = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
+        return {name: tensor.clone() for name, tensor in initial.items()}
 
     def rendezvous(self, store: dist.Store, kind: type[Rendezvous], name: str) -> Rendezvous:
         return kind("127.0.0.1", int(store.get("port")), name, self.timeout_s)
@@ -131,13 +132,13 @@ class Case:
 
 
 def in_dtypes(holder: Holder) -> Holder:
-    """Norms in float32, the others in bfloat16: what travels together has items of several sizes."""
+    """Set norms to float32 and all others to bfloat16, so that buckets contain elements of several sizes."""
     dtypes = {name: "float32" if len(shape) == 1 else "bfloat16" for name, shape in holder.shapes.items()}
     return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
 
 def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[tuple[Link, int]]]:
-    """Twice, as the weights of a source change in between. Returns bytes staged, bytes allocated, and the hops."""
+    """Exchange weights twice with different values. Return bytes staged, bytes allocated and the recorded hops."""
     holder = case.members[rank]
     receives = holder in case.destinations
     transport, parameters = case.open(store, rank)
@@ -154,7 +155,7 @@ def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[
             wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
     store.add("done", 1)
-    while store.add("done", 0) < len(case.members):  # rank 0 has what others still meet at
+    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that others still use
         time.sleep(0.01)
     return transport.staging_bytes, allocations.num_bytes, recorder.hops
 
@@ -173,42 +174,46 @@ in_layouts = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
 @in_layouts
-def test_arrives_bit_for_bit_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
+def test_weights_arrive_exactly_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
     case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)
-    assert any(bucket.onward for bucket in case.plan.buckets) == bool(nodes)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == bool(nodes)
     largest = max(bucket.num_bytes for bucket in case.plan.buckets)
     simulated = hops_of_members(schedule(case.plan, Bandwidth(inter=50e9, intra=400e9)))
     for rank, (staged, allocated, hops) in enumerate(run_ranks(len(case.members), take_part, case)):
         assert 0 < staged <= 2 * largest
-        assert allocated == staged, "bytes beside the buffers"
+        assert allocated == staged, "memory was allocated in addition to the buffers"
         assert hops == simulated[rank]
 
 
-def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
-    """Twice; for the second time the near weights are published anew, and the connections stay. Returns the bytes that
-    the member has sent."""
+def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> int:
+    """Exchange weights twice and return the bytes that the member has sent.
+
+    For the second exchange, local weights are published again, and connections are reused.
+    """
     holder = case.members[rank]
-    receives, ends = holder in case.destinations, set()
-    transport, own = (None, case.own(rank)) if receives else case.open(store, rank, FarRendezvous)
+    receives, connections = holder in case.destinations, set()
+    transport, parameters = (None, case.parameters(rank)) if receives else case.open(store, rank, RemoteRendezvous)
     for factor in (1, 2):
         if not receives:
-            for tensor in own.values():
+            for tensor in parameters.values():
                 tensor.mul_(factor)
-            store.set(f"{holder.name} {factor}", pickle.dumps(shared_memory.publish(own)))
+            store.set(f"{holder.name} {factor}", pickle.dumps(shared_memory.publish(parameters)))
             num_bytes = transport.send()
         else:
-            beside = [source.name for source in case.sources if source.node == holder.node]
-            near = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in beside})
-            channel = HybridTransport(near, case.rendezvous(store, FarRendezvous, "refit"))
-            transport = channel.open(holder.name, own, case.part(rank))
-            ends.add(transport._far)
-            execute(case.part(rank).into(holder.name), own, transport)
-            assert len(ends) == 1, "it would connect anew"
-            wrong = [n for n, t in own.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
+            local_sources = [source.name for source in case.sources if source.node == holder.node]
+            memory = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in local_sources})
+            channel = HybridTransport(memory, case.rendezvous(store, RemoteRendezvous, "refit"))
+            transport = channel.open(holder.name, parameters, case.part(rank))
+            connections.add(transport._remote)
+            execute(case.part(rank).into(holder.name), parameters, transport)
+            assert len(connections) == 1, "the member has connected again"
+            wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
-            num_bytes = transport._far.sent_bytes
+            num_bytes = transport._remote.sent_bytes
         store.add(f"done {factor}", 1)
-        while store.add(f"done {factor}", 0) < len(case.members):  # who gives stays as it is while others read
+        while store.add(f"done {factor}", 0) < len(
+            case.members
+        ):  # sources must not change their weights while others read them
             time.sleep(0.01)
     return num_bytes
 
@@ -216,36 +221,36 @@ def read_near_and_far(store: dist.Store, rank: int, case: Case) -> int:
 @pytest.mark.parametrize(
     ("vllm_tp", "nodes", "bucket_bytes"), [(1, (0, 0, 1, 1), 256), (2, (0, 0, 1, 1), 2**20), (2, (0, 1), 256)]
 )
-def test_what_is_near_is_read_and_only_the_rest_travels(vllm_tp, nodes, bucket_bytes):
-    """Two nodes with a pipeline stage each, of which the engines on both want both; the last engine lies on both."""
+def test_local_weights_are_read_and_only_the_rest_is_sent(vllm_tp, nodes, bucket_bytes):
+    """Each of two nodes holds one pipeline stage, and engines on both nodes need both stages."""
     replicas = len(nodes) // vllm_tp
     case = Case(layout_of(pp=2, dp=2), vllm_tp, replicas, bucket_bytes, nodes, source_nodes=(0, 0, 1, 1))
-    assert any(bucket.onward for bucket in case.plan.buckets) == (replicas > 1)
-    sent = run_ranks(len(case.members), read_near_and_far, case)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == (replicas > 1)
+    sent = run_ranks(len(case.members), read_local_and_receive_remote, case)
     crossing = [
         bucket.num_bytes
         for bucket in case.plan.buckets
         for link in bucket.links
         if case.plan.nodes[link.source] != case.plan.nodes[link.destination]
     ]
-    handed_on = [bucket.num_bytes for bucket in case.plan.buckets for _ in bucket.onward]
-    assert sum(sent[: len(case.sources)]) == sum(crossing) and sum(sent) == sum(crossing) + sum(handed_on)
-    assert case.plan.near.num_bytes + sum(sent) == case.plan.num_bytes
+    forwarded = [bucket.num_bytes for bucket in case.plan.buckets for _ in bucket.forwards]
+    assert sum(sent[: len(case.sources)]) == sum(crossing) and sum(sent) == sum(crossing) + sum(forwarded)
+    assert case.plan.node_local.num_bytes + sum(sent) == case.plan.num_bytes
 
 
 @in_layouts
-def test_large_moves_travel_without_a_copy(monkeypatch, layout, vllm_tp, replicas, nodes):
-    """Nothing is allocated but the buffers, and these are smaller."""
+def test_large_moves_are_sent_without_a_copy(monkeypatch, layout, vllm_tp, replicas, nodes):
+    """Only the buffers are allocated, and they are smaller."""
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
-    by_buffers = run_ranks(len(case.members), take_part, case)
-    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
-    straight = run_ranks(len(case.members), take_part, case)
-    assert all(allocated == staged for staged, allocated, _ in straight)
-    assert sum(staged for staged, *_ in straight) < 0.8 * sum(staged for staged, *_ in by_buffers)
+    packed = run_ranks(len(case.members), take_part, case)
+    monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
+    unpacked = run_ranks(len(case.members), take_part, case)
+    assert all(allocated == staged for staged, allocated, _ in unpacked)
+    assert sum(staged for staged, *_ in unpacked) < 0.8 * sum(staged for staged, *_ in packed)
 
 
 def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
-    """Returns by member the links that it sends and receives on, each with how often the link was used before."""
+    """Return member -> its hops in order, as (link, number of earlier uses of the link)."""
     hops, counts = defaultdict(list), Counter()
     for _, link, *_ in simulated.transfers:
         for member in link:
@@ -254,15 +259,15 @@ def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
     return hops
 
 
-def test_the_order_of_the_schedule_is_another_than_that_of_the_plan():
-    """The tests above tell the two orders apart only if they differ."""
+def test_scheduled_order_differs_from_plan_order():
+    """The tests above can only verify the order if the two orders differ."""
     plan = Case(layout_of(), 2, 2, 64, (1, 1, 1, 2)).plan
-    of_source = [hop.bucket for hop in plan.order if hop.link.source == 0]
-    assert of_source != sorted(of_source)
+    buckets_of_source = [hop.bucket for hop in plan.order if hop.link.source == 0]
+    assert buckets_of_source != sorted(buckets_of_source)
 
 
 def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
-    """Fails at the first destination in the second exchange, when all are connected; returns what each member sees."""
+    """Let the first destination fail in the second exchange, when all are connected. Return each member's error."""
     transport, parameters = case.open(store, rank)
     name = case.members[rank].name
 
@@ -270,34 +275,38 @@ def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
         execute(case.plan.into(name), parameters, transport) if name in case.plan.destinations else transport.send()
 
     exchange()
-    seen = ""
+    message = ""
     try:
         if name == "vllm:0.0":
             for _ in transport.deliver(()):
                 raise ValueError("a failure")
         exchange()
     except (RuntimeError, ValueError) as error:
-        seen = str(error)
+        message = str(error)
     store.add("seen", 1)
-    while store.add("seen", 0) < len(case.members):  # nobody's end ends another's waiting
+    while store.add("seen", 0) < len(case.members):  # a process exit must not interrupt other members' waits
         time.sleep(0.01)
-    return seen
+    return message
 
 
-def test_a_member_that_fails_ends_the_others_waiting():
+def test_failing_member_interrupts_the_others():
     case = Case(layout_of(), vllm_tp=1, replicas=2, bucket_bytes=256)
     source, failed, other = run_ranks(3, fails_midway, case)
     assert failed == "a failure"
-    assert re.match(r"megatron:0: with vllm:0.0: .*by peer", source)
-    assert re.match(r"vllm:1.0: with megatron:0: .*by peer", other), "it waits for the source, which has given up"
+    assert re.match(r"megatron:0: exchange with vllm:0.0: .*by peer", source)
+    assert re.match(r"vllm:1.0: exchange with megatron:0: .*by peer", other), (
+        "it waits for the source, which has failed"
+    )
 
 
 def killed_midway(store: dist.Store, rank: int, case: Case) -> None:
     if rank == 0:
         transport, _ = case.open(store, rank)
-        with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: .*Connection (closed|reset) by peer"):
+        with pytest.raises(
+            RuntimeError, match=r"^megatron:0: exchange with vllm:0.0: .*Connection (closed|reset) by peer"
+        ):
             transport.send()
-        with pytest.raises(RuntimeError, match="megatron:0: its connections are closed since an exchange failed"):
+        with pytest.raises(RuntimeError, match="megatron:0: connections were closed after a failed exchange"):
             transport.send()
     elif child := os.fork():
         os.waitpid(child, 0)
@@ -307,20 +316,19 @@ def killed_midway(store: dist.Store, rank: int, case: Case) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_member_that_is_killed_is_noticed_at_once():
+def test_killed_member_is_detected_at_once():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     run_ranks(2, killed_midway, case)
 
 
 LARGE = 2**27
-"""Bytes of a message that sockets do not take as a whole."""
-TOLD = 2**30
+"""Bytes of a message that does not fit into socket buffers."""
+SIGNAL_TAG = 2**30
 """A tag that no transport uses."""
 
 
-class Halves:
-    """A small message and a large one, of which a part travels and then no more: its receiver, which has asked for
-    both, has stopped."""
+class PartialTransfer:
+    """A small message and a large one, which is transferred only in part because its receiver is stopped."""
 
     names = "source", "engine"
 
@@ -334,24 +342,24 @@ class Halves:
         if rank == 0:
             self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(self._rendezvous.port))
-        rendezvous = Rendezvous("127.0.0.1", int(store.get("port")), "halves", TIMEOUT_S)
+        rendezvous = Rendezvous("127.0.0.1", int(store.get("port")), "transfer", WAIT_S)
         return rendezvous.open(self.names[rank], {n: torch.zeros(s) for n, s in self.shapes.items()}, self.plan)
 
     def send(self, store: dist.Store, then: Callable[[psutil.Process], None]) -> None:
-        """then: called with the receiver's process, when it has got a part."""
+        """Send both messages, and call `then` with the receiver's process once part of the large one has arrived."""
         transport = self.open(store, 0)
         inner = transport._send
 
         def send(message, link):
             if message.bucket == 0:
                 return inner(message, link)
-            transport._group.recv([torch.zeros(1)], 1, TOLD).wait()
+            transport._group.recv([torch.zeros(1)], 1, SIGNAL_TAG).wait()
             receiver = psutil.Process(int(store.get("receiver")))
             while receiver.status() != psutil.STATUS_STOPPED:
                 time.sleep(0.01)
-            begun = inner(message, link)
+            pending = inner(message, link)
             then(receiver)
-            return begun
+            return pending
 
         transport._send = send
         transport.send()
@@ -360,52 +368,52 @@ class Halves:
         store.set("receiver", str(os.getpid()))
         transport = self.open(store, 1)
         for _ in transport.deliver(()):
-            transport._group.send([torch.zeros(1)], 0, TOLD).wait()
+            transport._group.send([torch.zeros(1)], 0, SIGNAL_TAG).wait()
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def receiver_is_killed(store: dist.Store, rank: int, halves: Halves) -> None:
+def receiver_is_killed(store: dist.Store, rank: int, transfer: PartialTransfer) -> None:
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"^source: with engine: .*by peer"):
-            halves.send(store, then=psutil.Process.kill)
+        with pytest.raises(RuntimeError, match=r"^source: exchange with engine: .*by peer"):
+            transfer.send(store, then=psutil.Process.kill)
     elif child := os.fork():
         os.waitpid(child, 0)
     else:
-        halves.receive(store)
+        transfer.receive(store)
 
 
-def sender_is_killed(store: dist.Store, rank: int, halves: Halves) -> None:
+def sender_is_killed(store: dist.Store, rank: int, transfer: PartialTransfer) -> None:
     if rank == 1:
-        with pytest.raises(RuntimeError, match=r"^engine: with source: .*by peer"):
-            halves.receive(store)
+        with pytest.raises(RuntimeError, match=r"^engine: exchange with source: .*by peer"):
+            transfer.receive(store)
     elif child := os.fork():
         os.waitpid(child, 0)
         psutil.Process(int(store.get("receiver"))).resume()
     else:
-        halves.send(store, then=lambda receiver: os.kill(os.getpid(), signal.SIGKILL))
+        transfer.send(store, then=lambda receiver: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.mark.parametrize("killed", [receiver_is_killed, sender_is_killed])
-def test_an_end_in_the_middle_of_a_message_is_noticed(killed):
-    """The end is noticed before the time is over, which is said otherwise."""
-    run_ranks(2, killed, Halves())
+def test_death_in_the_middle_of_a_message_is_detected(killed):
+    """The error is a broken connection, not a timeout."""
+    run_ranks(2, killed, PartialTransfer())
 
 
-def alone(store: dist.Store, rank: int, case: Case) -> str:
+def send_alone(store: dist.Store, rank: int, case: Case) -> str:
     transport, _ = case.open(store, rank)
     with pytest.raises(RuntimeError) as error:
         transport.send()
     return str(error.value)
 
 
-def test_nobody_waits_for_ever():
+def test_missing_member_causes_a_timeout():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     case.timeout_s = 1.0
-    [error] = run_ranks(1, alone, case)
-    assert re.match(r"megatron:0: with vllm:0.0: .*timeout", error, re.DOTALL)
+    [error] = run_ranks(1, send_alone, case)
+    assert re.match(r"megatron:0: exchange with vllm:0.0: .*timeout", error, re.DOTALL)
 
 
-def test_the_interface_that_is_named_carries_the_weights(monkeypatch):
+def test_gloo_uses_the_first_interface_of_the_variable(monkeypatch):
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=1024)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,and-another")
     run_ranks(2, take_part, case)
@@ -414,16 +422,18 @@ def test_the_interface_that_is_named_carries_the_weights(monkeypatch):
         case.open(dist.HashStore(), 0)
 
 
-def test_a_source_that_is_not_as_planned_says_so():
+def test_source_with_an_unplanned_dtype_is_rejected():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     transport, parameters = case.open(dist.HashStore(), 0)
     parameters["chunk0.embedding.word_embeddings.weight"] = torch.zeros(40, 12)
-    with pytest.raises(ValueError, match=r"megatron:0 has \S+word_embeddings.weight as torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"word_embeddings.weight of megatron:0 is torch.float32, but the plan expects"
+    ):
         transport.send()
 
 
 def assembled(store: dist.Store, rank: int, case: Case) -> None:
-    """The engine has a parameter of the plan's name, which is not the plan's."""
+    """Assemble whole parameters; the engine has an unrelated parameter with the same name as one in the plan."""
     holder = case.members[rank]
     if holder in case.sources:
         transport, _ = case.open(store, rank)
@@ -441,11 +451,11 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["alone", "handed-on"])
-def test_parameters_that_nobody_has_yet_are_put_together(monkeypatch, nodes):
-    """What a member hands on after its buffer was another's is not among its parameters."""
-    monkeypatch.setattr(messages, "ALONE_BYTES", 8)
+@pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["single", "forwarded"])
+def test_assembly_of_received_parameters(monkeypatch, nodes):
+    """After its buffer has been reused, a member cannot pack a forwarded bucket again from its parameters."""
+    monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
     case = Case(layout_of(tp=2), vllm_tp=1, replicas=len(nodes), bucket_bytes=256, nodes=nodes)
-    assert any(bucket.onward for bucket in case.plan.buckets) == (len(nodes) > 1)
+    assert any(bucket.forwards for bucket in case.plan.buckets) == (len(nodes) > 1)
     case.plan = replace(case.plan, padding=())
     run_ranks(2 + len(nodes), assembled, case)

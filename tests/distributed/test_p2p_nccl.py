@@ -1,4 +1,4 @@
-"""Weights over NCCL, without it: gloo in a class that does what torch's NCCL group does, and no more than that."""
+"""Sending weights over a fake NCCL: a class on top of gloo with exactly the guarantees of torch's NCCL groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megarl.core import device
 from megarl.resharding.execute import execute
 from megarl.resharding.planning import messages
-from tests.distributed.test_p2p import Case, alone, in_layouts
+from tests.distributed.test_p2p import Case, in_layouts, send_alone
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import layout_of
 
@@ -22,15 +22,17 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class OverGloo:
-    """A communicator. All of its ranks create it together, without a deadline. It does one batch after the other, each
-    when both ends are at it, and connects two ranks, without a deadline, in the first one of each direction. It reads
-    at its start whether who waits for an operation waits for its end, and is told of its error."""
+    """A fake NCCL communicator.
+
+    All of its ranks create it together, without a timeout. It executes one batch at a time, when both ends have reached
+    it. The first batch of each direction connects two ranks, without a timeout. Blocking wait is read at construction.
+    """
 
     Options = SimpleNamespace
     num_created, largest_batch = 0, 0
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace):
-        assert os.environ.get(BLOCKING_WAIT) == "1", "nobody waits for the end, and an error ends the process"
+        assert os.environ.get(BLOCKING_WAIT) == "1", "without blocking wait, errors kill the process"
         self._store, self._rank, self._size = store, rank, size
         self._is_created = False
         self._connected: set[tuple[str, int]] = set()
@@ -48,7 +50,7 @@ class OverGloo:
         OverGloo.num_created += 1
 
     def batch(self, operations: list[tuple[str, torch.Tensor, int]]) -> None:
-        assert self._is_created, "all ranks would have to take part in this batch"
+        assert self._is_created, "creating the communicator would need all ranks"
         OverGloo.largest_batch = max(OverGloo.largest_batch, len(operations))
         [(operation, other)] = {(operation, other) for operation, _, other in operations}
         self._connect(operation, other)
@@ -56,13 +58,13 @@ class OverGloo:
         if operation == "send":
             self._do("send", sizes, other)
         else:
-            self._do("recv", found := torch.zeros_like(sizes), other)
-            assert torch.equal(found, sizes), "a batch matches another"
+            self._do("recv", received := torch.zeros_like(sizes), other)
+            assert torch.equal(received, sizes), "the batch was matched with a different one"
         for operation, tensor, _ in operations:
             self._do(operation, tensor, other)
 
     def abort(self) -> None:
-        """Nobody hears of it."""
+        """Abort without notifying other ranks."""
 
     def _connect(self, operation: str, other: int) -> None:
         if (operation, other) not in self._connected:
@@ -77,7 +79,7 @@ class OverGloo:
 
 
 class Group:
-    """A process group with one communicator. What is in no batch would make one for its two ranks."""
+    """A process group with one communicator, which only supports batches."""
 
     BackendType = dist.ProcessGroup.BackendType
 
@@ -105,7 +107,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
-    """Lets ranks, which inherit it, take gloo for NCCL."""
+    """Replace NCCL by the fake; forked ranks inherit the patch."""
     monkeypatch.setattr(device, "backend", lambda: "nccl")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", OverGloo, raising=False)
     monkeypatch.setattr(dist, "ProcessGroup", Group)
@@ -113,55 +115,55 @@ def nccl(monkeypatch):
 
 
 def take_part(store: dist.Store, rank: int, case: Case) -> None:
-    """Twice, as the weights of a source change in between."""
+    """Exchange weights twice with different values."""
     holder = case.members[rank]
     transport, parameters = case.open(store, rank)
     for factor in (1, 2):
         if holder in case.destinations:
             execute(case.plan.into(holder.name), parameters, transport)
             expected = case.weights[holder.name]
-            assert not [name for name, own in parameters.items() if not torch.equal(own, factor * expected[name])]
+            assert not [name for name, value in parameters.items() if not torch.equal(value, factor * expected[name])]
         else:
             for tensor in parameters.values():
                 tensor.mul_(factor)
             transport.send()
     store.add("done", 1)
-    while store.add("done", 0) < len(case.members):  # rank 0 has what others still meet at
+    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that others still use
         time.sleep(0.01)
 
 
 @in_layouts
-def test_the_order_is_enough_for_members_to_find_each_other(layout, vllm_tp, replicas, nodes):
+def test_batches_match_by_order_alone(layout, vllm_tp, replicas, nodes):
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     run_ranks(len(case.members), take_part, case)
 
 
 def take_part_and_count(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
-    """Returns how many communicators the member has created, and the messages of its largest batch."""
+    """Return the number of communicators that the member has created, and the messages in its largest batch."""
     take_part(store, rank, case)
     return OverGloo.num_created, OverGloo.largest_batch
 
 
-def test_a_bucket_is_a_batch_and_no_pair_has_a_communicator(monkeypatch):
-    """Three workers are on one node, and hand buckets on to each other; the fourth is alone on another."""
-    monkeypatch.setattr(messages, "ALONE_BYTES_OF_NCCL", 8)
+def test_buckets_are_batches_in_few_communicators(monkeypatch):
+    """Three workers on one node forward buckets to each other; the fourth is on another node."""
+    monkeypatch.setattr(messages, "UNPACKED_BYTES_NCCL", 8)
     case = Case(layout_of(), vllm_tp=2, replicas=2, bucket_bytes=1024, nodes=(1, 1, 1, 2))
     counts = run_ranks(len(case.members), take_part_and_count, case)
     assert [created for created, _ in counts] == [1, 2, 2, 2, 1]
     assert min(largest for _, largest in counts) > 1
 
 
-def test_nobody_waits_for_ever_for_one_that_does_not_come():
+def test_missing_member_causes_a_timeout():
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     case.timeout_s = 1.0
-    [error] = run_ranks(1, alone, case)
-    assert re.match(r"megatron:0: with vllm:0.0: .*timeout", error, re.DOTALL)
+    [error] = run_ranks(1, send_alone, case)
+    assert re.match(r"megatron:0: exchange with vllm:0.0: .*timeout", error, re.DOTALL)
 
 
-@pytest.mark.parametrize("of_others", [None, "0"])
-def test_other_groups_of_the_process_wait_as_they_did(monkeypatch, of_others):
-    if of_others is not None:
-        monkeypatch.setenv(BLOCKING_WAIT, of_others)
+@pytest.mark.parametrize("previous_value", [None, "0"])
+def test_blocking_wait_does_not_affect_other_groups(monkeypatch, previous_value):
+    if previous_value is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, previous_value)
     case = Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=256)
     case.open(dist.HashStore(), 0)
-    assert os.environ.get(BLOCKING_WAIT) == of_others
+    assert os.environ.get(BLOCKING_WAIT) == previous_value

@@ -1,4 +1,4 @@
-"""Weights that the trainer's ranks quantise together, against vLLM's quantiser of whole tensors."""
+"""Weights quantised jointly by trainer ranks match vLLM's quantiser of whole tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = dict(
     moe_intermediate_size=192,
     mlp_only_layers=[0],
 )
-"""Two ranks that share a tensor out have parts of the same block."""
+"""With these sizes, shard boundaries between two ranks split blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def folder(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", **SIZES)
 
 
-def sent(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
-    """Returns what a refit would take of the rank, the second time."""
+def refit_weights(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
+    """Return the rank's holder and the weights that its second refit would send."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for _ in range(2):
         worker.prepare_refit()
     weights = worker._refit_weights.items()
-    # torch pickles no fp8 tensors.
+    # torch cannot pickle fp8 tensors.
     return worker.holder, {n: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for n, t in weights}
 
 
@@ -63,20 +63,22 @@ def sent(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[s
         "{dp: 4, ep: 2, etp: 2}",
     ],
 )
-def test_ranks_agree_on_the_scales_of_blocks_that_they_share(folder, layout):
+def test_ranks_agree_on_scales_of_shared_blocks(folder, layout):
     config = config_of(folder, "model.dtype=bfloat16", "rollout.quantization=fp8_block", f"actor.layout={layout}")
-    found = run_ranks(config.actor.layout.world_size, sent, config, folder)
+    results = run_ranks(config.actor.layout.world_size, refit_weights, config, folder)
     hf_config = read_config(folder)
     tensors = {
         f"{rank}": {n: t.view(torch.float8_e4m3fn) if t.dtype == torch.uint8 else t for n, t in weights.items()}
-        for rank, (_, weights) in enumerate(found)
+        for rank, (_, weights) in enumerate(results)
     }
-    sources = quantised_sources(hf_config, [replace(holder, name=f"{rank}") for rank, (holder, _) in enumerate(found)])
+    sources = quantised_sources(
+        hf_config, [replace(holder, name=f"{rank}") for rank, (holder, _) in enumerate(results)]
+    )
     [whole] = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
     gathered = {n: torch.empty(shape, dtype=getattr(torch, whole.dtypes[n])) for n, shape in whole.shapes.items()}
     execute(make_plan(sources, [whole]).into(whole.name), gathered, LocalMemory(tensors))
 
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8  # after the ranks, which are forks of this process
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8  # imported after the ranks have been forked
 
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("proj.weight"):

@@ -1,4 +1,4 @@
-"""A tensor that a stage sends to the next one stays in memory, unchanged, until the send is complete."""
+"""Tensors sent between pipeline stages stay unchanged in memory until the send completes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny_model import write_tiny_llama
 
 @dataclasses.dataclass
 class Send:
-    """A send in flight; gloo reads the tensor's memory any time until wait returns."""
+    """A send in flight. gloo may read the tensor's memory at any time until wait() returns."""
 
     work: dist.Work
     tensor: torch.Tensor
@@ -32,7 +32,7 @@ class Send:
 
 
 def train_and_watch(store, rank: int, config: Config, folder: Path) -> int:
-    """Two updates; how many asynchronous sends were watched."""
+    """Train two updates and return the number of asynchronous sends that were checked."""
     sends: list[Send] = []
     inner = p2p_communication._p2p_ops
 
@@ -48,13 +48,13 @@ def train_and_watch(store, rank: int, config: Config, folder: Path) -> int:
     p2p_communication._p2p_ops = watched
     train(store, rank, config, folder, [random_groups(0), random_groups(1)])
     for send in sends:
-        if not send.complete:  # Megatron knows of the last one by the gradient that comes back
+        if not send.complete:  # Megatron does not wait for the last send: the returned gradient implies completion
             send.wait()
     return len(sends)
 
 
 @pytest.mark.parametrize("layout", ["pp: 2, vpp: 2", "pp: 2, vpp: 2, tp: 2, sequence_parallel: true"])
-def test_virtual_stages_release_nothing_that_is_being_sent(tmp_path, layout):
+def test_virtual_stages_keep_tensors_until_they_are_sent(tmp_path, layout):
     folder = write_tiny_llama(tmp_path, num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
     config = config_of(folder, f"actor.layout={{{layout}}}")
     assert min(run_ranks(config.actor.layout.world_size, train_and_watch, config, folder)) > 0

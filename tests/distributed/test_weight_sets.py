@@ -1,4 +1,4 @@
-"""A pass with the reference's weights, in bfloat16 with the distributed optimizer: nothing of the training changes."""
+"""Passes with the reference's weights do not affect training, in bfloat16 with the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> dict[str, torch.Tensor]:
-    """Two updates, and before each of them a pass with the reference or not. Parameters and optimizer's tensors."""
+    """Train two updates, optionally with a reference pass before each. Return parameters and optimizer state."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     scored = []
     for seed in range(2):
@@ -39,7 +39,7 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
 
 
 def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
-    """Largest |log π − log π_ref| of an update's samples: after an update, after a renewal, and an update later."""
+    """Return the largest |log π − log π_ref| after an update, after a renewal, and after another update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
 
@@ -49,15 +49,15 @@ def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
         old, reference = (torch.cat(list(worker._kept.pop(name).values())) for name in ("old", "reference"))
         return float((old - reference).abs().max())
 
-    found = []
+    results = []
     for renew in (False, True, False):
         worker.renew_reference() if renew else worker.update(batch)
         worker.end_step()
-        found.append(largest())
-    return found
+        results.append(largest())
+    return results
 
 
-def test_a_renewed_reference_is_the_policy_until_it_moves_on(folder):
+def test_renewed_reference_equals_the_policy_until_updated(folder):
     kl = "algorithm.kl={coefficient: 0.1, renew_steps: 1}"
     for before, renewed, later in run_ranks(2, ratios, config_of(folder, kl, "actor.layout.tp=2"), folder):
         assert before > 1e-4
@@ -66,7 +66,7 @@ def test_a_renewed_reference_is_the_policy_until_it_moves_on(folder):
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_reference_passes_leave_no_trace(folder, dp):
+def test_reference_passes_do_not_affect_training(folder, dp):
     config = config_of(folder, "model.dtype=bfloat16", f"actor.layout.dp={dp}", "algorithm.kl.coefficient=0.1")
     without = run_ranks(dp, train, config, folder, False)
     with_passes = run_ranks(dp, train, config, folder, True)

@@ -17,6 +17,7 @@ from megarl.megatron.token_selection import with_selection
 from tests.forked import run_ranks
 from tests.packing import packing
 from tests.paths import BASE
+from tests.timing import WAIT_S
 
 OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
 """The old log-probs of each sample's tokens. Those of the response that was cut off are far from the others', and so is
@@ -35,7 +36,7 @@ def training_sample(name: str) -> TrainingSample:
 
 def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
     """Returns by sample the advantages, and which tokens are selected; each sample is a microbatch."""
-    parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=60)
+    parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
     members = [[training_sample(name)] for name in RANKS[rank]]
     old = {name: torch.tensor(values) for name, values in OLD.items()}
     batches = with_advantages(config.algorithm, [collate(own, packing(), old=old) for own in members])

@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
     "reward model": given("name: reward_model", Preferences(logit, classifies=True), has_control=True),
     "process reward model": given("name: process_reward_model, aggregation: token_mean", Labels(), has_control=True),
     "token reward model": given("name: token_reward_model, aggregation: token_mean", Labels(everywhere=True)),
-    "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), in_test=True, has_control=True),
+    "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
     # Within its margin the hinge has the slope 1 − 2·p, beyond it 1 − p, which outweighs the other term's.
     # Adam overshoots, and comes back slowly.

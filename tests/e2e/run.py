@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 
 from tests.paths import ROOT
+from tests.timing import POLL_S, START_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
 
-START_S = 300
-"""The seconds until the first steps are done, on a machine with other work."""
-
-DEADLINE_S = 120
-"""The seconds from a fault to the end of the run."""
+MEGARL = [sys.executable, "-m", "megarl.cli"]
+FAKE_MEGARL = [sys.executable, "-m", "tests.fakes.megarl"]
+UNCHECKED = ["logprob_check={limit: 1000, threshold: 1000, canaries: off}"]
+"""The log-probs of fake engines are not the trainer's."""
 
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN = "0A"
@@ -83,8 +83,10 @@ def hear_interrupts() -> None:
 class Run:
     """Starts at once, in a session and process group of its own. All processes of a run stay in that session."""
 
-    def __init__(self, recipe: Path, folder: Path, *overrides: str):
-        """folder: where the run's folder goes, and its stdout and stderr."""
+    def __init__(self, recipe: Path, folder: Path, *overrides: str, vllm: bool = False):
+        """folder: where the run's folder goes, and its stdout and stderr. vllm: whether the engines are vLLM's; else
+        they are fake ones (tests.fakes.engine)."""
+        command, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
         self.folder = folder / "tiny"
         self._shared_memory = set(SHARED_MEMORY.iterdir())
         self._temporary = folder / "temporary"
@@ -92,7 +94,7 @@ class Run:
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.cli", "train", str(recipe), f"run.folder={folder}", *overrides],
+                [*command, "train", str(recipe), f"run.folder={folder}", *keys],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self._temporary)},
                 stdin=subprocess.DEVNULL,
@@ -110,7 +112,7 @@ class Run:
         if self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(DEADLINE_S)
+                self._process.wait(WAIT_S)
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):  # it may end with another
                 process.kill()
@@ -219,9 +221,9 @@ class Run:
             if time.monotonic() > deadline:
                 processes = [(process.pid, process.ppid(), _title(process)) for process in self.processes()]
                 raise AssertionError(f"after {START_S} s: {self.output} {self.errors} {processes}")
-            time.sleep(0.1)
+            time.sleep(POLL_S)
 
-    def end(self, seconds: float = DEADLINE_S) -> int:
+    def end(self, seconds: float = WAIT_S) -> int:
         """The exit status, once no process of the run is left."""
         deadline = time.monotonic() + seconds
         code = self._process.wait(seconds)

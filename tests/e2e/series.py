@@ -28,13 +28,9 @@ from megarl.models.run_models import ModelFolders, find_models
 from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
 from tests.paths import ROOT
+from tests.timing import RUN_S, WAIT_S
 
 DONE = "done\n"
-DEADLINE_S = 480
-"""The seconds that one run may take."""
-
-END_S = 120
-
 OF_THE_DRIVER = {"transport"}
 """Keys of `rollout` of which an engine is not told."""
 
@@ -52,7 +48,7 @@ class Series:
         process, self._process = self._process or self._start(), None
         process.stdin.write(json.dumps([str(recipe), *overrides]) + "\n")
         process.stdin.flush()
-        deadline = Timer(DEADLINE_S, process.terminate)
+        deadline = Timer(RUN_S, process.terminate)
         deadline.start()
         try:
             assert process.stdout.readline() == DONE, self._errors.read_text()[-5000:]
@@ -63,7 +59,7 @@ class Series:
     def end(self) -> None:
         if self._process is not None:
             self._process.stdin.close()
-            assert self._process.wait(END_S) == 0, self._errors.read_text()[-5000:]
+            assert self._process.wait(WAIT_S) == 0, self._errors.read_text()[-5000:]
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.e2e.series", str(self._folder)]

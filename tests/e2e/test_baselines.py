@@ -13,6 +13,7 @@ SMALL = ("batch.prompts_per_step=4", "batch.prompts_per_update=4", "batch.sample
 ALONE = ("actor.threads=1", "rollout.threads=1", "checkpoint.every_steps=1")
 
 
+@pytest.mark.exhaustive
 def test_remax_has_a_greedy_response_for_each_prompt(series, model, tmp_path):
     run = train_in(series, tmp_path, model, "run.steps=2", "algorithm.advantage.estimator=remax", *SMALL)
     steps = metrics_of(run)

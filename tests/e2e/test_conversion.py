@@ -26,6 +26,7 @@ from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_refit import SIZES as REFIT_SIZES
 from tests.paths import BASE
+from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 def sampled(folder: Path) -> list[Sample]:
     """Returns samples of an engine that loads the folder itself, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=engine_context()) as process:
-        return process.submit(_sample, folder).result(timeout=540)
+        return process.submit(_sample, folder).result(timeout=RUN_S)
 
 
 def _sample(folder: Path) -> list[Sample]:

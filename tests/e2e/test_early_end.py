@@ -17,9 +17,10 @@ from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run
 from tests.e2e.test_recipes import TINY
 from tests.paths import CONFIGS, ROOT
+from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def conversation(number: int) -> dict:
@@ -32,7 +33,7 @@ def test_the_newest_model_is_the_one_at_the_start_and_the_printed_command_goes_o
     keys = [*TINY, f"data.source={tmp_path}/rows.jsonl"]
     first = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
     with Run(recipe, tmp_path, *keys, "run.name=tiny", f"model.path={first}", "run.steps=1", "run.export=true") as run:
-        assert run.end(seconds=540) == 0, run.errors
+        assert run.end(seconds=RUN_S) == 0, run.errors
 
     second = [f"model.path={tmp_path}/latest/model", "run.name=second", "run.steps=1000000", "checkpoint.every_steps=1"]
     with Run(recipe, tmp_path, *keys, *second) as run:
@@ -52,6 +53,6 @@ def test_the_newest_model_is_the_one_at_the_start_and_the_printed_command_goes_o
     arguments = shlex.split(line.partition("megarl ")[2])
     step = int(newest.removeprefix("step_"))
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.steps={step + 1}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
     assert f"goes on after step {step}, from " in done.stdout

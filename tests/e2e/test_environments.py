@@ -16,6 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.paths import BASE
+from tests.timing import RUN_S
 from tests.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,7 @@ def train(folder: Path, *overrides: str) -> Path:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
     command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml"), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return folder / "runs" / "tiny"
 
@@ -199,6 +200,7 @@ def test_metrics_of_environments(run):
         assert step["mismatch/logprob_abs_max"] <= 1e-4
 
 
+@pytest.mark.exhaustive
 def test_an_agent_is_trained_on_what_it_did_by_http(tmp_path):
     run = train(
         tmp_path,

@@ -1,7 +1,9 @@
 """However a run is ended, it says why within seconds, and nothing of it is left.
 
 What tells one loss from another is seen with stand-ins in tests/unit/cluster: of the waiting of a session, of the
-supervisor, and of the watchdog over Ray's processes."""
+supervisor, and of the watchdog over Ray's processes.
+
+Three runs have vLLM's engines, whose processes, sockets and shared memory are checked. The others have fake ones."""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.run import DEADLINE_S, START_S, Run, listening_sockets, mapped_shared_memory, write_recipe
+from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_recipe
+from tests.timing import LIMIT_S, START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
+ONE_RANK = "actor.layout.pp=1"
+"""Where the trainer is not what is lost."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
 """Ports of Ray's GCS, object manager, dashboard and clients."""
 
@@ -58,9 +63,11 @@ def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> Non
     assert not sockets & listening_sockets()
 
 
-def test_ctrl_c(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+def test_ctrl_c(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    hold.unlink()
+    with Run(recipe, tmp_path, vllm=True) as run:
         run.wait_for_step(2)
+        hold.touch()  # the checks have the processor to themselves
         check_strangers_are_refused(run)
         check_only_ray_listens_to_strangers(run)
         check_no_port_is_fixed(run)
@@ -94,7 +101,7 @@ def check_strangers_are_refused(run: Run) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     stranger = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=WAIT_S
     )
     assert stranger.returncode != 0 and "ran" not in stranger.stdout
     assert "auth" in stranger.stderr.lower() or "token" in stranger.stderr.lower()
@@ -123,7 +130,7 @@ def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hold")
 def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: Path) -> None:
     # Two ranks: processes and shared memory that vLLM itself has made.
-    with Run(recipe, tmp_path, "rollout.tp=2") as run:
+    with Run(recipe, tmp_path, "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
@@ -200,7 +207,7 @@ def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: 
 @pytest.mark.exhaustive
 def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """Its other rank and its own process are lost with it."""
-    with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2") as run:
+    with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.named("engine-1")
         first, second = run.workers("engine-1", 2)
@@ -214,11 +221,11 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 @pytest.mark.usefixtures("hold")
 def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "cluster.timeouts.rewards=10") as run:
-        assert run.end(seconds=START_S + DEADLINE_S) == 1
+    with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:
+        assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
-    cause = f"rewards: no answer from rewards-0 in 10 s; their stacks are at the end of {log}"
+    cause = f"rewards: no answer from rewards-0 in {LIMIT_S} s; their stacks are at the end of {log}"
     cause += "; if they only need longer, raise cluster.timeouts.rewards"
     assert line == f"megarl: error: {cause}"
     assert "in digit_share" in log.read_text()
@@ -227,31 +234,30 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "rewards.timeout_s=2") as run:
-        assert run.end(seconds=START_S + DEADLINE_S) == 2
+    with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
+        assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
-    cause = (
-        r"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s=2 on sample 1\.\S+ \(\d+ of \d+"
-    )
+    cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
+    cause += r" \(\d+ of \d+"
     assert re.match(f"megarl: error: {cause} samples failed; rewards.failure_limit=0 allows 0", line)
     assert "in digit_share" in (run.folder / "logs/attempt_1/rewards-0.log").read_text()
 
 
 @pytest.mark.exhaustive
 def test_loss_of_ray(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; the run ends")
 
 
 def test_loss_of_the_driver(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
 
 
 @pytest.mark.exhaustive
 def test_loss_of_the_drivers_parent(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.wait_for_step(2)
         check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)

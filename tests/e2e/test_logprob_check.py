@@ -10,11 +10,11 @@ import pytest
 
 from tests.e2e.test_train import write_recipe
 from tests.paths import ROOT
+from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 540
 FIRST = {
     "weights": "  1. weights: checksums of 1 of ",
     "temperature": "  1. temperature or truncation: the engine's log-probs are the trainer's at temperature 0.7 (",
@@ -27,7 +27,7 @@ def said(tmp_path_factory) -> dict[str, str | None]:
     folder = tmp_path_factory.mktemp("disagreements")
     recipe = write_recipe(folder, write_tiny_llama(folder / "model", num_kv_heads=2))
     command = [sys.executable, "-m", "tests.e2e.disagreements", str(recipe), "rollout.temperature=0.7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -19,6 +19,7 @@ from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_train import train_in
 from tests.parity import config_of
+from tests.timing import RUN_S
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -81,7 +82,7 @@ def test_it_answers_and_rates_as_transformers_does(tmp_path):
     samples = [sample(number) for number in range(40)]
     readings = [judge.read(item) for item in samples]
     with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
-        answers = pool.submit(in_vllm, config, folder, [reading.sample for reading in readings]).result(timeout=540)
+        answers = pool.submit(in_vllm, config, folder, [reading.sample for reading in readings]).result(timeout=RUN_S)
     expected = [reference.answer(item.prompt.text, item.text, item.prompt.answer) for item in samples]
     assert answers == expected
     rewards = [judge.reward(*given) for given in zip(samples, answers, readings, strict=True)]

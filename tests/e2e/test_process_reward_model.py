@@ -31,6 +31,7 @@ def labelled(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_steps_are_rewarded_by_what_has_been_trained_to_score_them(series, model, tmp_path):
     trained = run_recipe(
         series,

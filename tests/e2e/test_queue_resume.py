@@ -13,8 +13,9 @@ import pytest
 
 from megarl.core.checkpoint import Checkpoint
 from megarl.step.queue import WAITING
-from tests.e2e.run import START_S, Run, write_recipe
+from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_resume import kill, latest
+from tests.timing import START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 STEPS, PER_STEP, SAMPLES = 12, 4, 4

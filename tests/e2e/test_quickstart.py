@@ -12,6 +12,7 @@ from statistics import fmean
 import pytest
 
 from tests.readme import ROOT, commands
+from tests.timing import LEARNING_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn, pytest.mark.timeout(2500)]
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learn, pytest.mark.timeout(2500)]
 def run(arguments: list[str], folder: Path) -> list[dict]:
     """The metrics of each step of a run that must succeed."""
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.folder={folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LEARNING_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
 

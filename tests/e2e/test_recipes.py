@@ -47,6 +47,7 @@ def test_prime_rewards_tokens_by_what_it_learns_from_outcomes(series, model, tmp
     assert all(step["implicit_reward/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
 
 
+@pytest.mark.exhaustive
 def test_online_dpo_of_pairs_that_a_judge_prefers(series, model, tmp_path):
     """The judge decides who wins against whom: the mean of all shares is a half. The policy then prefers the same."""
     run = run_recipe(

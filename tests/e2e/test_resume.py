@@ -17,9 +17,10 @@ import pytest
 
 from megarl.core.checkpoint import Checkpoint
 from megarl.run.checkpoints import Checkpoints
-from tests.e2e.run import START_S, Run, write_recipe
+from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
-from tests.e2e.test_signals import HELD_S, check_saved
+from tests.e2e.test_signals import check_saved
+from tests.timing import QUIET_S, START_S
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -80,7 +81,7 @@ class Recipe:
         step end."""
         os.killpg(run.pid, signal.SIGTERM)
         run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
-        time.sleep(HELD_S)  # Ray's processes would be gone
+        time.sleep(QUIET_S)  # Ray's processes would be gone
         assert not run.metrics
         self._let_through(1)
 
@@ -228,7 +229,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(recipe, resumed, tmp_path) -> N
     [line] = run.errors
     problem = "actor/__1_0.distcp is damaged: its SHA-256 is"
     assert line.startswith(f"megarl: error: {folder}/step_{STEPS:06d}: {problem}")
-    assert line.endswith(f"go on from the one before it: resume={folder}/step_{STEPS - 1:06d}")
+    assert line.endswith(f"Fix: resume from the previous checkpoint with resume={folder}/step_{STEPS - 1:06d}")
 
 
 def flip_a_bit(file: Path) -> None:

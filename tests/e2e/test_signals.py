@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
 
 pytestmark = pytest.mark.slow
-HELD_S = 3.0
-"""Longer than a step takes that is not held."""
 
 
 def check_saved(run: Run, step: int) -> None:
@@ -32,10 +29,8 @@ def hold_after_a_copy(run: Run, hold: Path) -> None:
     not asked for it yet."""
     while True:
         hold.touch()
-        done = 0
-        while done != len(run.metrics):
-            done = len(run.metrics)
-            time.sleep(HELD_S)
+        run.wait_until_held(hold.parent)
+        done = len(run.metrics)
         if len(list(run.folder.glob(f"checkpoints/.step_{done:06d}/actor/__*.written"))) == 2:
             return
         hold.unlink()

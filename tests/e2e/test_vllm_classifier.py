@@ -22,6 +22,7 @@ from tests.distributed.test_reward_model import (
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_refit import MODELS, SIZES
 from tests.parity import config_of
+from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
 
 def vllm_scores(folders: Sequence[Path]) -> list[list[list[float]]]:
     with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
-        return pool.submit(in_vllm, folders).result(timeout=540)
+        return pool.submit(in_vllm, folders).result(timeout=RUN_S)
 
 
 def test_it_scores_as_megatron_does(reward_model):  # noqa: F811

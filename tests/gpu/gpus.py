@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 600
+from tests.timing import RUN_S
+
 REHEARSES = os.environ.get("MEGARL_REHEARSAL") == "1"
 
 
@@ -58,7 +59,7 @@ def run_on_gpus(world_size: int, function: Callable[..., Any], *args: Any) -> li
 
 
 def _receive(rank: int, receiver: Connection) -> Any:
-    assert receiver.poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+    assert receiver.poll(RUN_S), f"rank {rank} did not answer within {RUN_S} s"
     succeeded, result = pickle.loads(receiver.recv_bytes())
     assert succeeded, f"rank {rank} failed:\n{result}"
     return result

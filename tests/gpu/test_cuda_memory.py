@@ -18,12 +18,12 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.cuda_memory import CudaMemory, publish
 from megarl.resharding.transports.local import LocalMemory
 from tests.gpu.gpus import needs_gpus
+from tests.timing import WAIT_S
 from tests.unit.resharding.cases import config_of, random_checkpoint
 
 pytestmark = needs_gpus(1, can_rehearse=False)
 CONFIG = config_of()
 SOURCE, TARGET = huggingface_holder(CONFIG), vllm_holder(CONFIG, 1, 0, replica=0)
-DEADLINE_S = 120
 
 
 def write(connection: Connection, plan: Plan) -> None:
@@ -52,7 +52,7 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
             flat.add_(change)
             published = step == 0 or moving
             ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
-            assert ours.poll(DEADLINE_S), "no answer"
+            assert ours.poll(WAIT_S), "no answer"
             written = ours.recv()
             expected = {name: torch.full(shape, torch.nan) for name, shape in TARGET.shapes.items()}
             host = {name: tensor.cpu() for name, tensor in weights.items()}
@@ -62,7 +62,7 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
             if moving:
                 give_back_and_take_again(flat)
         ours.send("end")
-        reader.join(DEADLINE_S)
+        reader.join(WAIT_S)
         assert reader.exitcode == 0
     finally:
         reader.kill()
@@ -84,7 +84,7 @@ def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
     reader.start()
     try:
         ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
-        reader.join(DEADLINE_S)
+        reader.join(WAIT_S)
         assert reader.exitcode == -signal.SIGKILL
     finally:
         reader.kill()

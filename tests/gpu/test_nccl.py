@@ -18,14 +18,12 @@ from megarl.resharding.planning.communicators import buffer_bytes
 from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case
 from tests.gpu.gpus import needs_gpus
+from tests.timing import LIMIT_S, WAIT_S
 from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
-DEADLINE_S = 120
 BESIDE = 256 * 2**20
 """Room for what a first exchange takes beside buffers: NCCL's kernels and the transport's own messages."""
-
-TIMEOUT_S = 20.0
 
 
 def a_case() -> Case:
@@ -37,7 +35,7 @@ class Member:
 
     def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.ALONE_BYTES_OF_NCCL = 64  # what is larger travels beside the packed message, in the same batch
+        messages.UNPACKED_BYTES_NCCL = 64  # what is larger travels beside the packed message, in the same batch
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations
@@ -48,7 +46,7 @@ class Member:
         self.meet(rendezvous)
 
     def meet(self, name: str) -> None:
-        rendezvous = Rendezvous("127.0.0.1", self._port, name, TIMEOUT_S)
+        rendezvous = Rendezvous("127.0.0.1", self._port, name, 2 * LIMIT_S)
         self.transport = rendezvous.open(self.holder.name, self.own, self._part)
 
     def refit(self, factor: float) -> None:
@@ -87,7 +85,7 @@ def goes_on_without(connection: Connection, rank: int, port: int) -> None:
     with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: "):
         for _ in range(2):  # all of the second may have left before it died
             member.transport.send()
-    assert time.monotonic() - begun < 3 * TIMEOUT_S
+    assert time.monotonic() - begun < 6 * LIMIT_S
     for tensor in member.own.values():
         tensor.div_(2)
     torch.cuda.synchronize()  # nothing of the lost exchange occupies the GPU
@@ -109,7 +107,7 @@ def comes_later(connection: Connection, rank: int, port: int) -> None:
 def measures_the_first(connection: Connection, rank: int, port: int) -> None:
     member = Member(rank, port)
     messages_of = member.transport._layouts.values()
-    assert max(len(layout.alone) + bool(layout.together) for layout in messages_of) > 1, "no batch has two messages"
+    assert max(len(layout.unpacked) + bool(layout.packed) for layout in messages_of) > 1, "no batch has two messages"
     before, _ = torch.cuda.mem_get_info()
     member.refit(1)
     after, _ = torch.cuda.mem_get_info()
@@ -144,7 +142,7 @@ def processes():
 
 
 def answer(connection: Connection) -> str:
-    assert connection.poll(DEADLINE_S), "no answer"
+    assert connection.poll(WAIT_S), "no answer"
     return connection.recv()
 
 

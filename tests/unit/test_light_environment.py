@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from megarl.config.load import dump, load
 from tests.paths import CONFIGS, ROOT
 from tests.published_models import CONFIGS as MODELS
+from tests.timing import RUN_S, WAIT_S
 
 ABSENT = ("torch", "megatron", "vllm", "ray", "transformers", "pyarrow", "safetensors", "matplotlib")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "megarl", "configs", "launch")
@@ -69,7 +70,7 @@ def build_wheel(source: Path) -> Path:
             shutil.copy(ROOT / name, source)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
     command = [sys.executable, "-m", "pip", "wheel", ".", *options, "--wheel-dir", "wheels"]
-    subprocess.run(command, cwd=source, check=True, timeout=120)
+    subprocess.run(command, cwd=source, check=True, timeout=WAIT_S)
     [wheel] = (source / "wheels").iterdir()
     return wheel
 
@@ -93,7 +94,7 @@ def run(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess[str
     # Runs may not lie in the folder of temporary files, which that of the tests may be in.
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
     command = [sys.executable, "-S", *command]  # without the site's packages
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S)
 
 
 def test_nothing_else_is_there(site, tmp_path):

@@ -100,7 +100,7 @@ def watch(engine: VllmEngine) -> None:
         step()
         steps.cpu_s += time.thread_time() - before
         steps.ends.append(time.perf_counter())
-        steps.has_work.append(any(not item.completion.done() for item in engine._under_way.values()))
+        steps.has_work.append(any(not item.completion.done() for item in engine._pending.values()))
 
     engine._step, engine.steps = timed, steps
 

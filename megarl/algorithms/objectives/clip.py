@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
-from megarl.algorithms.specs import PolicyObjective
+from megarl.algorithms.specs import ClipLow, PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +24,8 @@ def clip(
 ) -> PolicyLoss:
     """ℓ = −min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A).
 
-    PPO (https://arxiv.org/abs/1707.06347, eq. 7); DAPO's clip-higher (https://arxiv.org/abs/2503.14476) has
-    clip_high > clip_low. With dual_clip c > 1, where A < 0: ℓ ≤ −c·A (https://arxiv.org/abs/1912.09729, eq. 5).
+    PPO (https://arxiv.org/abs/1707.06347, eq. 7). DAPO's clip-higher (https://arxiv.org/abs/2503.14476) sets clip_high
+    > clip_low. With dual_clip c > 1, ℓ ≤ −c·A where A < 0 (https://arxiv.org/abs/1912.09729, eq. 5).
     """
     ratio = policy_ratio(log_prob, old, advantage)
     loss = -(ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -39,5 +42,9 @@ SPEC = PolicyObjective(
     formula="−min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A), with A < 0 at most −dual_clip·A",
     paper="PPO, arXiv 1707.06347",
     loss=clip,
-    arguments={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    parameters={
+        "clip_low": (ClipLow, 0.2),
+        "clip_high": (PositiveFloat, 0.2),
+        "dual_clip": (Annotated[float, Field(gt=1, allow_inf_nan=False)] | None, None),
+    },
 )

@@ -1,13 +1,14 @@
-"""A regression of log-ratios on advantages."""
+"""DRO: regression of log-ratios on advantages."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +24,10 @@ def dro(
     tau: float,
     level: str,
 ) -> PolicyLoss:
-    """ℓ = ½·(A − τ·R)² with R = Σ over the sample of log ρ.
+    """ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
 
-    DRO (https://arxiv.org/abs/2405.19107, eq. 4), whose A is the reward less a value, and whose π_old is a reference
-    that stays. level "token" takes each token's own log ρ for R, which others call DRO too.
+    DRO (https://arxiv.org/abs/2405.19107, eq. 4), where A is the reward minus a value and π_old is a fixed reference.
+    Level "token" sets R to the token's own log ρ, a variant that is also published as DRO.
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old
@@ -39,5 +40,5 @@ SPEC = PolicyObjective(
     paper="DRO, arXiv 2405.19107",
     loss=dro,
     inputs=("samples",),
-    arguments={"tau": 1.0, "level": "sequence"},
+    parameters={"tau": (PositiveFloat, 1.0), "level": (Literal["token", "sequence"], "sequence")},
 )

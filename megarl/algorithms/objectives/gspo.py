@@ -1,4 +1,4 @@
-"""PPO's clip of the ratio of whole samples."""
+"""GSPO: PPO's clip of the sequence-level ratio."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.objectives.clip import clip
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.shapes import require_one_shape
-from megarl.algorithms.specs import PolicyObjective
+from megarl.algorithms.specs import ClipLow, PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """ℓ = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A) with s = exp(mean over the sample of log ρ).
+    """ℓ = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), where s = exp(mean of log ρ over the sample).
 
     GSPO (https://arxiv.org/abs/2507.18071, eq. 5 and 7).
     """
@@ -38,5 +39,5 @@ SPEC = PolicyObjective(
     paper="GSPO, arXiv 2507.18071",
     loss=gspo,
     inputs=("samples",),
-    arguments={"clip_low": 3e-4, "clip_high": 4e-4},
+    parameters={"clip_low": (ClipLow, 3e-4), "clip_high": (PositiveFloat, 4e-4)},
 )

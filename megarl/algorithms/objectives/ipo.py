@@ -1,4 +1,4 @@
-"""IPO: preferences from log-ratios to the reference, with a finite optimal margin."""
+"""IPO: preference learning from log-ratios to the reference, with a finite optimal margin."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.pairs import require_pairs
 from megarl.algorithms.specs import PairObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
 
 
 def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
-    """ℓ = (m/β − 1 / (2·β))², m = β·h, h the log-ratio of the better response less that of the worse one.
+    """ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the worse one.
 
-    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here. margin: float32 [P].
+    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here.
+
+    Args:
+        margin: float32 [P], m.
     """
     require_pairs(margin)
     return (margin / beta - 1 / (2 * beta)).square()
@@ -25,7 +29,7 @@ SPEC = PairObjective(
     formula="(m/β − 1 / (2·β))², m = β·(log π/π_ref of the better − of the worse)",
     paper="IPO, arXiv 2310.12036",
     loss=ipo,
-    arguments={"beta": 0.1},
+    parameters={"beta": (PositiveFloat, 0.1)},
     rows=("preferences", "prompts"),
     reads_reference=True,
 )

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.ratio import bounded
 from megarl.algorithms.specs import PolicyObjective
+from megarl.core.ranges import PositiveFloat
 
 if TYPE_CHECKING:
     import torch
 
 
 def kl_penalty(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, penalty: float) -> PolicyLoss:
-    """ℓ = −ρ·A + penalty · k with k = ρ − 1 − log ρ, whose mean over tokens of π_old is KL(π_old ‖ π).
+    """ℓ = −ρ·A + penalty · k with k = ρ − 1 − log ρ, whose mean over tokens sampled from π_old is KL(π_old ‖ π).
 
     TRPO's penalty form (https://arxiv.org/abs/1502.05477, section 4; PPO, https://arxiv.org/abs/1707.06347, eq. 8).
-    With a penalty_target the penalty is adapted after each step (`megarl.algorithms.kl.adapted_penalty`).
+    With a penalty_target, `megarl.algorithms.kl.adapted_penalty` adapts the penalty after each step.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     log_ratio = bounded(log_prob - old)
@@ -28,6 +29,6 @@ SPEC = PolicyObjective(
     formula="−ρ·A + penalty·(ρ − 1 − log ρ)",
     paper="TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8",
     loss=kl_penalty,
-    arguments={"penalty": 1.0},
-    of_steps={"penalty_target": None},
+    parameters={"penalty": (PositiveFloat, 1.0)},
+    of_steps={"penalty_target": (PositiveFloat | None, None)},
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -19,11 +20,8 @@ from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, SampleInfo
-from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.turns import EngineTurns, Turns
-
-if TYPE_CHECKING:
-    from megarl.rollout.vllm.engine import VllmEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +40,16 @@ class _Generating:
     num_tokens: int = 0
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
-class EngineActor(VllmActor):
+class EngineProcess(VllmActor):
     """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
     for its samples."""
 
-    def _arguments(self) -> dict[str, Any]:
-        from megarl.rollout.vllm.engine import rollout_arguments
+    @abstractmethod
+    def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        """Returns the engine, which has no weights yet."""
 
-        config = self._config
-        return rollout_arguments(
-            config.rollout,
-            self._model_folder,
-            config.model.dtype,
-            config.run.seed,
-            config.actor.experts.replay_routes,
-            config.model.head_dtype,
-        )
-
-    @staticmethod
-    def is_batch_invariant(config: Config) -> bool:
-        return config.rollout.batch_invariant
-
-    def _load(self, arguments: Mapping[str, Any]) -> VllmEngine:
-        from megarl.rollout.vllm.engine import VllmEngine
-
-        engine = VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
+    def _load(self, arguments: Mapping[str, Any]) -> Engine:
+        engine = self._make_engine(arguments)
         self._turns = defaultdict(lambda: EngineTurns(engine))
         self._generating: dict[str, _Generating] = {}
         """The calls of `generate` under way, by the names of their first requests."""
@@ -123,3 +105,30 @@ class EngineActor(VllmActor):
             if self._worker.has_lost_a_rank or self._has_lost_a_part():
                 end_process()
             raise
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+class EngineActor(EngineProcess):
+    """One engine on vLLM."""
+
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.engine import rollout_arguments
+
+        config = self._config
+        return rollout_arguments(
+            config.rollout,
+            self._model_folder,
+            config.model.dtype,
+            config.run.seed,
+            config.actor.experts.replay_routes,
+            config.model.head_dtype,
+        )
+
+    @staticmethod
+    def is_batch_invariant(config: Config) -> bool:
+        return config.rollout.batch_invariant
+
+    def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        from megarl.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)

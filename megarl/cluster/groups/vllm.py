@@ -81,10 +81,10 @@ class VllmActor(ProcessActor):
         if len(parts) == 1:
             return {}
         from megarl.cluster.store import open_store
-        from megarl.rollout.vllm.part import Part, meet_over
+        from megarl.rollout.vllm.part import Part, set_rendezvous_address
 
         host = ray.util.get_node_ip_address()
-        meet_over(host)
+        set_rendezvous_address(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
         print(f"{self._process.name}: its parts meet at {host}:{self._store.port}", flush=True)
         first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
@@ -121,8 +121,8 @@ class PartActor(ProcessActor):
         first part is gone: Ray would give them half a minute more."""
         with imports():
             from megarl.cluster.store import is_open, join_store
-            from megarl.rollout.vllm.part import PartRanks, meet_over
-        meet_over(ray.util.get_node_ip_address())
+            from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address
+        set_rendezvous_address(ray.util.get_node_ip_address())
         ranks = PartRanks(arguments)
         segments.note(own_scratch())
         store = join_store(arguments["master_addr"], arguments["master_port"], None, VERDICT_S)

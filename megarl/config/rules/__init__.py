@@ -1,8 +1,8 @@
-"""The rules across keys, a module for each section of the recipe, and `check`, which asks all of them.
+"""Rules across keys, one module per section, and `check`, which applies them all.
 
-A rule is a function named as what it says. It returns None where it is kept, otherwise a line for each key that breaks
-it, with the value, the arithmetic and the remedy. Each module lists its own in RULES. `model` has those between the
-recipe and a model's config.json, which can be asked only where that is at hand.
+A rule is a function whose name states it. It returns None if the configuration keeps it, otherwise one line per broken
+key with value, arithmetic and remedy. Each module lists its rules in RULES. `no_effect` is the table of keys that have
+an effect only under a condition. Rules between keys and a model's config.json are in `megarl.models.rules`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megarl.config.rules import (
     trust_region,
     vllm_overrides,
 )
-from megarl.config.rules.unused_keys import unused_keys
+from megarl.config.rules.no_effect import keys_without_effect
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
@@ -46,14 +46,17 @@ SECTIONS = (
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
-    """Checks the keys against each other, and those that nothing reads against the base recipe's values (defaults).
-    Raises UserError with one line per broken rule."""
+    """Check the keys against each other, and keys without effect against the base recipe's values (`defaults`).
+
+    Raises:
+        UserError: with one line per broken rule.
+    """
     raise_all(
         [
             *(rule(config) for section in SECTIONS for rule in section.RULES),
             *(rule(f"{model.section}.layout.", model.layout) for model in config.all_placed for rule in layout.RULES),
             *(rule(config, model) for model in config.all_placed for rule in placed.RULES),
             *(rule(config, model) for model in config.all_trained for rule in trained.RULES),
-            *unused_keys(config, defaults),
+            *keys_without_effect(config, defaults),
         ]
     )

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.config.document import show
 from megarl.config.schema import Config
-
-
-def estimator_reads_its_options(config: Config) -> str | None:
-    advantage = config.algorithm.advantage
-    options = {name: value for name, value in advantage.model_dump().items() if name != "estimator"}
-    unused_keys = [name for name, value in options.items() if value is not None and name not in advantage.spec.options]
-    if not unused_keys:
-        return None
-    assignments = ", ".join(f"algorithm.advantage.{name}={show(options[name])}" for name in unused_keys)
-    return (
-        f"{assignments}: not read by algorithm.advantage.estimator={advantage.estimator}, which has the options "
-        f"{', '.join(advantage.spec.options)}; set {'it' if len(unused_keys) == 1 else 'them'} to null"
-    )
 
 
 def compared_samples_are_of_one_prompt(config: Config) -> str | None:
@@ -28,8 +14,8 @@ def compared_samples_are_of_one_prompt(config: Config) -> str | None:
     if advantage.option("group_of_one") == "reward":
         return None
     return (
-        f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt with each other "
-        "and needs at least 2; set batch.samples_per_prompt=8"
+        f"batch.samples_per_prompt={samples}: {advantage.estimator} compares the samples of a prompt and needs at "
+        "least 2. Fix: set batch.samples_per_prompt=8"
     )
 
 
@@ -40,7 +26,6 @@ def options_keep_the_rules_of_the_estimator(config: Config) -> str | None:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    estimator_reads_its_options,
     compared_samples_are_of_one_prompt,
     options_keep_the_rules_of_the_estimator,
 )

@@ -1,4 +1,4 @@
-"""The rules of the section cluster, where roles may be given devices."""
+"""The rules of section `cluster`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from megarl.config.schema import Config
 from megarl.core.spans import overlap
 
 
-def all_roles_are_given_devices_or_none(config: Config) -> str | None:
+def all_roles_have_devices_or_none(config: Config) -> str | None:
     given, roles = config.cluster.roles.given, config.num_ranks
     if not given or given.keys() == roles.keys():
         return None
     missing, strange = [r for r in roles if r not in given], [r for r in given if r not in roles]
     problem = f"{', '.join(missing)} missing" if missing else f"the run has no {', '.join(strange)}"
-    return f"cluster.roles: {problem}; give devices to all of {', '.join(roles)} and to no other, or to none"
+    return f"cluster.roles: {problem}. Fix: set {', '.join(roles)} and no other role, or none"
 
 
 def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None:
@@ -24,15 +24,15 @@ def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None
         if nodes == 0 or ranks[role] % nodes:
             return (
                 f"cluster.roles.{role}={getattr(roles, role)}: {nodes} nodes, and {_sizes(role)} makes {ranks[role]} "
-                "ranks, which is no whole number on each; give a number of nodes that divides them"
+                "ranks, which do not divide by the nodes. Fix: set a number of nodes that divides the ranks"
             )
         each[role] = ranks[role] // nodes
     if len(set(each.values())) < 2:
         return None
     found = ", ".join(f"{role} {count}" for role, count in each.items())
     return (
-        f"cluster.roles: a node would have as many devices as these roles have ranks on each of theirs, and that is "
-        f"{found}; give each as many, or devices by their numbers"
+        f"cluster.roles: roles placed by nodes need the same number of ranks per node, and have {found}. Fix: set "
+        "equal numbers, or place the roles by device numbers"
     )
 
 
@@ -41,40 +41,40 @@ def each_rank_has_a_device(config: Config) -> str | None:
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
-    """Yields a line for each role whose devices are more or fewer than its ranks."""
+    """Yield a line for each role that does not have one device per rank."""
     ranks = config.num_ranks
     roles = config.cluster.roles
     for role, span in roles.given.items():
         if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
             fitting = _shown(role, range(span.start, span.start + ranks[role]))
             yield (
-                f"{_shown(role, span)}: {len(span)} devices, and {_sizes(role)} makes {ranks[role]} ranks, one on "
-                f"each; set {fitting}, or another layout"
+                f"{_shown(role, span)}: {len(span)} devices for the {ranks[role]} ranks of {_sizes(role)}. Fix: set "
+                f"{fitting}, or another layout"
             )
 
 
 def engines_are_where_placement_says(config: Config) -> str | None:
-    """Colocated, engines read the weights of the actor on their own devices; else no model is on them."""
+    """Colocated engines read the actor's weights on their own devices; disaggregated engines share no devices."""
     spans = config.role_devices
     if config.is_offline or spans.keys() != config.num_ranks.keys():
         return None
     engines, actor = spans.pop("rollout"), spans["actor"]
     if config.is_colocated and engines.start != actor.start:
         return (
-            f"{_given(config, 'rollout')}: colocated engines begin on the actor's first device, and "
-            f"{_given(config, 'actor')}; let both begin there, or set cluster.placement=disaggregated"
+            f"{_given(config, 'rollout')}: colocated engines start on the actor's first device, and "
+            f"{_given(config, 'actor')}. Fix: start both there, or set cluster.placement=disaggregated"
         )
     shared = [] if config.is_colocated else [role for role, span in spans.items() if overlap(engines, span)]
     if not shared:
         return None
     return (
-        f"{_given(config, 'rollout')}: disaggregated engines share devices with no model, and "
-        f"{_given(config, shared[0])}; give them others, or set cluster.placement=colocated"
+        f"{_given(config, 'rollout')}: disaggregated engines cannot share devices with models, and "
+        f"{_given(config, shared[0])}. Fix: choose other devices, or set cluster.placement=colocated"
     )
 
 
 def _sizes(role: str) -> str:
-    """Returns the keys by which a role has its number of ranks."""
+    """Return the keys that determine a role's number of ranks."""
     return "rollout.replicas x rollout.tp" if role == "rollout" else f"{role}.layout"
 
 
@@ -87,7 +87,7 @@ def _shown(role: str, span: range) -> str:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    all_roles_are_given_devices_or_none,
+    all_roles_have_devices_or_none,
     whole_nodes_have_as_many_devices_for_each_role,
     each_rank_has_a_device,
     engines_are_where_placement_says,

@@ -1,4 +1,4 @@
-"""The rule of section `critic`; those that hold for every trained model are in `trained`."""
+"""The rule of section `critic`; rules of every trained model are in `trained`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from megarl.config.schema import Config
 
 def warmup_of_the_critic_ends(config: Config) -> str | None:
     warmup, steps = config.critic.warmup_steps, config.run.steps
-    if config.actor_has_values and warmup:
-        return (
-            f"critic.warmup_steps={warmup}: with critic.shared_backbone=true the critic is not trained without the actor; set "
-            "critic.warmup_steps=0 or critic.shared_backbone=false"
-        )
     if not config.has_critic or warmup < steps:
         return None
     return (
-        f"critic.warmup_steps={warmup}: in these steps only the critic is trained, and the run has run.steps={steps}; "
+        f"critic.warmup_steps={warmup}: the actor would never be trained in run.steps={steps}. Fix: "
         f"set critic.warmup_steps below {steps}"
     )
 

@@ -1,4 +1,4 @@
-"""The rules of section `data`; those that an objective has for its data are in `objective`."""
+"""The rules of section `data`; rules between objective and data are in `objective`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def messages_have_a_chat_template(config: Config) -> str | None:
     if config.data.format != "messages" or config.data.chat_template:
         return None
     return (
-        "data.chat_template=false: with data.format=messages it is the chat template that says how turns are written; "
+        "data.chat_template=false: with data.format=messages only the chat template can format turns. Fix: "
         "set data.chat_template=true"
     )
 
@@ -25,33 +25,22 @@ def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | No
     if data.format != "prompts" or data.source == OWN_TASKS:
         rows = f"format={data.format}" if data.format != "prompts" else f"source={data.source}"
         return (
-            f"data.system_prompt: it stands before prompts of rows, and with data.{rows} there are none; remove it, "
-            "and write system messages where the conversations come from"
+            f"data.system_prompt: it precedes the prompts of rows, and data.{rows} has none. Fix: remove it, and put "
+            "system messages into the conversations"
         )
     if not data.chat_template:
         return (
-            "data.system_prompt: with data.chat_template=false nothing says how a system message is written; set "
+            "data.system_prompt: data.chat_template=false cannot format a system message. Fix: set "
             "data.chat_template=true, or put the text into the prompts"
         )
     return None
-
-
-def options_are_of_a_reasoning_task(config: Config) -> str | None:
-    data = config.data
-    given = next((key for key in ("options", "stages") if getattr(data, key)), None)
-    if given is None or data.reasoning_task is not None:
-        return None
-    return (
-        f"data.{given}={getattr(data, given)}: it is of reasoning-gym's tasks, and data.source={data.source}; remove "
-        "it, or set data.source=reasoning_gym:TASK"
-    )
 
 
 def reasoning_tasks_are_prompts(config: Config) -> str | None:
     data = config.data
     if data.reasoning_task is None or not config.is_offline:
         return None
-    return f"data.format={data.format}: the rows of data.source={data.source} are prompts; set data.format=prompts"
+    return f"data.format={data.format}: the rows of data.source={data.source} are prompts. Fix: set data.format=prompts"
 
 
 def stages_come_in_their_order(config: Config) -> str | None:
@@ -59,43 +48,15 @@ def stages_come_in_their_order(config: Config) -> str | None:
     if not data.stages:
         return None
     if data.size is not None:
-        return f"data.size={data.size}: with data.stages, each of them has its size; set data.size to null"
+        return f"data.size={data.size}: each of data.stages has its own size. Fix: set data.size=null"
     if data.shuffle:
         return (
-            "data.shuffle=true: the rows of data.stages would not come in their order; set data.shuffle=false (within "
-            "a stage, they are drawn at random as it is)"
+            "data.shuffle=true: it would mix the rows of data.stages. Fix: set data.shuffle=false (rows within a "
+            "stage are random anyway)"
         )
     wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
     if wrong is not None:
-        return (
-            f"data.stages: {wrong} has no size; give each the number of its rows, such as {{size: 1000, n_people: 3}}"
-        )
-    return None
-
-
-def sources_have_a_column(config: Config) -> str | None:
-    data = config.data
-    if data.source_column is None or data.source != "arithmetic":
-        return None
-    return f"data.source_column={data.source_column}: data.source=arithmetic has no columns; set it to null"
-
-
-def order_is_of_prompts(config: Config) -> str | None:
-    data = config.data
-    for key, nothing in (
-        ("sort_column", None),
-        ("weight_column", None),
-        ("solved_weight", None),
-        ("source_weights", {}),
-    ):
-        if getattr(data, key) != nothing and config.is_offline:
-            return (
-                f"data.{key}={show(getattr(data, key))}: it is of prompts, and data.format={data.format}; set it to "
-                f"{show(nothing)}"
-            )
-    for column, key in data.ordering_columns.items():
-        if data.is_procedural and data.reasoning_task is None:
-            return f"{key}={column}: data.source={data.source} has no columns; set it to null"
+        return f"data.stages: {wrong} has no size. Fix: set its number of rows, such as {{size: 1000, n_people: 3}}"
     return None
 
 
@@ -105,14 +66,11 @@ def sorted_rows_keep_their_order(config: Config) -> str | None:
         return None
     if data.draws_by_weight:
         return (
-            f"data.sort_column={data.sort_column}: rows that are drawn by data.weight_column, solved_weight or "
-            "source_weights come in no order; set it to null"
+            f"data.sort_column={data.sort_column}: data.weight_column, solved_weight and source_weights draw rows in "
+            "random order. Fix: set data.sort_column=null"
         )
     if data.shuffle:
-        return (
-            f"data.sort_column={data.sort_column}: with data.shuffle=true rows would not come in its order; set "
-            "data.shuffle=false"
-        )
+        return f"data.sort_column={data.sort_column}: data.shuffle=true changes the order. Fix: set data.shuffle=false"
     return None
 
 
@@ -120,12 +78,12 @@ def several_sources_are_files(config: Config) -> str | None:
     data = config.data
     twice = next((source for source in data.sources if data.sources.count(source) > 1), None)
     if twice is not None:
-        return f"data.more_sources: {twice} is a source twice, and its rows would have the same names; name it once"
+        return f"data.more_sources: {twice} is listed twice. Fix: list it once"
     made = next((source for source in data.sources if is_procedural(source)), None)
     if not data.more_sources or made is None:
         return None
     key = "source" if made == data.source else "more_sources"
-    return f"data.{key}={made}: several sources are files, and its rows are made; set data.more_sources=[]"
+    return f"data.{key}={made}: only files can be combined, and it is procedural. Fix: set data.more_sources=[]"
 
 
 def weights_are_of_sources(config: Config) -> str | None:
@@ -135,19 +93,16 @@ def weights_are_of_sources(config: Config) -> str | None:
     if set(data.source_weights) == set(data.sources):
         return None
     return (
-        f"data.source_weights={show(data.source_weights)}: with data.source_column=null, it has a weight for each "
-        f"file, which are {', '.join(data.sources)}; name these, or the column that has the source of a row"
+        f"data.source_weights={show(data.source_weights)}: with data.source_column=null its keys are the "
+        f"files {', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     messages_have_a_chat_template,
     system_prompts_are_of_prompts_in_a_chat_template,
-    options_are_of_a_reasoning_task,
     reasoning_tasks_are_prompts,
     stages_come_in_their_order,
-    sources_have_a_column,
-    order_is_of_prompts,
     sorted_rows_keep_their_order,
     several_sources_are_files,
     weights_are_of_sources,

@@ -8,33 +8,17 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
 
-def options_are_of_a_class(config: Config) -> str | None:
-    options = config.environment.options
-    if config.has_environment or not options:
-        return None
-    return f"environment.options={options}: nothing reads it without environment.class; set that, or remove them"
-
-
 def own_tasks_have_an_environment(config: Config) -> str | None:
     if config.data.source != OWN_TASKS or config.has_environment:
         return None
     return (
-        f"data.source={OWN_TASKS}: these are tasks that an environment makes itself, and environment.class=null; set "
-        "environment.class, or give a file"
-    )
-
-
-def environments_answer_what_is_sampled(config: Config) -> str | None:
-    if not config.has_environment or not config.is_offline:
-        return None
-    return (
-        f"environment.class={config.environment.name}: with data.format={config.data.format} nothing is sampled that it "
-        "could answer; set environment.class=null, or data.format=prompts"
+        f"data.source={OWN_TASKS}: the environment generates the tasks, and environment.class=null. Fix: set "
+        "environment.class, or data.source to a file"
     )
 
 
 def whole_rollouts_are_rewarded(config: Config) -> str | None:
-    """What reads one prompt and one response has no place for a rollout of several turns, or of several samples."""
+    """Scorers of one prompt and one response cannot score rollouts of several turns or samples."""
     if not config.has_environment:
         return None
     per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
@@ -46,8 +30,8 @@ def whole_rollouts_are_rewarded(config: Config) -> str | None:
     }
     name = config.environment.name
     lines = [
-        f"{reader}: it reads a prompt and one response, and with environment.class={name} a rollout has several turns; "
-        "let the environment's steps return rewards instead"
+        f"{reader}: it scores one response, and with environment.class={name} a rollout has several turns. Fix: "
+        "return rewards from the environment's steps instead"
         for reader, is_there in readers.items()
         if is_there
     ]
@@ -59,15 +43,13 @@ def turns_fit_a_response(config: Config) -> str | None:
     if turn is None or turn <= longest:
         return None
     return (
-        f"environment.turn_tokens={turn}: all turns of a sample have rollout.max_new_tokens={longest} together; lower "
-        "it, or raise rollout.max_new_tokens"
+        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit of all turns "
+        "together. Fix: lower it, or raise rollout.max_new_tokens"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    options_are_of_a_class,
     own_tasks_have_an_environment,
-    environments_answer_what_is_sampled,
     whole_rollouts_are_rewarded,
     turns_fit_a_response,
 )

@@ -16,14 +16,14 @@ COUNTED = ("failed_share", "truncated_share", "length_mean")
 """Metrics of a set beside its estimates."""
 
 OF_TURNS = ("turns_mean",)
-"""Those that only a set in an environment has."""
+"""Metrics of sets in an environment."""
 
 
 def something_samples(config: Config) -> str | None:
     if not config.evaluation.sets or not config.is_offline:
         return None
     return (
-        f"evaluation.sets: with data.format={config.data.format} no engine starts that could sample; remove them, and "
+        f"evaluation.sets: with data.format={config.data.format} no engine is started. Fix: remove the sets, and "
         "evaluate the trained model with `megarl evaluate`"
     )
 
@@ -33,27 +33,27 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
         of_set = config_of_set(config, item)
         if of_set.data.source == OWN_TASKS and not of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has source={OWN_TASKS}, tasks that an environment makes itself, and "
-                "none; give it an environment, or a file as its source"
+                f"evaluation.sets: {item.name} has source={OWN_TASKS} without an environment that generates the tasks. "
+                "Fix: set its environment, or its source to a file"
             )
     return None
 
 
 def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
-    """Checks them as data.system_prompt is. What a set takes over from data is left out where it has no place."""
+    """A set's own system prompt follows the rules of data.system_prompt. An inherited one is dropped if unusable."""
     for item in config.evaluation.sets:
         data = config_of_set(config, item).data
         if not item.system_prompt:
             continue
         if data.source == OWN_TASKS:
             return (
-                f"evaluation.sets: {item.name} has a system_prompt, which stands before prompts of rows, and with "
-                f"source={OWN_TASKS} there are none; remove it, and write system messages in the environment"
+                f"evaluation.sets: {item.name} has a system_prompt, and with source={OWN_TASKS} the environment "
+                "writes the prompts. Fix: remove it, and write system messages in the environment"
             )
         if not data.chat_template:
             return (
-                f"evaluation.sets: {item.name} has a system_prompt, and with chat_template=false nothing says how a "
-                "system message is written; give it chat_template: true, or put the text into the prompts"
+                f"evaluation.sets: {item.name} has a system_prompt, which chat_template=false cannot format. Fix: set "
+                "chat_template: true, or put the text into the prompts"
             )
     return None
 
@@ -63,22 +63,22 @@ def options_of_sets_are_of_a_class(config: Config) -> str | None:
         own = item.environment
         if own is not None and own.name is None and own.options:
             return (
-                f"evaluation.sets: {item.name} has environment.options={own.options}, and nothing reads them without "
-                "environment.class; give the set one, or remove them"
+                f"evaluation.sets: {item.name} has environment.options={own.options}, which have no effect unless "
+                "environment.class is set. Fix: set it, or remove them"
             )
     return None
 
 
 def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
-    """What reads one prompt and one response has no place for a rollout of several turns, or of several samples."""
+    """Functions with per_turn score one response, not rollouts of several turns or samples."""
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
         if per_turn and of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which reads a prompt and one "
-                f"response, and with environment.class={of_set.environment.name} a rollout has several turns; let the "
-                "environment's steps return rewards instead"
+                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores one response, and "
+                f"with environment.class={of_set.environment.name} a rollout has several turns. Fix: return rewards "
+                "from the environment's steps instead"
             )
     return None
 
@@ -86,28 +86,28 @@ def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
 def sets_have_names_of_their_own(config: Config) -> str | None:
     names = [item.name for item in config.evaluation.sets]
     twice = next((name for name in names if names.count(name) > 1), None)
-    return None if twice is None else f"evaluation.sets: {twice} is the name of two; give each one of its own"
+    return None if twice is None else f"evaluation.sets: {twice} is the name of two sets. Fix: rename one"
 
 
 def sets_are_evaluated(config: Config) -> str | None:
-    """The key every_steps of a set counts, too."""
+    """A set's own every_steps also counts."""
     settings = config.evaluation
     never = [item.name for item in settings.sets if settings.interval(item) is None]
     if not never or settings.at_start or settings.at_end:
         return None
     return (
-        f"evaluation.sets: {', '.join(never)} would never be evaluated, with at_start and at_end false; set "
+        f"evaluation.sets: {', '.join(never)} would never be evaluated with at_start=false and at_end=false. Fix: set "
         "evaluation.every_steps=10"
     )
 
 
 def samples_of_a_prompt_differ(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        is_answered = config_of_set(config, item).has_environment  # which may answer in different ways
+        is_answered = config_of_set(config, item).has_environment  # whose replies may differ
         if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
                 f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} with temperature=0, so "
-                "that all samples of a prompt would be the same; set temperature: 1.0, or samples_per_prompt: 1"
+                "all samples of a prompt are equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
             )
     return None
 
@@ -117,7 +117,7 @@ def sets_are_scored(config: Config) -> str | None:
         of_set = config_of_set(config, item)
         if not of_set.rewards.functions and not of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has no functions, and rewards.functions has none for it; list one, such "
+                f"evaluation.sets: {item.name} has no functions, and rewards.functions is empty. Fix: list one, such "
                 "as functions: [{function: exact_match}]"
             )
     return None
@@ -129,8 +129,8 @@ def context_holds_a_prompt_and_its_response(config: Config) -> str | None:
         new = longest_response(config, item)
         if item.max_new_tokens is not None and new >= context:
             return (
-                f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context - new} of "
-                f"rollout.context_length={context} tokens for the prompt ({context} - {new}); lower it or raise "
+                f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = "
+                f"{context - new} of rollout.context_length={context} tokens for the prompt. Fix: lower it or raise "
                 "context_length"
             )
     return None
@@ -142,13 +142,13 @@ def best_is_a_metric(config: Config) -> str | None:
     if metric is None or metric in known:
         return None
     if not known:
-        return f"evaluation.best.metric={metric}: there are no evaluation.sets; list some, or set it to null"
+        return f"evaluation.best.metric={metric}: there are no evaluation.sets. Fix: list some, or set it to null"
     [near] = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
     return f"evaluation.best.metric={metric}: no set has it; did you mean {near}? All: {', '.join(known)}"
 
 
 def best_is_saved(config: Config) -> str | None:
-    """Every evaluation that may be the best is at a step with a checkpoint; that after the last step is."""
+    """Every evaluation that may be the best is at a step with a checkpoint; the last step has one."""
     settings, every = config.evaluation, config.checkpoint.every_steps
     metric = settings.best.metric
     judged = next((item for item in settings.sets if metric in metrics_of(config, item)), None)
@@ -157,20 +157,20 @@ def best_is_saved(config: Config) -> str | None:
     interval = settings.interval(judged)
     if every is None:
         return (
-            f"evaluation.best.metric={metric}: with checkpoint.every_steps=null none is saved; set "
+            f"evaluation.best.metric={metric}: with checkpoint.every_steps=null no checkpoint is saved. Fix: set "
             f"checkpoint.every_steps={interval or 50}"
         )
     if interval is None or interval % every == 0:
         return None
     return (
         f"evaluation.best.metric={metric}: {judged.name} is evaluated every {interval} steps, and checkpoints are "
-        f"saved every {every}, so that some evaluations would have none; set checkpoint.every_steps="
+        f"saved every {every}, so some evaluations have none. Fix: set checkpoint.every_steps="
         f"{gcd(interval, every)}"
     )
 
 
 def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
-    """Returns the names in metrics.jsonl of what can be the best of a set."""
+    """Return the metrics of a set that evaluation.best.metric may name."""
     counted = (*COUNTED, *OF_TURNS) if config_of_set(config, item).has_environment else COUNTED
     return [item.prefix + name for name in (*estimates.names(item.samples_per_prompt), *counted)]
 

@@ -1,4 +1,4 @@
-"""The rules of section `actor.experts`; that the model has experts is one of `model`."""
+"""The rules of section `actor.experts`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ REPLAYED = "actor.experts.replay_routes=true"
 CACHE = "rollout.vllm_overrides.enable_prefix_caching"
 
 
-def replayed_routes_are_of_an_engine(config: Config) -> str | None:
-    if not config.actor.experts.replay_routes or not config.is_offline:
-        return None
-    return (
-        f"{REPLAYED}: the routes are those of the engines that sampled, and with data.format={config.data.format} nothing "
-        "is sampled; set actor.experts.replay_routes=false"
-    )
-
-
 def routers_take_replayed_routes(config: Config) -> str | None:
     extra, lines = config.actor.megatron_overrides.model, []
     for name in extra if config.actor.experts.replay_routes else ():
@@ -29,11 +20,11 @@ def routers_take_replayed_routes(config: Config) -> str | None:
         elif name == "moe_router_load_balancing_type" and extra[name] == "sinkhorn":
             why = "sinkhorn chooses experts by itself"
         elif "cuda_graph" in name and extra[name] not in (False, None, "none"):
-            why = "a graph would send every microbatch where the first one went"
+            why = "a graph replays the routes of the first microbatch"
         else:
             continue
         lines.append(
-            f"actor.megatron_overrides.model.{name}={show(extra[name])}: {why}, and {REPLAYED} gives other experts; "
+            f"actor.megatron_overrides.model.{name}={show(extra[name])}: {why}, which conflicts with {REPLAYED}. Fix: "
             "leave it out, or set actor.experts.replay_routes=false"
         )
     return "\n".join(lines) or None
@@ -44,13 +35,12 @@ def engine_caches_what_returns_routes(config: Config) -> str | None:
     if not config.actor.experts.replay_routes or "enable_prefix_caching" not in extra:
         return None
     return (
-        f"{CACHE}={show(extra['enable_prefix_caching'])}: with {REPLAYED} this follows from how vLLM tells experts, on "
-        "GPUs by its cache and on CPU without; leave it out"
+        f"{CACHE}={show(extra['enable_prefix_caching'])}: {REPLAYED} decides it, because vLLM returns routes through "
+        "its cache on GPUs, and not on CPU. Fix: leave it out"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    replayed_routes_are_of_an_engine,
     routers_take_replayed_routes,
     engine_caches_what_returns_routes,
 )

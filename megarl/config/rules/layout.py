@@ -1,6 +1,4 @@
-"""The rules of a parallel layout on its own. `keys` is the prefix of a key's name where the layout was given, such as
-"actor.layout.".
-"""
+"""The rules within a parallel layout. `keys` is the prefix of its keys, such as "actor.layout."."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from megarl.config.violations import raise_all
 
 
 def check_layout(keys: str, layout: Layout) -> None:
-    """Raises UserError with one line per broken rule."""
+    """Raise UserError with one line per broken rule."""
     raise_all(rule(keys, layout) for rule in RULES)
 
 
@@ -21,7 +19,7 @@ def sequence_parallel_needs_tensor_parallel(keys: str, layout: Layout) -> str | 
     if not layout.sequence_parallel or layout.tp > 1:
         return None
     return (
-        f"{keys}sequence_parallel=true: it shards over the tensor-parallel ranks, and {keys}tp=1 has one; set "
+        f"{keys}sequence_parallel=true: it shards over tensor-parallel ranks, and {keys}tp=1. Fix: set "
         f"{keys}sequence_parallel=false or a larger tp"
     )
 
@@ -30,7 +28,7 @@ def uneven_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
     uneven = [name for name, layers in layout.uneven_stages.items() if layers is not None]
     if not uneven or layout.pp > 1:
         return None
-    return f"{keys}{' and '.join(uneven)} given, but {keys}pp=1 is a single stage; set it to null or raise pp"
+    return f"{keys}{' and '.join(uneven)} is set, but {keys}pp=1 is a single stage. Fix: set it to null or raise pp"
 
 
 def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
@@ -38,29 +36,29 @@ def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
         return None
     return (
         f"{keys}vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and {keys}pp=1 is a "
-        f"single one; set {keys}vpp=1 or raise pp"
+        f"single one. Fix: set {keys}vpp=1 or raise pp"
     )
 
 
 def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> str | None:
-    """Megatron without expert parallelism computes wrong gradients for another etp, without an error."""
+    """Without expert parallelism, Megatron silently computes wrong gradients if etp differs from tp."""
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
         f"{keys}etp={layout.etp}: without expert parallelism ({keys}ep=1) experts are sharded like the other layers "
-        f"(tp={layout.tp}); set {keys}etp=null or raise ep"
+        f"(tp={layout.tp}). Fix: set {keys}etp=null or raise ep"
     )
 
 
 def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
-    """The tp x cp x dp ranks of a pipeline stage are for the experts etp x ep x their own data parallelism."""
+    """The experts split the tp x cp x dp ranks of a pipeline stage into etp x ep x expert data parallelism."""
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None
     return (
         f"{keys}ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = {ranks} "
         f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed} "
-        f"({quotient(ranks, needed)}); choose ep from {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+        f"({quotient(ranks, needed)}). Fix: choose ep from {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
 
 

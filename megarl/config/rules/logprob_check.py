@@ -1,4 +1,4 @@
-"""The rules of section `agreement`."""
+"""The rules of section `logprob_check`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def masked_tokens_are_compared(config: Config) -> str | None:
     if config.logprob_check.action != "mask" or config.algorithm.correction.old != "rollout":
         return None
     return (
-        "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare the "
-        "engine's with; set old=trainer, or action=warn or stop"
+        "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer computes no log-probs to "
+        "compare with the engine's. Fix: set algorithm.correction.old=trainer, or logprob_check.action=warn"
     )
 
 
@@ -21,8 +21,8 @@ def masked_tokens_have_losses_of_their_own(config: Config) -> str | None:
     if config.logprob_check.action != "mask" or objective.spec.is_policy_objective or config.is_offline:
         return None
     return (
-        f"logprob_check.action=mask: algorithm.objective.name={objective.name} compares whole samples in pairs, of which "
-        "no part can be left out; set action=warn or stop"
+        f"logprob_check.action=mask: algorithm.objective.name={objective.name} has a loss per pair, so single "
+        "tokens cannot be masked. Fix: set logprob_check.action=warn"
     )
 
 
@@ -30,8 +30,8 @@ def something_can_stop_the_run(config: Config) -> str | None:
     if config.logprob_check.action != "stop" or config.agreement_limit is not None:
         return None
     return (
-        f"logprob_check.action=stop: with rollout.max_staleness={config.rollout.max_staleness} samples of earlier weights "
-        "differ by more than rounding, and logprob_check.limit=null is none; set a limit, or action=warn"
+        f"logprob_check.action=stop: with rollout.max_staleness={config.rollout.max_staleness} stale samples differ by "
+        "more than rounding, and logprob_check.limit=null sets no limit. Fix: set a limit, or logprob_check.action=warn"
     )
 
 

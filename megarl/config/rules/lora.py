@@ -11,8 +11,8 @@ def adapters_are_beside_frozen_weights(config: Config) -> str | None:
     if config.actor.adapters is None or not config.actor.frozen:
         return None
     return (
-        f"actor.frozen={config.actor.frozen}: with actor.lora.rank={config.actor.lora.rank} the whole model is frozen, "
-        "and its adapters are trained; set actor.frozen=[] or actor.lora.rank=null"
+        f"actor.frozen={config.actor.frozen}: with actor.lora.rank={config.actor.lora.rank} the whole model is frozen "
+        "and only its adapters are trained. Fix: set actor.frozen=[] or actor.lora.rank=null"
     )
 
 
@@ -22,24 +22,24 @@ def patterns_name_no_adapters(config: Config) -> str | None:
         return None
     return (
         f"actor.optimizer.no_weight_decay={patterns}: it names tensors of the model, which are frozen with "
-        f"actor.lora.rank={config.actor.lora.rank}; set it to []"
+        f"actor.lora.rank={config.actor.lora.rank}. Fix: set it to []"
     )
 
 
 def heads_are_trained_with_the_model(config: Config) -> str | None:
-    """A new head, of scores or values, is no linear layer of the decoder, and would stay as it is beside adapters."""
+    """A new score or value head has no adapter, so it would not be trained."""
     if config.actor.adapters is None:
         return None
     rank = config.actor.lora.rank
     if config.trains_reward_model:
         return (
             f"actor.lora.rank={rank}: with algorithm.objective.name={config.algorithm.objective.name} the actor has a "
-            "new score head, which would not be trained; set actor.lora.rank=null"
+            "new score head, which would not be trained. Fix: set actor.lora.rank=null"
         )
     if config.actor_has_values:
         return (
-            f"actor.lora.rank={rank}: with critic.shared_backbone=true the actor has a new value head, which would not be "
-            "trained; set critic.shared_backbone=false or actor.lora.rank=null"
+            f"actor.lora.rank={rank}: with critic.shared_backbone=true the actor has a new value head, which would "
+            "not be trained. Fix: set critic.shared_backbone=false or actor.lora.rank=null"
         )
     return None
 
@@ -48,8 +48,8 @@ def products_are_not_in_fp8(config: Config) -> str | None:
     if config.actor.adapters is None or config.actor.fp8 is None:
         return None
     return (
-        f"actor.fp8={config.actor.fp8}: with actor.lora.rank={config.actor.lora.rank} engines get the sum of each "
-        "weight and its adapter, which products in fp8 would not be of; set actor.fp8=null or actor.lora.rank=null"
+        f"actor.fp8={config.actor.fp8}: with actor.lora.rank={config.actor.lora.rank} engines compute with merged "
+        "weights, which separate fp8 products do not match. Fix: set actor.fp8=null or actor.lora.rank=null"
     )
 
 
@@ -59,7 +59,7 @@ def reference_is_the_model(config: Config) -> str | None:
         return None
     return (
         f"algorithm.kl.renew_steps={renew}: with actor.lora.rank={config.actor.lora.rank} the reference is the model "
-        "without its adapters, which never changes; set renew_steps=null or actor.lora.rank=null"
+        "without adapters, which never changes. Fix: set renew_steps=null or actor.lora.rank=null"
     )
 
 
@@ -67,19 +67,19 @@ def merged_weights_stay(config: Config) -> str | None:
     if config.actor.adapters is None or "parameters" not in config.actor.offload:
         return None
     return (
-        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the weights that engines "
-        "get, with the adapters' products added, are a copy that does not move; leave parameters out of it"
+        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the merged weights for "
+        "the engines are a copy that is not offloaded. Fix: remove parameters from the list"
     )
 
 
 def nothing_else_of_the_model_moves(config: Config) -> str | None:
-    """Checkpoints hold adapters alone."""
+    """Checkpoints contain only the adapters."""
     rate = config.actor.megatron_overrides.model.get("moe_router_bias_update_rate", 0)
     if config.actor.adapters is None or not rate:
         return None
     return (
         f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank="
-        f"{config.actor.lora.rank} the model is frozen, and no checkpoint would have its routers' biases; set it to 0"
+        f"{config.actor.lora.rank} checkpoints contain only adapters, not router biases. Fix: set it to 0"
     )
 
 
@@ -89,7 +89,7 @@ def shared_experts_exchange_inside_their_layers(config: Config) -> str | None:
         return None
     return (
         "actor.megatron_overrides.model.moe_shared_expert_overlap=true: with actor.lora.rank="
-        f"{config.actor.lora.rank} adapters gather and reduce inside their layers, and this does so outside of them; "
+        f"{config.actor.lora.rank} adapters communicate inside their layers, and the overlap outside of them. Fix: "
         "set it to false"
     )
 

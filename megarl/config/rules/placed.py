@@ -1,4 +1,4 @@
-"""The rules of each section of a model on ranks of its own."""
+"""The rules of every section of a model with its own ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megarl.config.schema import Config
 
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
-    """The token budget of one rank holds its share of the longest sample, whose tokens are shared out over the
-    context-parallel ranks, in two chunks of equal size for each. The two samples of a pair are in one microbatch."""
+    """The token budget of a rank holds its share of the longest sample: two equal chunks per context-parallel rank. The
+    two samples of a pair are in the same microbatch."""
     role = placed.section
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
     together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1
@@ -20,8 +20,8 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str |
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
     unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
     return (
-        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and "
-        f"is never split over microbatches ({budget} < {needed}); set {role}.tokens_per_microbatch to at least {needed}"
+        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and is never split over "
+        f"microbatches ({budget} < {needed}). Fix: set {role}.tokens_per_microbatch to at least {needed}"
     )
 
 
@@ -36,7 +36,7 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str
     if dp <= units:
         return None
     return (
-        f"{role}.layout.dp={dp}: an update has {units} {what}, fewer than data-parallel ranks; set dp to at most "
+        f"{role}.layout.dp={dp}: an update has {units} {what}, fewer than data-parallel ranks. Fix: set dp to at most "
         f"{units} or raise batch.prompts_per_update"
     )
 

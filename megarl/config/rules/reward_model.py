@@ -8,16 +8,6 @@ from megarl.config.document import show
 from megarl.config.schema import Config
 
 
-def sampled_ids_have_one_length(config: Config) -> str | None:
-    settings = config.reward_model
-    if settings.context_length is None or settings.input_format != "ids":
-        return None
-    return (
-        f"reward_model.context_length={settings.context_length}: with reward_model.input_format=ids it reads the sampled "
-        f"tokens, at most rollout.context_length={config.rollout.context_length}; set reward_model.context_length=null"
-    )
-
-
 def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> str | None:
     layout = config.reward_model.layout
     other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
@@ -26,17 +16,7 @@ def reward_engines_have_tensor_and_data_parallel_ranks_only(config: Config) -> s
         return None
     return (
         f"reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has "
-        f"{', '.join(assignments)}; take the default there, or set reward_model.engine=megatron"
-    )
-
-
-def reward_engines_keep_their_parameters(config: Config) -> str | None:
-    settings = config.reward_model
-    if not config.has_reward_model or settings.engine == "megatron" or not settings.offload:
-        return None
-    return (
-        f"reward_model.offload={settings.offload}: only a reward model in Megatron moves them, and "
-        "reward_model.engine=vllm; set reward_model.offload=[] or reward_model.engine=megatron"
+        f"{', '.join(assignments)}. Fix: take the default there, or set reward_model.engine=megatron"
     )
 
 
@@ -44,20 +24,8 @@ def judge_is_in_vllm(config: Config) -> str | None:
     if not config.reward_model.judges or config.reward_model.engine == "vllm":
         return None
     return (
-        "reward_model.input_format=question: a language model that answers needs an engine, and reward_model.engine="
-        f"{config.reward_model.engine} computes scores only; set reward_model.engine=vllm"
-    )
-
-
-def judge_rates_whole_samples(config: Config) -> str | None:
-    settings = config.reward_model
-    given = {"step_end": settings.step_end, "aggregation": settings.aggregation}
-    others = [f"reward_model.{name}" for name, value in given.items() if value is not None]
-    if not settings.judges or not others:
-        return None
-    return (
-        f"reward_model.input_format=question: a judge gives a sample one rating, and {' and '.join(others)} are of scores of "
-        "its tokens; set " + " and ".join(f"{key}=null" for key in others)
+        "reward_model.input_format=question: a judge generates text, which reward_model.engine="
+        f"{config.reward_model.engine} cannot. Fix: set reward_model.engine=vllm"
     )
 
 
@@ -66,8 +34,8 @@ def judge_reads_the_response(config: Config) -> str | None:
     if not config.reward_model.judges or template is None or "{response}" in template:
         return None
     return (
-        f"reward_model.judge.template={show(template)}: it has no {{response}}, and every response would be rated the "
-        "same; say where the judge reads it"
+        f"reward_model.judge.template={show(template)}: it has no {{response}}, so all responses would get the same "
+        "rating. Fix: add {response} where the judge should read it"
     )
 
 
@@ -76,8 +44,8 @@ def judge_has_a_scale(config: Config) -> str | None:
     if not config.reward_model.judges or lowest < highest:
         return None
     return (
-        f"reward_model.judge.scale={show([lowest, highest])}: it is the lowest and the highest rating; give them in "
-        "this order, such as [1, 10]"
+        f"reward_model.judge.scale={show([lowest, highest])}: the lowest rating is not below the highest. Fix: set "
+        "them in this order, such as [1, 10]"
     )
 
 
@@ -88,17 +56,14 @@ def judge_has_room_for_a_question(config: Config) -> str | None:
     if not settings.judges or answer < context:
         return None
     return (
-        f"reward_model.judge.max_new_tokens={answer}: question and answer have {key}={context} tokens together; lower "
-        "it, or raise reward_model.context_length"
+        f"reward_model.judge.max_new_tokens={answer}: {key}={context} is the limit of question and answer together. "
+        "Fix: lower it, or raise reward_model.context_length"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    sampled_ids_have_one_length,
     reward_engines_have_tensor_and_data_parallel_ranks_only,
-    reward_engines_keep_their_parameters,
     judge_is_in_vllm,
-    judge_rates_whole_samples,
     judge_reads_the_response,
     judge_has_a_scale,
     judge_has_room_for_a_question,

@@ -14,19 +14,19 @@ def something_gives_rewards(config: Config) -> str | None:
     if config.has_environment:
         return None
     return (
-        "rewards.functions=[]: nothing would reward the samples; list a function such as exact_match, or set "
+        "rewards.functions=[]: samples would have no reward. Fix: list a function such as exact_match, or set "
         "reward_model.path or rewards.judge"
     )
 
 
-def turns_are_rewarded_by_functions_of_ones_own(config: Config) -> str | None:
+def turns_are_rewarded_by_user_functions(config: Config) -> str | None:
     per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]
     functions = [name for name in per_turn if ":" not in name]
     if not functions:
         return None
     return (
-        f"rewards.functions: {functions[0]} with per_turn=true: it returns one reward, of the whole response; set "
-        "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list of them"
+        f"rewards.functions: {functions[0]} with per_turn=true: it returns one reward for the whole response. Fix: set "
+        "per_turn=false, or list path/to/file.py:function, a function that returns one reward per turn"
     )
 
 
@@ -35,16 +35,16 @@ def sources_are_read_from_a_column(config: Config) -> str | None:
     if not entries or config.is_offline or config.data.source_column is not None:
         return None
     return (
-        f"rewards.functions: {entries[0].label} with sources={entries[0].sources}, and data.source_column=null: "
-        "nothing says of which source a row is; name the column that does"
+        f"rewards.functions: {entries[0].label} with sources={entries[0].sources}, and data.source_column=null leaves "
+        "the rows' sources unknown. Fix: set data.source_column"
     )
 
 
-def labels_are_no_names_of_metrics(config: Config) -> str | None:
+def labels_are_not_reserved(config: Config) -> str | None:
     labels = [entry.label for entry in config.rewards.functions if entry.label in RESERVED]
     if not labels:
         return None
-    return f"rewards.functions: name={labels[0]}: another part of the metrics is called so; choose another name"
+    return f"rewards.functions: name={labels[0]}: the name is reserved for other metrics. Fix: choose another name"
 
 
 def judge_has_samples_to_compare(config: Config) -> str | None:
@@ -52,7 +52,7 @@ def judge_has_samples_to_compare(config: Config) -> str | None:
     if judge is None or config.is_offline or samples > 1:
         return None
     return (
-        f"rewards.judge={judge}: it compares the samples of a prompt with each other, and batch.samples_per_prompt=1; "
+        f"rewards.judge={judge}: it compares the samples of a prompt, and batch.samples_per_prompt=1. Fix: "
         "set it to at least 2"
     )
 
@@ -62,19 +62,19 @@ def overlong_buffer_fits_a_response(config: Config) -> str | None:
     if buffer is None or buffer <= longest:
         return None
     return (
-        f"rewards.overlong_buffer={buffer}: it is the last part of rollout.max_new_tokens={longest}; set it to at most "
+        f"rewards.overlong_buffer={buffer}: it exceeds rollout.max_new_tokens={longest}. Fix: set it to at most "
         f"{longest}"
     )
 
 
 RESERVED = ("judge", "reward_model", "mean", "std", "failed_share", "zero_std_groups", "greedy_mean")
-"""The names of other parts of the reward, and of metrics about all of it."""
+"""Names of other parts of the reward and of its summary metrics."""
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_gives_rewards,
-    turns_are_rewarded_by_functions_of_ones_own,
+    turns_are_rewarded_by_user_functions,
     sources_are_read_from_a_column,
-    labels_are_no_names_of_metrics,
+    labels_are_not_reserved,
     judge_has_samples_to_compare,
     overlong_buffer_fits_a_response,
 )

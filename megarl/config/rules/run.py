@@ -12,25 +12,31 @@ def trackers_are_named_once(config: Config) -> str | None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
-    return f"run.trackers=[{', '.join(names)}]: {twice[0]} is named twice; name it once"
+    return f"run.trackers=[{', '.join(names)}]: {twice[0]} is listed twice. Fix: list it once"
 
 
 def profiled_steps_are_steps_of_the_run(config: Config) -> str | None:
     late = [step for step in config.run.profile.steps if step > config.run.steps]
     if not late:
         return None
-    return f"run.profile.steps: there is no step {late[0]} with run.steps={config.run.steps}; name earlier ones"
+    return (
+        f"run.profile.steps: step {late[0]} is after the last step, run.steps={config.run.steps}. "
+        "Fix: list earlier steps"
+    )
 
 
 def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
-    """Ranks are those of each trained model; one that only a larger model has is profiled there alone."""
+    """A rank is profiled in every trained model that has it."""
     if not config.run.profile.steps:
         return None
     largest = max(trained.layout.world_size for trained in config.all_trained)
     beyond = [rank for rank in config.run.profile.ranks if rank >= largest]
     if not beyond:
         return None
-    return f"run.profile.ranks: no trained model has a rank {beyond[0]}, as the largest has {largest}; name lower ones"
+    return (
+        f"run.profile.ranks: no trained model has rank {beyond[0]}; the largest has {largest} ranks. "
+        "Fix: list lower ranks"
+    )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (

@@ -1,4 +1,4 @@
-"""The rules of engines and models that share GPUs, wherever these are."""
+"""The rules of engines and models that share GPUs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def engines_fill_the_shared_gpus(config: Config) -> str | None:
     replicas, rest = divmod(ranks, rollout.tp)
     remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
     return (
-        f"rollout.replicas={rollout.replicas}: colocated, each GPU has a rank of the actor and one of an engine, and "
-        f"actor.layout has {ranks} ranks, but {rollout.replicas} x rollout.tp={rollout.tp} = {workers}; set {remedy}, "
-        "or cluster.placement=disaggregated"
+        f"rollout.replicas={rollout.replicas}: colocated, each GPU has one actor rank and one engine rank, but "
+        f"actor.layout has {ranks} ranks and {rollout.replicas} x rollout.tp={rollout.tp} = {workers}. Fix: set "
+        f"{remedy}, or cluster.placement=disaggregated"
     )
 
 
@@ -28,8 +28,8 @@ def sharing_engines_sleep(config: Config) -> str | None:
     if not _shares_gpus(config) or config.rollout.sleep:
         return None
     return (
-        "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
-        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while the models are trained on the same GPUs; set "
+        "rollout.sleep=false: colocated, engines would hold their weights and "
+        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while models train on the same GPUs. Fix: set "
         "rollout.sleep=true or cluster.placement=disaggregated"
     )
 
@@ -38,22 +38,23 @@ def sharing_ranks_do_not_send(config: Config) -> str | None:
     if not _shares_gpus(config) or not config.sends_weights:
         return None
     return (
-        f"rollout.transport={config.rollout.transport}: NCCL does not send from a GPU to itself, and with "
-        "cluster.placement=colocated trainer and engine are on the same; set rollout.transport=auto"
+        f"rollout.transport={config.rollout.transport}: NCCL cannot send from a GPU to itself, and with "
+        "cluster.placement=colocated trainer and engine share GPUs. Fix: set rollout.transport=auto"
     )
 
 
 def weights_travel(config: Config, devices_per_node: int) -> bool:
-    """Returns whether a refit sends something: all of it, or, where engines read what is on their own node, what other
-    nodes have."""
+    """Return whether a refit sends data: all weights, or those that an engine cannot read on its own node."""
     first = device_spans(config)[NAMES["actor"]].start
     return config.sends_weights or not stays_in_nodes(config.actor.layout, devices_per_node, first)
 
 
 def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:
-    """Returns whether the ranks of each node have all parameters together. The ranks of a pipeline's stage lie one
-    after the other, before those of the next stage; in a stage, tensor-parallel ranks are neighbours, and for experts
-    the ep x etp ranks that share them out. first: the device of the first rank."""
+    """Return whether the ranks of each node together hold all parameters.
+
+    The ranks of a pipeline stage are consecutive; within a stage, so are the tensor-parallel ranks and the ep x etp
+    ranks that split the experts. first: the device of the first rank.
+    """
     if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
         return True
     experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1

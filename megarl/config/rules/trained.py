@@ -1,4 +1,4 @@
-"""The rules of each section of a trained model."""
+"""The rules of every section of a trained model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def fp8_needs_bfloat16(config: Config, trained: Trained) -> str | None:
         return None
     key = f"{trained.section}.fp8"
     return (
-        f"{key}={trained.fp8}: its matrix products are between parameters and activations in bfloat16, and "
-        f"model.dtype={dtype}; set model.dtype=bfloat16 or {key}=null"
+        f"{key}={trained.fp8}: fp8 products need parameters and activations in bfloat16, and "
+        f"model.dtype={dtype}. Fix: set model.dtype=bfloat16 or {key}=null"
     )
 
 
@@ -25,22 +25,16 @@ def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> str 
     for name, length in (("warmup", schedule.warmup), ("decay", schedule.decay)):
         if length is not None and length > 1 and length != int(length):
             return (
-                f"{trained.section}.optimizer.schedule.{name}={length:g}: from 1 on this counts updates; give a whole "
-                "number, or a share of the run's updates below 1"
+                f"{trained.section}.optimizer.schedule.{name}={length:g}: values from 1 count updates. Fix: set a "
+                "whole number, or a share of the run's updates below 1"
             )
     return None
 
 
-def schedule_has_the_keys_of_its_name(config: Config, trained: Trained) -> str | None:
-    """The key decay belongs to wsd, which needs it, and min_lr to the schedules that decay."""
-    schedule = trained.optimizer.schedule
-    name, prefix = schedule.name, f"{trained.section}.optimizer.schedule"
-    if name == "wsd" and schedule.decay is None:
-        return f"{prefix}.name=wsd: it needs the length of its decay; set {prefix}.decay=0.2"
-    if name != "wsd" and schedule.decay is not None:
-        return f"{prefix}.decay={schedule.decay:g}: only wsd has it, and {prefix}.name={name}; set decay=null"
-    if name == "constant" and schedule.min_lr:
-        return f"{prefix}.min_lr={schedule.min_lr:g}: {prefix}.name=constant does not decay to it; set min_lr=0"
+def wsd_has_a_decay(config: Config, trained: Trained) -> str | None:
+    schedule, prefix = trained.optimizer.schedule, f"{trained.section}.optimizer.schedule"
+    if schedule.name == "wsd" and schedule.decay is None:
+        return f"{prefix}.name=wsd: its decay has no length. Fix: set {prefix}.decay=0.2"
     return None
 
 
@@ -49,13 +43,13 @@ def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None
     if optimizer.schedule.min_lr <= optimizer.lr:
         return None
     return (
-        f"{prefix}.schedule.min_lr={optimizer.schedule.min_lr:g}: the schedule decays to it from "
-        f"{prefix}.lr={optimizer.lr:g}; set min_lr to at most {optimizer.lr:g}"
+        f"{prefix}.schedule.min_lr={optimizer.schedule.min_lr:g}: it is above the peak {prefix}.lr={optimizer.lr:g}. "
+        f"Fix: set min_lr to at most {optimizer.lr:g}"
     )
 
 
 def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
-    """Warm-up and decay of wsd do not overlap."""
+    """Warmup and decay of wsd do not overlap."""
     schedule, total = trained.optimizer.schedule, config.num_updates(trained)
     if schedule.name != "wsd" or schedule.decay is None:
         return None
@@ -64,7 +58,7 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
         return None
     return (
         f"{trained.section}.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: "
-        f"{warmup} + {decay} = {warmup + decay} updates, but in the run there are {total}; give both as shares of the "
+        f"{warmup} + {decay} = {warmup + decay} updates, but the run has {total}. Fix: set both to shares of the "
         "run, such as 0.1 and 0.2"
     )
 
@@ -72,7 +66,7 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
 RULES: tuple[Callable[[Config, Trained], str | None], ...] = (
     fp8_needs_bfloat16,
     schedule_lengths_are_whole_updates,
-    schedule_has_the_keys_of_its_name,
+    wsd_has_a_decay,
     schedule_ends_below_its_peak,
     schedule_fits_the_run,
 )

@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.trust_region`; that a model has no experts is one of `model`."""
+"""The rules of section `algorithm.trust_region`; mixtures of experts are refused in `megarl.models.rules`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ def trust_region_goes_with_the_rest(config: Config) -> str | None:
         return None
     batch, objective = config.batch, config.algorithm.objective
     needed = {
-        "algorithm.objective.name": (objective.name, "unclipped", "it bounds the surrogate that has no clip"),
+        "algorithm.objective.name": (objective.name, "unclipped", "it bounds the unclipped surrogate"),
         "batch.prompts_per_update": (
             *(batch.prompts_per_update, batch.prompts_per_step),
-            "it bounds the one update of a step, at whose start the policy is the old one",
+            "it bounds a step's only update, which starts at the old policy",
         ),
-        "batch.epochs": (batch.epochs, 1, "it bounds the one update of a step"),
+        "batch.epochs": (batch.epochs, 1, "it bounds a step's only update"),
         "model.dtype": (
             *(config.model.dtype, "float32"),
-            "it differentiates between weights that lie closer together than those of bfloat16",
+            "its finite differences are too small for bfloat16",
         ),
-        "actor.lora.rank": (config.actor.lora.rank, None, "its vectors are of whole weights"),
-        "critic.shared_backbone": (config.critic.shared_backbone, False, "its divergence says nothing of values"),
+        "actor.lora.rank": (config.actor.lora.rank, None, "its vectors have the shape of the weights"),
+        "critic.shared_backbone": (config.critic.shared_backbone, False, "its divergence ignores values"),
         "algorithm.correction.old": (
             *(config.algorithm.correction.old, "trainer"),
-            "the divergence from the old policy begins at 0",
+            "the divergence from the old policy must start at 0",
         ),
     }
     lines = [
-        f"{key}={show(value)}: algorithm.trust_region.kl_limit={limit:g} is TRPO, and {reason}; set "
+        f"{key}={show(value)}: algorithm.trust_region.kl_limit={limit:g} is TRPO, and {reason}. Fix: set "
         f"{key}={show(wanted)}, or algorithm.trust_region.kl_limit=null"
         for key, (value, wanted, reason) in needed.items()
         if value != wanted

@@ -1,4 +1,4 @@
-"""The rules of the keys `vllm_overrides`, of the engines that sample and of those that score."""
+"""The rules of `rollout.vllm_overrides` and `reward_model.vllm_overrides`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def arguments_of_vllm_are_given_once(config: Config) -> str | None:
     for section, homes in GIVEN.items():
         for name in homes.keys() & extras[section].keys():
             home = homes[name]
-            why = f"this follows from {home}; set it there" if home else "megarl relies on its own value; leave it out"
+            why = (
+                f"{home} determines it. Fix: set {home}"
+                if home
+                else "megarl depends on its own value. Fix: leave it out"
+            )
             lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
     return "\n".join(sorted(lines)) or None
 
@@ -25,7 +29,7 @@ def weights_stay_where_refits_write_them(config: Config) -> str | None:
     for name, (value, why) in REFITTABLE.items():
         override = config.rollout.vllm_overrides.get(name, value)
         if override != value:
-            lines.append(f"rollout.vllm_overrides.{name}={show(override)}: {why}; leave it out")
+            lines.append(f"rollout.vllm_overrides.{name}={show(override)}: {why}. Fix: leave it out")
     return "\n".join(lines) or None
 
 

@@ -122,7 +122,7 @@ class ModelWorker:
     def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
         """Opens the folder of the weights, as a transport and as what it holds."""
         with SafetensorsFolder(self._folder) as transport:
-            yield transport, transport.described(huggingface_holder(read_config(self._folder)))
+            yield transport, transport.with_file_dtypes(huggingface_holder(read_config(self._folder)))
 
     def _forward(
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None

@@ -54,7 +54,7 @@ from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.rank_files import write_parameters
 from megarl.resharding.transports.transport import Transport
-from megarl.resharding.verification import Checksum, Region, own_checksums
+from megarl.resharding.verification import Checksum, Region, source_checksums
 
 
 class TrainerWorker(ModelWorker, ABC):
@@ -164,7 +164,7 @@ class TrainerWorker(ModelWorker, ABC):
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
         """Returns this rank's part of the checksums that engines should have. plan: the plan of an export of what a
         refit sends."""
-        return own_checksums(wanted, plan, self.holder.name, self._refit_weights)
+        return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skips it where the gradient

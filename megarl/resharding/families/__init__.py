@@ -1,4 +1,4 @@
-"""Model families, and the part of a model that each kind of holder has."""
+"""Model families: how trainers, engines and checkpoints shard each architecture."""
 
 from megarl.resharding.families.huggingface import huggingface_holder
 from megarl.resharding.families.megatron import megatron_holder, megatron_holders

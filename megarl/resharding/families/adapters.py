@@ -1,8 +1,8 @@
-"""Adapters of low rank (LoRA) beside the linear layers of a decoder, as pieces of the tensors of a PEFT folder.
+"""Describe LoRA adapters of the decoder's linear layers as pieces of the tensors of a PEFT folder.
 
-A projection of the checkpoint, W [out, in], has the factors A [rank, in] and B [out, rank]. A local weight may be made
-of several projections, such as query, key and value: its adapter has the factors A of all of them, one after the other,
-and a row of B for each row of the weight. So B is cut as the weight's rows are, and A as its columns are.
+A projection of the checkpoint, W [out, in], has the factors A [rank, in] and B [out, rank]. A local weight may fuse
+several projections, such as query, key and value. Its adapter then has the A factors of all projections, concatenated,
+and one row of B per row of the weight. B is split like the rows of the weight, and A like its columns.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
 A, B = "lora_A", "lora_B"
 PREFIX = "base_model.model."
-"""What PEFT's names begin with."""
+"""Prefix of tensor names in PEFT files."""
 
 DTYPE = "float32"
-"""The dtype of adapters, whatever that of the model."""
+"""The dtype of adapters, independently of the model's."""
 
 EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
-"""Parts of local names: of an expert's parameters, and of the factors that experts share."""
+"""Parts of local names of expert parameters, and of factors shared by experts."""
 
 _LAYER, _ROUTER = ".layers.", ".mlp.router."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
-"""Parts of the names of experts' projections back to the hidden states."""
+"""Parts of the names of expert down-projections."""
 
 _GROUPED = re.compile(r"(.*)\.weight(\d+)")
-"""Weights of Transformer Engine's grouped linear layers, which have one of each expert."""
+"""Weights of Transformer Engine's grouped linear layers, one per expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
     """A local weight with an adapter.
 
-    weight        its name
-    projections   the canonical tensors that it is made of, in the order in which A has theirs
-    rows          spans of its rows: number of the projection, start and stop
-    factors       names of A and of B
-    shared        the one of both that all experts of a layer share, if they do
+    weight        name of the weight
+    projections   the canonical tensors that it fuses, in the order of their A factors
+    rows          spans of its rows: (index of the projection, start, stop)
+    factors       "lora_A" and "lora_B" -> local parameter name
+    shared        the factor that all experts of a layer share, if any
     """
 
     weight: str
@@ -53,32 +53,32 @@ class AdaptedWeight:
 
 
 def is_factor(name: str) -> bool:
-    """Returns whether the parameter of this local name belongs to an adapter."""
+    """Return whether the local parameter belongs to an adapter."""
     return ".adapter." in name or f".{SHARED}." in name
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Returns a holder's weights with adapters: those of all linear layers of the decoder but routers.
+    """Return the holder's weights that have adapters: all linear layers of the decoder except routers.
 
-    share_experts: whether the experts of a layer have that factor in common which meets the hidden states: A of gate
-    and up projections, B of down projections.
+    share_experts   whether the experts of a layer share the factor next to the hidden states: A of gate and up
+                    projections, B of down projections
     """
     pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:
         if _LAYER in piece.local and _ROUTER not in piece.local and len(piece.local_rectangle) == 2:
             pieces.setdefault(piece.local, []).append(piece)
-    return [_adapted(name, of_weight, share_experts) for name, of_weight in pieces.items()]
+    return [_adapted(name, weight_pieces, share_experts) for name, weight_pieces in pieces.items()]
 
 
 def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWeight:
-    numbers: dict[str | None, int] = {}
+    indices: dict[str | None, int] = {}
     for piece in pieces:
-        numbers.setdefault(piece.canonical, len(numbers))
-    rows = tuple((numbers[piece.canonical], *piece.local_rectangle[0]) for piece in pieces)
+        indices.setdefault(piece.canonical, len(indices))
+    rows = tuple((indices[piece.canonical], *piece.local_rectangle[0]) for piece in pieces)
     grouped = _GROUPED.fullmatch(weight)
     module = f"{grouped[1]}.adapter.{grouped[2]}" if grouped else f"{weight.removesuffix('.weight')}.adapter"
     factors = {factor: f"{module}.{factor}.weight" for factor in (A, B)}
-    projections = tuple(name for name in numbers if name is not None)
+    projections = tuple(name for name in indices if name is not None)
     shared = _shared_factor(projections[0]) if share_experts else None
     if shared is not None:
         layer = weight.rpartition(EXPERTS)[0] + EXPERTS
@@ -87,72 +87,72 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
 
 
 def adapter_holder(holder: Holder, rank: int, share_experts: bool) -> Holder:
-    """Returns the holder of a holder's adapters, under the same name. rank: of the adapters."""
+    """Return a holder of the adapters of a holder's weights, under the same name. `rank` is the LoRA rank."""
     pieces: dict[str, tuple[Piece, ...]] = {}
-    of_weights: dict[str, list[Piece]] = {}
+    weight_pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:
-        of_weights.setdefault(piece.local, []).append(piece)
+        weight_pieces.setdefault(piece.local, []).append(piece)
     for adapted in adapted_weights(holder, share_experts):
-        of_weight = of_weights[adapted.weight]
         for factor, local in adapted.factors.items():
             if local not in pieces:
-                of_factor = _pieces_of_a if factor == A else _pieces_of_b
-                pieces[local] = tuple(of_factor(adapted, of_weight, rank, local))
-    shapes = {local: _extent(piece.local_rectangle for piece in found) for local, found in pieces.items()}
-    every = tuple(piece for found in pieces.values() for piece in found)
-    return Holder(holder.name, Shard(shapes, every, dict.fromkeys(shapes, DTYPE)), holder.node, holder.device)
+                make_pieces = _pieces_of_a if factor == A else _pieces_of_b
+                pieces[local] = tuple(make_pieces(adapted, weight_pieces[adapted.weight], rank, local))
+    shapes = {local: _shape(piece.local_rectangle for piece in tiles) for local, tiles in pieces.items()}
+    all_pieces = tuple(piece for tiles in pieces.values() for piece in tiles)
+    return Holder(holder.name, Shard(shapes, all_pieces, dict.fromkeys(shapes, DTYPE)), holder.node, holder.device)
 
 
-def _pieces_of_a(adapted: AdaptedWeight, of_weight: list[Piece], rank: int, local: str) -> Iterable[Piece]:
-    columns = {piece.canonical: (piece.canonical_rectangle[1], piece.local_rectangle[1]) for piece in of_weight}
-    for number, tensor in enumerate(adapted.projections):
-        canonical, own = columns[tensor]
-        rows = (number * rank, (number + 1) * rank)
-        yield Piece(_tensor(tensor, A, adapted.shared), ((0, rank), canonical), local, (rows, own))
+def _pieces_of_a(adapted: AdaptedWeight, weight_pieces: list[Piece], rank: int, local: str) -> Iterable[Piece]:
+    columns = {piece.canonical: (piece.canonical_rectangle[1], piece.local_rectangle[1]) for piece in weight_pieces}
+    for index, tensor in enumerate(adapted.projections):
+        canonical_columns, local_columns = columns[tensor]
+        local_rows = (index * rank, (index + 1) * rank)
+        canonical = (0, rank), canonical_columns
+        yield Piece(_peft_name(tensor, A, adapted.shared), canonical, local, (local_rows, local_columns))
 
 
-def _pieces_of_b(adapted: AdaptedWeight, of_weight: list[Piece], rank: int, local: str) -> Iterable[Piece]:
-    for piece in of_weight:
-        assert piece.canonical is not None, f"padding of {adapted.weight}"
-        canonical, own = ((spans[0], (0, rank)) for spans in (piece.canonical_rectangle, piece.local_rectangle))
-        yield Piece(_tensor(piece.canonical, B, adapted.shared), canonical, local, own)
+def _pieces_of_b(adapted: AdaptedWeight, weight_pieces: list[Piece], rank: int, local: str) -> Iterable[Piece]:
+    for piece in weight_pieces:
+        assert piece.canonical is not None, f"adapted weight {adapted.weight} has padding"
+        canonical, place = ((spans[0], (0, rank)) for spans in (piece.canonical_rectangle, piece.local_rectangle))
+        yield Piece(_peft_name(piece.canonical, B, adapted.shared), canonical, local, place)
 
 
-def _tensor(projection: str, factor: str, shared: str | None) -> str:
-    """Returns PEFT's name of a projection's factor; one that experts share has the name without their number."""
+def _peft_name(projection: str, factor: str, shared: str | None) -> str:
+    """Return the name of a projection's factor in a PEFT file; the name of a shared factor omits the expert index."""
     name = _EXPERT.sub(".experts.", projection) if factor == shared else projection
     return f"{PREFIX}{name.removesuffix('.weight')}.{factor}.weight"
 
 
-def _extent(rectangles: Iterable[Rectangle]) -> tuple[int, ...]:
+def _shape(rectangles: Iterable[Rectangle]) -> tuple[int, ...]:
     return tuple(max(stop for _, stop in spans) for spans in zip(*rectangles, strict=True))
 
 
 def _shared_factor(projection: str) -> str | None:
-    """Returns which factor of a projection the experts of a layer may share: that which meets the hidden states."""
+    """Return the factor that the experts of a layer may share, the one next to the hidden states; None if no expert."""
     if not _EXPERT.search(projection):
         return None
     return B if any(part in projection for part in _DOWN) else A
 
 
 def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) -> Holder:
-    """Returns the holder of the whole tensors of a model's adapters, named "peft"."""
+    """Return the holder of all adapter tensors of a model, named "peft"."""
     canonical = Canonical(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(canonical.model.num_layers):
-        linear = canonical.quantised(layer)  # all matrices but routers
+        linear = canonical.quantised(layer)  # all matrices except routers
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name
             shared = _shared_factor(projection) if share_experts else None
-            shapes[_tensor(projection, A, shared)] = (rank, columns)
-            shapes[_tensor(projection, B, shared)] = (rows, rank)
+            shapes[_peft_name(projection, A, shared)] = (rank, columns)
+            shapes[_peft_name(projection, B, shared)] = (rows, rank)
     pieces = tuple(Piece(name, whole(shape), name, whole(shape)) for name, shape in shapes.items())
     return Holder("peft", Shard(shapes, pieces, dict.fromkeys(shapes, DTYPE)))
 
 
-def of_each_expert(tensor: str, num_experts: int) -> list[str]:
-    """Returns the names of a tensor in a PEFT folder: one for each expert, where all share it."""
-    before, found, after = tensor.partition(".experts.")
-    if not found or after.partition(".")[0].isdecimal():
+def expert_tensor_names(tensor: str, num_experts: int) -> list[str]:
+    """Return the names of a tensor in a PEFT folder: one per expert for a shared factor, otherwise only its own."""
+    prefix, separator, suffix = tensor.partition(".experts.")
+    if not separator or suffix.partition(".")[0].isdecimal():
         return [tensor]
-    return [f"{before}.experts.{number}.{after}" for number in range(num_experts)]
+    return [f"{prefix}.experts.{number}.{suffix}" for number in range(num_experts)]

@@ -1,4 +1,4 @@
-"""The tensors of one model's Hugging Face checkpoint."""
+"""The tensors of a model's Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 
 class Canonical:
-    """The names and shapes of a checkpoint's tensors, by place: those outside the layers, and those of a layer (names
-    without its prefix)."""
+    """Names and shapes of a checkpoint's tensors: `outer_shapes` outside the layers, `layer_shapes` of one layer.
+
+    Names in a layer omit its prefix.
+    """
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
@@ -40,7 +42,7 @@ class Canonical:
 
     @property
     def head(self) -> str:
-        """The tensor that a language model's output layer has as its weight."""
+        """The tensor that is the weight of a language model's output layer."""
         return EMBEDDING if self.model.tied else HEAD
 
     def layer_prefix(self, layer: int) -> str:
@@ -53,22 +55,22 @@ class Canonical:
         return self._layer(layer).shapes
 
     def float32(self, layer: int) -> frozenset[str]:
-        """Returns the layer's tensors that are float32 whatever the dtype of the model."""
+        """Return the layer's tensors that are float32, whatever the dtype of the model."""
         return self._layer(layer).float32
 
     def quantised(self, layer: int) -> frozenset[str]:
-        """Returns the layer's tensors that engines have quantised, if they quantise."""
+        """Return the layer's tensors that quantising engines quantise."""
         return self._layer(layer).quantised
 
     def _layer(self, layer: int) -> _Layer:
-        mixed = self.model.has_experts(layer)
-        if mixed not in self._layers:
-            self._layers[mixed] = _Layer.of(self.model, mixed)
-        return self._layers[mixed]
+        has_experts = self.model.has_experts(layer)
+        if has_experts not in self._layers:
+            self._layers[has_experts] = _Layer.of(self.model, has_experts)
+        return self._layers[has_experts]
 
 
 class _Layer(NamedTuple):
-    """The parts and tensors of all layers of a kind, those with or those without experts."""
+    """The parts and tensors that all layers with experts, or all layers without, have in common."""
 
     parts: list[Part]
     shapes: dict[str, Shape]
@@ -76,15 +78,15 @@ class _Layer(NamedTuple):
     quantised: frozenset[str]
 
     @classmethod
-    def of(cls, model: ModelShape, mixed: bool) -> Self:
-        parts = parts_of_layer(model, mixed)
+    def of(cls, model: ModelShape, has_experts: bool) -> Self:
+        parts = parts_of_layer(model, has_experts)
         shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
-        quantised = (part.shapes(model) for part in parts if part.quantised)
+        quantised_shapes = (part.shapes(model) for part in parts if part.quantised)
         return cls(
             parts,
             shapes,
             frozenset(name for part in parts for name in part.float32),
-            frozenset(name for found in quantised for name, shape in found.items() if len(shape) == 2),
+            frozenset(name for tensors in quantised_shapes for name, shape in tensors.items() if len(shape) == 2),
         )
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the dense MLP: Mixtral, Qwen3 and DeepSeek-V3."""
+"""Mixture of experts: Mixtral, Qwen3 and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megarl.resharding.families import mlp
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.tiling import Split, Whole
 
-# Transformer Engine has no layer that is both a norm and a router.
+# Transformer Engine does not fuse the norm into the router.
 NORM = replace(mlp.NORM, transformer_engine=None)
 
 
 def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
-    """Returns the router, and the experts with these names for their projections."""
+    """Return the parts of the router and of the experts, given the names of their projections."""
     router = Part(
         tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
         megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},
@@ -34,7 +34,7 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
             "mlp.experts.local_experts.{}.linear_fc2.weight": out,
         },
         transformer_engine={"mlp.experts.linear_fc1.weight{}": into, "mlp.experts.linear_fc2.weight{}": out},
-        # vLLM has [experts, rows, columns]; here the first two axes are one.
+        # vLLM's parameters are [experts, rows, columns]; here the first two axes are flattened.
         vllm={
             f"{prefix}.experts.routed_experts.w13_weight": into,
             f"{prefix}.experts.routed_experts.w2_weight": replace(out, along=0),

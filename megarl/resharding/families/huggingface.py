@@ -1,4 +1,4 @@
-"""The weights in a Hugging Face folder: canonical space itself."""
+"""Describe the weights in a Hugging Face folder: canonical space itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
 def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -> Holder:
-    """Returns the holder of every tensor of the checkpoint, named "huggingface". A tied head is not among them: it is
-    the embedding.
+    """Return the holder of all tensors of the checkpoint, named "huggingface".
 
-    dtype   of the weights, such as "bfloat16" (None: what config.json says)
+    A tied output layer has no tensor of its own. `dtype` overrides the dtype in config.json.
     """
     canonical = Canonical(hf_config)
     dtype = dtype or weights_dtype(hf_config)

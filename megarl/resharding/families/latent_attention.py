@@ -11,12 +11,12 @@ from megarl.resharding.families.tiling import Split, Tiling, Whole
 
 
 def _renamed(canonical: str, dims: tuple[str, ...], megatron: str, tiling: Tiling) -> Part:
-    """Returns the part of a tensor that has a name of its own in Megatron only."""
+    """Declare one tensor that has the checkpoint's name in vLLM and another name in Megatron."""
     return Part(tensors={canonical: dims}, megatron={megatron: tiling}, vllm={canonical: tiling})
 
 
 def _norm(canonical: str, dim: str, megatron: str, linear: str) -> Part:
-    """Returns the part of a latent's norm; Transformer Engine has it in the linear layer after it."""
+    """Declare the norm of a latent, which Transformer Engine fuses into the following linear layer."""
     whole = Whole((canonical,))
     separate = _renamed(canonical, (dim,), f"self_attention.{megatron}.weight", whole)
     return replace(separate, transformer_engine={f"self_attention.{linear}.layer_norm_weight": whole})

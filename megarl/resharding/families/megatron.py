@@ -1,4 +1,4 @@
-"""The weights of a rank of a Megatron-core trainer: its shard of a GPTModel."""
+"""Describe the weights of a Megatron-core rank: its shard of a GPTModel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from megarl.config.model_schema import Layout
 
 VOCABULARY_MULTIPLE = 128
-"""The factor of tp to a multiple of which the vocabulary is padded, as Megatron does."""
+"""Megatron pads the vocabulary to a multiple of this times tp."""
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in the layout; ranks with the same coordinates are replicas, with the same weights.
+    """A rank's coordinates in the layout. Ranks with equal coordinates are replicas.
 
-    A pipeline stage's ranks are divided for the experts anew: expert tensor parallel innermost, then expert parallel,
-    then the experts' own data parallelism.
+    Experts use a separate decomposition of a pipeline stage's ranks: expert tensor parallel is innermost, then expert
+    parallel, then expert data parallel.
     """
 
     stage: int
@@ -35,8 +35,7 @@ class Coordinates(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Returns a rank's place, with tensor parallel innermost, then context and data parallel, pipeline
-        outermost."""
+        """Return the coordinates of a rank: tensor parallel is innermost, then context, data and pipeline parallel."""
         stage, within = divmod(rank, layout.tp * layout.cp * layout.dp)
         ep_rank, etp_rank = divmod(within, layout.expert_tp)
         return cls(stage, rank % layout.tp, ep_rank % layout.ep, etp_rank)
@@ -50,14 +49,17 @@ def megatron_holder(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Holder:
-    """Returns the holder of global rank `rank`, named "megatron:{rank}".
+    """Return the holder of global rank `rank`, named "megatron:{rank}".
 
-    dtype               of the weights, such as "bfloat16" (None: the checkpoint's)
-    transformer_engine  whether the layer spec is its, in which norms are part of the linear layers after them
-    vocab_multiple      the vocabulary is padded to a multiple of this times tp
+    Args:
+        dtype: dtype of the weights, such as "bfloat16" (None: the checkpoint's).
+        transformer_engine: whether the model uses Transformer Engine layers, which fuse norms into the following linear
+            layers.
+        vocab_multiple: the vocabulary is padded to a multiple of this times tp.
 
-    Raises UserError where the model does not divide by the layout. In a run the config's rules have refused that
-    layout before, with the role that it is of.
+    Raises:
+        UserError: the layout does not divide the model. In a run, the config rules have already refused such a layout,
+            naming its role.
     """
     return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
 
@@ -69,7 +71,7 @@ def megatron_holders(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> list[Holder]:
-    """Returns the holders of all ranks; the arguments are those of `megatron_holder`."""
+    """Return the holders of all ranks. See `megatron_holder` for the arguments."""
     return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
 
 
@@ -86,11 +88,11 @@ def _holders(
     shards: dict[Coordinates, Shard] = {}
     holders = []
     for rank in ranks:
-        place = Coordinates.of(layout, rank)
-        if place not in shards:
+        coordinates = Coordinates.of(layout, rank)
+        if coordinates not in shards:
             builder = ShardBuilder(canonical, dtype or weights_dtype(hf_config))
-            shards[place] = _shard(builder, canonical, layout, place, transformer_engine, vocab_multiple)
-        holders.append(Holder(f"megatron:{rank}", shards[place]))
+            shards[coordinates] = _shard(builder, canonical, layout, coordinates, transformer_engine, vocab_multiple)
+        holders.append(Holder(f"megatron:{rank}", shards[coordinates]))
     return holders
 
 
@@ -98,32 +100,32 @@ def _shard(
     builder: ShardBuilder,
     canonical: Canonical,
     layout: Layout,
-    place: Coordinates,
+    coordinates: Coordinates,
     transformer_engine: bool,
     vocab_multiple: int,
 ) -> Shard:
     model = canonical.model
-    first, last = place.stage == 0, place.stage == layout.pp - 1
+    first, last = coordinates.stage == 0, coordinates.stage == layout.pp - 1
     multiple = vocab_multiple * layout.tp
     padded = -(-model.vocab // multiple) * multiple
-    share, expert_share = Share(layout.tp, place.tp_rank), Share(layout.expert_tp, place.etp_rank)
+    share, expert_share = Share(layout.tp, coordinates.tp_rank), Share(layout.expert_tp, coordinates.etp_rank)
     count = model.experts.count // layout.ep if model.experts else 0
-    experts = range(place.ep_rank * count, (place.ep_rank + 1) * count)
+    experts = range(coordinates.ep_rank * count, (coordinates.ep_rank + 1) * count)
     if first:
         builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded), share)
     for virtual in range(layout.vpp):
-        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][place.stage]):
+        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][coordinates.stage]):
             for part in canonical.layer_parts(layer):
                 tilings = part.megatron_tilings(transformer_engine, experts)
-                cut = expert_share if part.per_expert else share
-                builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings, cut)
+                part_share = expert_share if part.per_expert else share
+                builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings, part_share)
     last_chunk = f"chunk{layout.vpp - 1}."
     if last:
         builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((FINAL_NORM,)), share)
     if last and canonical.score_head is not None:
         for tensor in canonical.score_head.shapes(model.hidden):
             builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)), share)
-    # With tied weights the last stage has a copy of the embedding, unless it is the first stage too.
+    # With tied weights, the last stage has its own copy of the embedding unless it is also the first stage.
     elif last and not (model.tied and first):
         builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded), share)
     for tensor in canonical.value_head if last else ():
@@ -132,10 +134,10 @@ def _shard(
 
 
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
-    """Returns the layers of each virtual stage of each pipeline stage, as [virtual][stage]. A microbatch goes through
-    all pipeline stages once for every virtual stage, so layers are counted in this order.
+    """Return the layers of each model chunk, as [virtual stage][pipeline stage].
 
-    Raises UserError where they do not divide evenly.
+    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order. Raises
+    UserError if the layers do not divide evenly.
     """
     chunks: list[list[range]] = []
     start = 0
@@ -144,8 +146,8 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
         for stage, count in enumerate(stage_sizes(num_layers, layout)):
             if count % layout.vpp:
                 raise UserError(
-                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} do not divide into "
-                    f"{layout.vpp} virtual stages; choose a divisor of {count}"
+                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} cannot be divided into "
+                    f"{layout.vpp} virtual stages. Fix: choose a divisor of {count}"
                 )
             chunks[virtual].append(range(start, start + count // layout.vpp))
             start += count // layout.vpp
@@ -153,19 +155,18 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
-    """Returns how many layers each pipeline stage has. Raises UserError where they do not divide evenly among the
-    stages."""
+    """Return the number of layers of each pipeline stage. Raises UserError if they do not divide evenly."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     fixed = {0: first, layout.pp - 1: last}
     counts = [fixed.get(stage) for stage in range(layout.pp)]
-    left, stages_left = num_layers - sum(filter(None, counts)), counts.count(None)
-    even = left == 0 if stages_left == 0 else left > 0 and left % stages_left == 0
+    layers_left, stages_left = num_layers - sum(filter(None, counts)), counts.count(None)
+    even = layers_left == 0 if stages_left == 0 else layers_left > 0 and layers_left % stages_left == 0
     if not even:
         raise UserError(
-            f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: "
-            f"{left} of {num_layers} layers are left for {stages_left} stages; they must divide evenly"
+            f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: the remaining {layers_left} of "
+            f"{num_layers} layers do not divide evenly among the remaining {stages_left} stages"
         )
-    return [left // stages_left if count is None else count for count in counts]
+    return [layers_left // stages_left if count is None else count for count in counts]
 
 
 def _check_sizes(model: ModelShape, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""The dense gated MLP, and the norm before it."""
+"""The dense gated MLP and its input norm."""
 
 from __future__ import annotations
 

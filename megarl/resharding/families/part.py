@@ -1,4 +1,4 @@
-"""A part of a decoder layer, as data: its canonical tensors and how Megatron's and vLLM's parameters tile them."""
+"""Declare parts of a decoder layer: their canonical tensors and how Megatron's and vLLM's parameters tile them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megarl.resharding.families.tiling import Tiling
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a decoder layer. Names are relative to the layer's prefix, in Megatron, in vLLM and in the checkpoint.
+    """A part of a decoder layer. All names are relative to the prefix of the layer.
 
-    tensors             canonical tensor -> its shape, as names of ModelShape's attributes (several: their sum)
+    tensors             canonical tensor -> shape, as names of ModelShape attributes (a tuple of names: their sum)
     megatron, vllm      local parameter -> its tiling
-    transformer_engine  the same for Megatron's layers of Transformer Engine (None: as in `megatron`)
-    float32             canonical tensors that are kept so, whatever the dtype of the model
-    quantised           whether engines that quantise have its matrices quantised
-    per_expert          whether it describes one expert: {} in names is its number, in Megatron's that among the rank's
-                        own; a parameter of vLLM has all of the worker's, one after the other
+    transformer_engine  Megatron tilings for Transformer Engine layers (None: as in `megatron`)
+    float32             canonical tensors that stay in float32, whatever the dtype of the model
+    quantised           whether quantising engines quantise its matrices
+    per_expert          whether it describes a single expert. {} in canonical names is the expert's index, in Megatron's
+                        names its index on the rank. A vLLM parameter stacks all experts of the worker
     """
 
     tensors: Mapping[str, tuple[str | tuple[str, ...], ...]]
@@ -36,22 +36,24 @@ class Part:
         return {name.format(expert): shape for expert in self._experts(model) for name, shape in sizes.items()}
 
     def megatron_tilings(self, transformer_engine: bool, experts: Sequence[int]) -> dict[str, Tiling]:
-        """Returns local parameter -> tiling for a rank that has the experts with these numbers."""
+        """Return local parameter -> tiling for a rank with these experts (global indices)."""
         tilings = self.transformer_engine if transformer_engine and self.transformer_engine else self.megatron
         if not self.per_expert:
             return dict(tilings)
         return {
-            local.format(i): tiling.of_experts([expert])
+            local.format(i): tiling.for_experts([expert])
             for i, expert in enumerate(experts)
             for local, tiling in tilings.items()
         }
 
     def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
-        """Returns local parameter -> tiling for a worker that has the experts with these numbers. padded: the size to
-        which the worker pads its share of their intermediate size."""
+        """Return local parameter -> tiling for a worker with these experts (global indices).
+
+        padded   size to which the worker pads its share of their intermediate size
+        """
         if not self.per_expert:
             return dict(self.vllm)
-        return {local: replace(tiling.of_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
+        return {local: replace(tiling.for_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)

@@ -1,9 +1,8 @@
-"""Weights in the format of vLLM's fp8 checkpoints: matrices in float8_e4m3fn, with a float32 scale for each block of
-128 × 128 elements.
+"""Describe weights in vLLM's fp8 checkpoint format: float8_e4m3fn matrices with a float32 scale per 128 × 128 block.
 
-A source describes the fp8 copy that it sends in place of its weights, a destination the parameters that such an engine
-has. A plan between the two needs nothing of its own: scales are tensors, too, and a block that a cut splits is with
-everybody who has a part of it, with the same scale.
+A source describes the fp8 copy that it sends instead of its weights; a destination describes the parameters of a
+quantised engine. Planning needs no special case, because scales are ordinary tensors. If a source shard boundary splits
+a block, every rank with part of the block holds the same scale.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, shape_of, w
 
 FP8 = "float8_e4m3fn"
 SCALES = "_scale_inv"
-"""What is added to a tensor's name for that of its scales, by which a block's elements are multiplied."""
+"""Name suffix of the scales of a tensor. Dequantising multiplies the elements of a block by its scale."""
 
 
 def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of a checkpoint's tensors that are in fp8: the matrices of all layers but routers'."""
+    """Return the names of the tensors that are quantised: all matrices in layers except routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
@@ -33,8 +32,7 @@ def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json says of such a checkpoint. Routers are named, which vLLM would quantise in some
-    families."""
+    """Return the quantization_config for config.json. It excludes routers; vLLM quantises them in some families."""
     canonical = Canonical(hf_config)
     routers = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
@@ -52,20 +50,22 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantised_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Returns these holders of a model's weights as holders of their fp8 copies."""
+    """Replace the weights of source holders by their fp8 copies."""
     tensors = quantised_tensors(hf_config)
     return _with_shards(holders, lambda shard: _source(shard, tensors))
 
 
 def quantised_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Returns these holders of a model, workers of engines or a folder, as holders of it in fp8. Raises UserError where
-    a cut splits a block."""
+    """Replace the weights of destination holders (engine workers or a folder) by fp8 weights.
+
+    Raises UserError if a shard boundary splits a block.
+    """
     tensors = quantised_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))
 
 
 def blocks_of(rectangle: Rectangle) -> Rectangle:
-    """Returns the blocks of which a rectangle has elements, as a rectangle of the grid of blocks."""
+    """Return the rectangle of the block grid that covers a rectangle of elements."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in rectangle)
 
 
@@ -78,8 +78,7 @@ def _with_shards(holders: Sequence[Holder], change: Callable[[Shard], Shard]) ->
 
 
 def _source(shard: Shard, tensors: Collection[str]) -> Shard:
-    """Scales are in a parameter of their own for each tensor, with those of all blocks of which the shard has a
-    part."""
+    """Add one scale parameter per tensor, which covers all blocks that the shard overlaps."""
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
     blocks: dict[str, list[Rectangle]] = {}
     for piece in _quantised(shard, tensors):
@@ -112,14 +111,15 @@ def _quantised(shard: Shard, tensors: Collection[str]) -> list[Piece]:
 
 
 def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
-    """Checks that the piece begins and ends where blocks do, in its tensor and in its parameter."""
+    """Check that the piece is aligned with blocks in its canonical tensor and in its parameter."""
     sides = zip(piece.canonical_rectangle, piece.local_rectangle, shape, strict=True)
     if not all(
-        start % BLOCK == at % BLOCK == 0 and (end == size or end % BLOCK == 0) for (start, _), (at, end), size in sides
+        start % BLOCK == local % BLOCK == 0 and (end == size or end % BLOCK == 0)
+        for (start, _), (local, end), size in sides
     ):
         rectangle = " × ".join(f"{start}:{stop}" for start, stop in piece.canonical_rectangle)
         raise UserError(
-            f"{piece.local} has {rectangle} of {piece.canonical}, and fp8 blocks of {BLOCK} × {BLOCK} cannot be cut; "
-            "give a smaller tp, whole precision (without fp8), or for experts whole ones on each worker (ep=true; in a "
-            "recipe rollout.vllm_overrides={enable_expert_parallel: true})"
+            f"{piece.local} holds {rectangle} of {piece.canonical}, which splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
+            "use a smaller tp, do not quantise (no fp8), or keep whole experts on each worker (ep=true; in a recipe "
+            "rollout.vllm_overrides={enable_expert_parallel: true})"
         )

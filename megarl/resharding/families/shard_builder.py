@@ -1,4 +1,4 @@
-"""Puts a holder's shard together from tilings, parameter by parameter."""
+"""Build the shard of a holder from tilings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of, span
 
 
 class Share(NamedTuple):
-    """A rank's place among the tensor-parallel ranks that a parameter is cut for."""
+    """The tensor-parallel size and rank for which a parameter is split."""
 
     tp: int
     rank: int
 
 
 class ShardBuilder:
-    """One rank's parameters, as they are added.
+    """Collects the parameters of one rank.
 
-    dtype     of the model; what a family keeps in float32 stays so
+    dtype     dtype of the model; tensors that a family keeps in float32 are exempt
     """
 
     def __init__(self, canonical: Canonical, dtype: str):
@@ -30,12 +30,12 @@ class ShardBuilder:
         self._dtypes: dict[str, str] = {}
 
     def add(self, local: str, tiling: Tiling, share: Share) -> None:
-        """Adds a parameter outside the layers."""
+        """Add a parameter outside the layers."""
         self._add(local, tiling, self._canonical.outer_shapes, "", share)
         self._dtypes[local] = self._dtype
 
     def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
-        """Adds parameters of a layer, whose number in the whole model is `layer`."""
+        """Add parameters of the layer with global index `layer`."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():
@@ -52,7 +52,7 @@ class ShardBuilder:
         rectangles: list[Rectangle] = []
         for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, *share):
             canonical_rectangle = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
-            if tensor is None and along != axis:  # padding lies beside the block that it fills up
+            if tensor is None and along != axis:  # the padding extends the previous block along the split axis
                 rectangle = tuple((start, stop) if i == axis else side for i, side in enumerate(rectangles[-1]))
             else:
                 shape = shape_of(canonical_rectangle)

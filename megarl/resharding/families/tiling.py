@@ -1,7 +1,7 @@
-"""The ways in which a local parameter is put together from canonical tensors.
+"""Tilings describe how a local parameter is composed of canonical tensors.
 
-A tiling names canonical tensors and says which spans of one axis of them tensor-parallel rank `rank` of `tp` holds, in
-order. The other axes are whole.
+A tiling lists canonical tensors and the spans along one axis that tensor-parallel rank `rank` of `tp` holds, in order.
+The other axes are not split.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """The span start <= index < stop of the tiling's tensor number `tensor`; None: so many zeros, without a
-    counterpart."""
+    """The span start <= index < stop of the tiling's tensor with index `tensor` (None: zero padding of this length)."""
 
     tensor: int | None
     start: int
@@ -26,28 +25,28 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The way in which a local parameter is put together.
+    """The composition of a local parameter.
 
-    tensors  canonical names, relative to the layer within a layer
-    axis     the axis that is cut
-    along    the axis on which the pieces follow each other (None: the same)
+    tensors  canonical names; within a layer, relative to its prefix
+    axis     the axis that is split
+    along    the axis along which the blocks are concatenated (None: `axis`)
     """
 
     tensors: tuple[str, ...]
     axis: int = 0
     along: int | None = None
 
-    def of_experts(self, numbers: Iterable[int]) -> Self:
-        """Returns the tiling with the tensors of each of these experts; {} in their names is its number."""
+    def for_experts(self, numbers: Iterable[int]) -> Self:
+        """Return the tiling with the tensors of each of these experts; {} in their names is the expert's index."""
         return replace(self, tensors=tuple(name.format(number) for number in numbers for name in self.tensors))
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        """Returns the blocks of a rank, in order. sizes: that of each tensor along the axis."""
+        """Return the blocks of a rank, in order. `sizes` has the size of each tensor along `axis`."""
         raise NotImplementedError
 
 
 class Whole(Tiling):
-    """The tensor itself, on every rank."""
+    """The complete tensors, replicated on every rank."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         return [Block(i, 0, size) for i, size in enumerate(sizes)]
@@ -55,9 +54,9 @@ class Whole(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Split(Tiling):
-    """The rank's share of each tensor, one after the other: [gate_r; up_r].
+    """The rank's share of each tensor, concatenated: [gate_r; up_r].
 
-    padded   the size to which zeros behind it fill up each share (None: its own)
+    padded   size to which each share is padded with zeros (None: no padding)
     """
 
     padded: int | None = None
@@ -71,19 +70,20 @@ class Split(Tiling):
 
 
 class Grouped(Tiling):
-    """Queries, keys and values interleaved by KV group, as in Megatron: for each group its query heads, key, value."""
+    """Query, key and value heads interleaved by KV head, as in Megatron: the query heads of a KV head, its key, its
+    value, then the next KV head."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        groups = _share(0, model.kv_heads, tp, rank)
+        kv_heads = _share(0, model.kv_heads, tp, rank)
         return [
-            _share(i, size, model.kv_heads, group)
-            for group in range(groups.start, groups.stop)
+            _share(i, size, model.kv_heads, kv_head)
+            for kv_head in range(kv_heads.start, kv_heads.stop)
             for i, size in enumerate(sizes)
         ]
 
 
 class Heads(Tiling):
-    """Query, key and value heads in three runs, as in vLLM; a KV head is on several ranks when there are fewer."""
+    """All query heads, all key heads, then all value heads, as in vLLM. KV heads are replicated if kv_heads < tp."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         queries, *keys_values = sizes
@@ -97,7 +97,7 @@ class Heads(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Padded(Tiling):
-    """The rank's share of one tensor that is padded with zeros to `padded` rows."""
+    """The rank's share of one tensor that is zero-padded to `padded` rows before it is split."""
 
     padded: int = 0
 
@@ -111,9 +111,9 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """The blocks that `tiling` makes of the parts of one tensor, which follow each other, each taken as a tensor.
+    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a tensor.
 
-    parts     rows of each, as names of ModelShape's attributes
+    parts     rows of each part, as names of ModelShape attributes
     """
 
     tiling: Tiling
@@ -127,6 +127,6 @@ class Fused(Tiling):
 
 
 def _share(tensor: int, size: int, parts: int, part: int) -> Block:
-    assert size % parts == 0, f"{size} does not divide by {parts}"
+    assert size % parts == 0, f"{size} is not divisible by {parts}"
     each = size // parts
     return Block(tensor, part * each, (part + 1) * each)

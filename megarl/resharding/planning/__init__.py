@@ -1,1 +1,1 @@
-"""Plans of copies from source to destination ranks, as pure data: made, checked, balanced, scheduled."""
+"""Plan copies from source to destination ranks as pure data: build, balance, check and schedule."""

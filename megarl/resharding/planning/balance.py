@@ -1,4 +1,4 @@
-"""Decides who sends to whom: load is spread over replicas, and there is one way into every node."""
+"""Choose the links of a plan: spread the load over replicas, and let each byte enter a node once."""
 
 from __future__ import annotations
 
@@ -11,102 +11,104 @@ from typing import NamedTuple
 from megarl.resharding.planning.plan import Link
 
 
-class Way(NamedTuple):
-    """The links by which something travels.
+class Route(NamedTuple):
+    """The links over which a rectangle is sent.
 
-    links    from those who have it to those who want it
-    onward   between the latter, inside their nodes
+    links      from sources to destinations
+    forwards   from destinations to other destinations on their node
     """
 
     links: tuple[Link, ...]
-    onward: tuple[Link, ...]
+    forwards: tuple[Link, ...]
 
 
 class Balance:
-    """The choice of links. A destination takes from a source on its own device, or else on its own node, where there is
-    one. Otherwise one destination of the node takes from a source elsewhere, and hands on to the others: a byte enters
-    a node once.
+    """Chooses links and balances the bytes that replicas send.
 
-    Replicas share the load: next to give is who is least ahead of its fair share, which is the same part for all who
-    could have given; what stays on a device is no load. Those who bring bytes into their node take turns in the same
-    way.
+    A destination receives from a source on its own device or, failing that, on its own node. If its node has no source,
+    one destination of the node receives from another node and forwards to the others: a byte enters a node once.
+
+    The next sender is the replica that is least ahead of its fair share, which is an equal part for all replicas that
+    could have sent. Copies on one device do not count. The destinations that receive for their node take turns in the
+    same way.
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
-        """Takes the node and the device of each holder, by its number."""
+        """
+        nodes, devices   node and device of each holder
+        """
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
-        """The bytes that each holder has given, less its fair share."""
+        """Bytes that each holder has sent, minus its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
-        self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-        self._ways: dict[tuple[tuple[int, ...], tuple[int, ...], int], Way] = {}
+        self._holders_by_node: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+        self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}
 
-    def even_parts(self, having: tuple[int, ...], wanting: tuple[int, ...]) -> int:
-        """Returns how many equal parts something must be cut into, so that all who have it can give the same."""
-        if len(having) == 1:
+    def even_parts(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> int:
+        """Return the number of equal parts that a rectangle must be split into so that all sources can send equally."""
+        if len(sources) == 1:
             return 1
-        groups = self.by_node(wanting)
-        near = {self._nodes[holder] for holder in having}
-        if any(self._nodes[group[0]] in near for group in groups):
+        receivers = self.by_node(destinations)
+        source_nodes = {self._nodes[holder] for holder in sources}
+        if any(self._nodes[on_node[0]] in source_nodes for on_node in receivers):
             return 1
-        return len(having) // gcd(len(having), len(groups))
+        return len(sources) // gcd(len(sources), len(receivers))
 
-    def way(self, having: tuple[int, ...], wanting: tuple[int, ...], num_bytes: int) -> Way:
-        """Returns the way from the holders of some elements (`having`) to those that are to get them (`wanting`), and
-        counts its bytes."""
-        order = having if len(having) == 1 else tuple(sorted(having, key=self._ahead.__getitem__))
-        key = order, wanting, self._turn(wanting, num_bytes)
-        if key not in self._ways:
-            self._ways[key] = self._make_way(*key)
-        way = self._ways[key]
-        if len(having) > 1:
-            givers = [link.source for link in way.links if not self._is_local(*link)]
-            for holder in having:
-                self._ahead[holder] -= num_bytes * len(givers) / len(having)
-            for holder, times in Counter(givers).items():
+    def route(self, sources: tuple[int, ...], destinations: tuple[int, ...], num_bytes: int) -> Route:
+        """Return the route from sources to destinations and add its bytes to their load."""
+        order = sources if len(sources) == 1 else tuple(sorted(sources, key=self._ahead.__getitem__))
+        key = order, destinations, self._turn(destinations, num_bytes)
+        if key not in self._routes:
+            self._routes[key] = self._make_route(*key)
+        route = self._routes[key]
+        if len(sources) > 1:
+            senders = [link.source for link in route.links if not self._is_local(*link)]
+            for holder in sources:
+                self._ahead[holder] -= num_bytes * len(senders) / len(sources)
+            for holder, times in Counter(senders).items():
                 self._ahead[holder] += num_bytes * times
-        return way
+        return route
 
     def by_node(self, holders: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Returns the holders of each node together."""
-        if holders not in self._groups:
-            groups = defaultdict(list)
+        """Group the holders by node."""
+        if holders not in self._holders_by_node:
+            nodes = defaultdict(list)
             for holder in holders:
-                groups[self._nodes[holder]].append(holder)
-            self._groups[holders] = tuple(map(tuple, groups.values()))
-        return self._groups[holders]
+                nodes[self._nodes[holder]].append(holder)
+            self._holders_by_node[holders] = tuple(map(tuple, nodes.values()))
+        return self._holders_by_node[holders]
 
-    def _turn(self, wanting: tuple[int, ...], num_bytes: int) -> int:
-        """Returns which holder of each node, by its place in its group, brings something in."""
-        size = max(map(len, self.by_node(wanting)))
+    def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
+        """Return the index, within each node's holders, of the one that receives for the node."""
+        size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0
-        entered = self._entered.setdefault(wanting, [0] * size)
+        entered = self._entered.setdefault(destinations, [0] * size)
         turn = entered.index(min(entered))
         entered[turn] += num_bytes
         return turn
 
-    def _make_way(self, order: tuple[int, ...], wanting: tuple[int, ...], turn: int) -> Way:
-        """Returns the way. order: those who have it, the next to give first."""
-        links, onward = [], []
-        far = 0
-        for group in self.by_node(wanting):
-            near = [holder for holder in order if self._nodes[holder] == self._nodes[group[0]]]
-            if near:
-                links += self._inside(near, group)
+    def _make_route(self, order: tuple[int, ...], destinations: tuple[int, ...], turn: int) -> Route:
+        """Build the route. `order` lists the sources, the next sender first."""
+        links, forwards = [], []
+        remote_nodes = 0
+        for receivers in self.by_node(destinations):
+            senders = [holder for holder in order if self._nodes[holder] == self._nodes[receivers[0]]]
+            if senders:
+                links += self._links_inside(senders, receivers)
                 continue
-            entry = group[turn % len(group)]
-            links.append(Link(order[far % len(order)], entry))
-            onward += [Link(entry, other) for other in group if other != entry]
-            far += 1
-        return Way(tuple(links), tuple(onward))
+            entry = receivers[turn % len(receivers)]
+            links.append(Link(order[remote_nodes % len(order)], entry))
+            forwards += [Link(entry, other) for other in receivers if other != entry]
+            remote_nodes += 1
+        return Route(tuple(links), tuple(forwards))
 
-    def _inside(self, near: Sequence[int], takers: Sequence[int]) -> Iterator[Link]:
-        """Yields links from those on a node that have it, the next to give first, to those on it that want it."""
-        taking = cycle(near)
-        for taker in takers:
-            local = next((holder for holder in near if self._is_local(holder, taker)), None)
-            yield Link(next(taking) if local is None else local, taker)
+    def _links_inside(self, senders: Sequence[int], receivers: Sequence[int]) -> Iterator[Link]:
+        """Yield links inside one node, preferring a sender on the receiver's device."""
+        next_senders = cycle(senders)
+        for receiver in receivers:
+            local = next((holder for holder in senders if self._is_local(holder, receiver)), None)
+            yield Link(next(next_senders) if local is None else local, receiver)
 
     def _is_local(self, one: int, other: int) -> bool:
         return self._devices[one] == self._devices[other] is not None

@@ -1,4 +1,7 @@
-"""Proves of a plan, whoever made it, that it writes every element of its destinations exactly once, and rightly."""
+"""Prove that a plan writes every destination element exactly once, with the right value.
+
+The proof is independent of the planner.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Plan
 
 
 class PlanError(ValueError):
-    """The error of a plan that would leave an element unwritten, write one twice, or write the wrong one."""
+    """A plan would leave an element unwritten, write it twice, or write a wrong value."""
 
 
 def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
-    """Raises PlanError unless
+    """Raise PlanError unless all of these hold:
 
-    - buckets and padding tile every parameter of every destination: each element is written exactly once,
-    - they write nothing else: nothing moves that the destination does not keep,
-    - each move has the same canonical coordinates at both ends of each link; padding has none,
-    - each move names the dtypes that its ends have,
-    - what a destination hands on it has received before,
-    - the order, if the plan has one, is of everything that travels.
+    - Buckets and padding tile every parameter of every destination: each element is written exactly once.
+    - Nothing else is written: every byte that is sent is stored.
+    - Each move has the same canonical coordinates at both ends of each link; padding has none.
+    - Each move states the dtypes of its two ends.
+    - A destination forwards only what it has received before.
+    - The order, if the plan has one, contains every hop exactly once.
 
-    What is said of several holders is proven once, for those that have the same shard and get the same.
+    Holders with the same shard and the same moves are checked once.
     """
     _Check(plan, sources, destinations).run()
 
@@ -47,10 +50,10 @@ class _Check:
         described = tuple((holder.name, holder.node, holder.device) for holder in holders), len(sources)
         devices = plan.devices or [None] * len(plan.holders)
         if described != (tuple(zip(plan.holders, plan.nodes, devices, strict=True)), plan.num_sources):
-            raise PlanError("the plan is for other holders, or for the same on other nodes or devices")
+            raise PlanError("the plan was made for different holders, nodes or devices")
         for names in (plan.holders[: plan.num_sources], plan.destinations):
             if len(set(names)) < len(names):
-                raise PlanError("two sources, or two destinations, have the same name")
+                raise PlanError("two sources or two destinations have the same name")
         self._plan = plan
         self._shards = [holder.shard for holder in holders]
         self._parameters = {shard: _Parameters(shard) for shard in self._shards}
@@ -65,73 +68,71 @@ class _Check:
             for shard in {self._shards[holder] for holder in padding.holders}:
                 for place in padding.places:
                     if not self._parameters[shard].is_padding(place):
-                        raise PlanError(f"fills elements that are not padding: {place}")
+                        raise PlanError(f"the plan zeroes elements that are not padding: {place}")
         self._check_coverage()
         self._check_order()
-        self._check_handed_on()
+        self._check_forwards()
 
     def _check_number(self, holder: int) -> None:
         if not self._plan.num_sources <= holder < len(self._shards):
-            raise PlanError(f"{holder} is not the number of a destination")
+            raise PlanError(f"{holder} is not the index of a destination")
 
     def _check_links(self, bucket: Bucket) -> None:
         entries = {link.destination for link in bucket.links}
-        for link in (*bucket.links, *bucket.onward):
+        for link in (*bucket.links, *bucket.forwards):
             self._check_number(link.destination)
         for link in bucket.links:
             if not 0 <= link.source < len(self._shards):
-                raise PlanError(f"{link.source} is not the number of a holder")
-        for link in bucket.onward:
+                raise PlanError(f"{link.source} is not the index of a holder")
+        for link in bucket.forwards:
             if link.source not in entries:
-                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+                raise PlanError(f"{self._plan.holders[link.source]} forwards elements that it has not received: {link}")
 
     def _check_moves(self, bucket: Bucket) -> None:
-        givers = {self._shards[link.source] for link in bucket.links}
-        takers = {self._shards[link.destination] for link in (*bucket.links, *bucket.onward)}
+        senders = {self._shards[link.source] for link in bucket.links}
+        receivers = {self._shards[link.destination] for link in (*bucket.links, *bucket.forwards)}
         for move in bucket.moves:
-            sent = {self._held(shard, move.source, move.source_dtype, move) for shard in givers}
-            kept = {self._held(shard, move.destination, move.destination_dtype, move) for shard in takers}
+            sent = {self._canonical(shard, move.source, move.source_dtype, move) for shard in senders}
+            stored = {self._canonical(shard, move.destination, move.destination_dtype, move) for shard in receivers}
             if None in sent:
-                raise PlanError(f"its source does not hold what is copied: {move}")
-            if None in kept:
-                raise PlanError(f"its destination does not keep what is copied: {move}")
-            if len(sent | kept) != 1:
-                raise PlanError(f"{sorted(sent)} at the source, {sorted(kept)} at the destination: {move}")
+                raise PlanError(f"the source does not hold the elements of {move}")
+            if None in stored:
+                raise PlanError(f"the destination does not store the elements of {move}")
+            if len(sent | stored) != 1:
+                raise PlanError(f"{sorted(sent)} at the source, {sorted(stored)} at the destination: {move}")
         size = sum(
             num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
         )
         if size != bucket.num_bytes:
-            raise PlanError(f"a bucket says that it has {bucket.num_bytes} bytes, its moves have {size}")
+            raise PlanError(f"a bucket declares num_bytes={bucket.num_bytes}, but its moves have {size} bytes")
 
-    def _held(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
+    def _canonical(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
         canonical = self._parameters[shard].canonical(place)
         if canonical is not None and shard.dtypes[place.parameter] != dtype:
             actual = shard.dtypes[place.parameter]
-            raise PlanError(f"{place.parameter} is {actual}, which the move does not say: {move}")
+            raise PlanError(f"{place.parameter} is {actual}, but the move declares {dtype}: {move}")
         return canonical
 
     def _check_coverage(self) -> None:
-        """Checks each kind of destination once: those of the same shard that are among the takers of the same
-        things."""
+        """Check one destination of each kind: those with the same shard that receive the same places."""
         written = self._written()
         received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for takers in written:
-            for holder in takers:
-                received[holder].append(takers)
+        for receivers in written:
+            for holder in receivers:
+                received[holder].append(receivers)
         kinds: dict[tuple[Shard, tuple[tuple[int, ...], ...]], int] = {}
         for holder in range(self._plan.num_sources, len(self._shards)):
             kinds.setdefault((self._shards[holder], tuple(received[holder])), holder)
-        for (shard, groups), holder in kinds.items():
-            places = (place for takers in groups for place in written[takers])
+        for (shard, keys), holder in kinds.items():
+            places = (place for receivers in keys for place in written[receivers])
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Returns holders -> the places that are written at each of them. A holder that gets something twice is named
-        twice."""
+        """Return receivers -> places written at each of them. A holder that receives a bucket twice appears twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
-            takers = tuple(link.destination for link in (*bucket.links, *bucket.onward))
-            written[takers] += (move.destination for move in bucket.moves)
+            receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))
+            written[receivers] += (move.destination for move in bucket.moves)
         for padding in self._plan.padding:
             written[padding.holders] += padding.places
         return written
@@ -143,15 +144,15 @@ class _Check:
         missing.subtract(self._plan.order)
         for hop, times in missing.items():
             if times:
-                raise PlanError(f"the order has {hop} {1 - times} times")
+                raise PlanError(f"the order contains {hop} {1 - times} times instead of once")
 
     def _hops(self) -> Iterator[Hop]:
         for number, bucket in enumerate(self._plan.buckets):
-            for link in (*bucket.links, *bucket.onward):
+            for link in (*bucket.links, *bucket.forwards):
                 yield Hop(number, link)
 
-    def _check_handed_on(self) -> None:
-        """Checks links that begin at a destination: inside the bucket that it has just received, or later."""
+    def _check_forwards(self) -> None:
+        """Check the links that start at a destination, within a bucket it has received or in a later bucket."""
         received: dict[int, list[Place]] = {
             link.source: []
             for bucket in self._plan.buckets
@@ -165,7 +166,7 @@ class _Check:
                 for move in bucket.moves:
                     self._check_received(link, move, received[link.source])
             elif link.source >= self._plan.num_sources and (number, link.source) not in arrived:
-                raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {link}")
+                raise PlanError(f"{self._plan.holders[link.source]} forwards elements that it has not received: {link}")
             arrived.add((number, link.destination))
             if link.destination in received:
                 received[link.destination] += (move.destination for move in bucket.moves)
@@ -175,11 +176,11 @@ class _Check:
         common = [intersect(place.rectangle, rectangle) for place in received if place.parameter == parameter]
         # No element is written twice, so the common parts are disjoint.
         if sum(num_elements(part) for part in common if part is not None) != num_elements(rectangle):
-            raise PlanError(f"{self._plan.holders[link.source]} hands on what it has not received: {move}")
+            raise PlanError(f"{self._plan.holders[link.source]} forwards elements that it has not received: {move}")
 
 
 class _Parameters:
-    """The canonical coordinates of the elements of a shard's parameters."""
+    """Maps places of a shard's parameters to canonical coordinates."""
 
     def __init__(self, shard: Shard):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -189,7 +190,7 @@ class _Parameters:
             pieces.sort(key=_start)
 
     def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
-        """Returns the canonical coordinates of a place; None for padding and for what is not held."""
+        """Return the canonical coordinates of a place, or None for padding and for elements outside all pieces."""
         piece = self._piece(place)
         if piece is None or piece.canonical is None:
             return None
@@ -202,7 +203,8 @@ class _Parameters:
     def _piece(self, place: Place) -> Piece | None:
         pieces = self._pieces.get(place.parameter, [])
         start = tuple(low for low, _ in place.rectangle)
-        # Mostly pieces follow each other along one axis: then the last that starts no later contains the place.
+        # Pieces usually follow each other along one axis. Then the last piece that starts at or before the place
+        # contains it.
         near = bisect_right(pieces, start, key=_start)
         for piece in chain(pieces[max(0, near - 1) : near], pieces):
             if contains(piece.local_rectangle, place.rectangle):
@@ -222,27 +224,29 @@ def _check_tiling(name: str, shard: Shard, places: Iterable[Place]) -> None:
         rectangles = written[parameter]
         outside = [rectangle for rectangle in rectangles if not contains(whole(shape), rectangle)]
         if outside:
-            raise PlanError(f"{name} {parameter} {shape}: written outside, at {outside[0]}")
+            raise PlanError(f"{name} {parameter} {shape}: {outside[0]} is outside the parameter")
         overlap = _overlap(rectangles)
         if overlap:
-            raise PlanError(f"{name} {parameter}: written twice, at {overlap}")
+            raise PlanError(f"{name} {parameter}: {overlap} is written twice")
         missing = num_elements(whole(shape)) - sum(map(num_elements, rectangles))
         if missing:
             raise PlanError(f"{name} {parameter} {shape}: {missing} elements are never written")
 
 
 def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None:
-    """Returns a rectangle that two of them share. Axis by axis, only those whose spans touch are compared: not all
-    pairs."""
+    """Return a rectangle that two of the rectangles share, if any.
+
+    Avoids comparing all pairs: axis by axis, only rectangles with overlapping spans are compared.
+    """
     if len(rectangles) < 2:
         return None
     if axis == len(rectangles[0]):
         return next((common for pair in combinations(rectangles, 2) if (common := intersect(*pair))), None)
-    return next((common for group in _runs(rectangles, axis) if (common := _overlap(group, axis + 1))), None)
+    return next((common for run in _runs(rectangles, axis) if (common := _overlap(run, axis + 1))), None)
 
 
 def _runs(rectangles: Sequence[Rectangle], axis: int) -> list[list[Rectangle]]:
-    """Returns groups whose spans along the axis do not overlap those of any other group."""
+    """Partition the rectangles into runs whose spans along the axis do not overlap."""
     runs: list[list[Rectangle]] = []
     end = 0
     for rectangle in sorted(rectangles, key=lambda rectangle: rectangle[axis]):

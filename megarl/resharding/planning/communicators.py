@@ -1,12 +1,12 @@
-"""The communicators of NCCL over which buckets are sent: few, however many neighbours a rank has.
+"""Choose the NCCL communicators for a plan. Their number does not grow with a rank's number of neighbours.
 
-A rank does the batches of a communicator one after the other. So what travels between nodes and what is handed on
-inside one have communicators of their own: the slow ones would hold up the fast ones. Between nodes trainers only send
-and engines only receive, which takes one port of a rank, and one batch at a time is all that it can do.
+A rank executes the batches of a communicator one by one. Transfers between nodes and forwarding inside a node therefore
+use separate communicators, so that the slow ones do not delay the fast ones. Between nodes, trainers only send and
+engines only receive; one communicator suffices there, since a rank's port carries one batch at a time anyway.
 
-No communicator takes two ranks on one GPU. Where trainers and engines share GPUs, those that send and those that
-receive are told apart by their nodes: two different numbers differ in a bit, and a communicator has the trainers of the
-nodes with one value of that bit and the engines of those with the other.
+NCCL does not allow two ranks of a communicator on one GPU. If trainers and engines share GPUs, links between nodes are
+therefore divided by the lowest bit in which their two node numbers differ: a communicator contains the trainers of all
+nodes with one value of that bit, and the engines of all nodes with the other value.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from megarl.resharding.planning.plan import Communicator, Link, Plan
 MIB = 2**20
 
 CONNECTION = (10 + 2) * MIB
-"""NCCL's buffers for one channel from one peer of the node and to one: to receive, the FIFOs of its three protocols (8
-steps: 0.5 MiB of LL, 4.69 of LL128, NCCL_BUFFSIZE = 4 of Simple), and a header to send, in multiples of 2 MiB
-(init.cc: computeBuffSizes; p2p.cc: CUDA_IPC_MIN). NVIDIA/nccl issue 1685 shows allocations of these two sizes."""
+"""Bytes of NCCL buffers per channel and peer inside a node: receive FIFOs of three protocols (8 steps: LL 0.5 MiB,
+LL128 4.69 MiB, Simple NCCL_BUFFSIZE = 4 MiB) and a send header, each rounded up to multiples of 2 MiB (init.cc:
+computeBuffSizes; p2p.cc: CUDA_IPC_MIN). NVIDIA/nccl issue 1685 shows allocations of these two sizes."""
 
 EXCHANGE_CHANNELS = 32
-"""The channels between two ranks of a node that send to each other over a communicator that stays in the node (issue
-1685)."""
+"""Channels between two ranks of a node, in a communicator that does not leave the node (NVIDIA/nccl issue 1685)."""
 
 NETWORK_BUFFERS = 2 * 32 * 16 * 128 * 1024
-"""The memory that a rank sends to other nodes from, and receives into: for 32 channels 16 steps of
-NCCL_P2P_NET_CHUNKSIZE each (net.cc: sharedBuffersInit)."""
+"""Bytes of a rank's send and receive buffers for other nodes: 32 channels with 16 steps of NCCL_P2P_NET_CHUNKSIZE each
+(net.cc: sharedBuffersInit)."""
 
 
-class _Place(NamedTuple):
-    """The things that a link has in common with others of its communicator.
+class _Key(NamedTuple):
+    """Identifies a communicator: links with the same key share it.
 
-    node    the node inside which it is, or None
-    bit     the bit in which the numbers of its two nodes differ, where GPUs are shared
-    value   the bit's value at the node that it comes from
+    node    the node of a link inside a node; None between nodes
+    bit     lowest bit in which the two node numbers differ, if GPUs are shared
+    value   value of that bit at the source node
     """
 
     node: int | None
@@ -46,34 +45,36 @@ class _Place(NamedTuple):
 
 
 def communicators(plan: Plan) -> tuple[Communicator, ...]:
-    """Returns the communicators of what is sent, each with the ranks that have something to send or receive over it.
-    Where both sides share devices, destinations read what is on their own node, and it is not sent."""
-    links: dict[_Place, set[Link]] = defaultdict(set)
+    """Return the communicators of a plan, each with the ranks that send or receive over it.
+
+    If both sides share devices, links from sources on the same node are excluded: destinations read those directly.
+    """
+    links: dict[_Key, set[Link]] = defaultdict(set)
     for bucket in plan.buckets:
-        for link in (*bucket.links, *bucket.onward):
-            if not (plan.devices and plan.is_near(link)):
-                links[_place(plan, link)].add(link)
+        for link in (*bucket.links, *bucket.forwards):
+            if not (plan.devices and plan.is_node_local(link)):
+                links[_key(plan, link)].add(link)
     return tuple(
-        Communicator(tuple(sorted({rank for link in links[place] for rank in link})), place.node is not None)
-        for place in sorted(links, key=lambda place: (place.node is not None, place))
+        Communicator(tuple(sorted({rank for link in links[key] for rank in link})), key.node is not None)
+        for key in sorted(links, key=lambda key: (key.node is not None, key))
     )
 
 
-def _place(plan: Plan, link: Link) -> _Place:
+def _key(plan: Plan, link: Link) -> _Key:
     source, destination = (plan.nodes[rank] for rank in link)
     if source == destination:
-        return _Place(source)
+        return _Key(source)
     if not plan.devices:
-        return _Place(None)
+        return _Key(None)
     differing = source ^ destination
     bit = (differing & -differing).bit_length() - 1
-    return _Place(None, bit, source >> bit & 1)
+    return _Key(None, bit, source >> bit & 1)
 
 
 def buffer_bytes(between: int, near: int) -> int:
-    """Returns what the buffers of a rank's communicators take of its GPU, an estimate that has not been measured.
+    """Estimate the GPU memory of a rank's communicator buffers in bytes (not measured).
 
-    between   its communicators between nodes, each with some that all other nodes share
-    near      its neighbours inside its node, of which each has some
+    between   number of its communicators between nodes; each has one set of buffers
+    near      number of its neighbours inside the node; each has its own buffers
     """
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

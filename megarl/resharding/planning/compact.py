@@ -1,9 +1,9 @@
-"""A plan as a few arrays: made once, sent to all, and every process takes out of it what concerns it.
+"""Encode a plan as a few arrays, which are cheap to send; each process then decodes its own part.
 
-As objects a large plan is slow to send: its moves are a million names and rectangles, few of them different.
+Pickling a large plan as objects is slow: its moves contain a million names and rectangles, most of them repeated.
 
-No copy is kept on the disk for the next start. DeepSeek-V3 from 512 ranks into 256 is planned in 13 s, in a start that
-takes minutes; to find out whether a copy is of the same holders, these would have to be described and hashed, 6 s.
+Plans are not cached on disk. Planning DeepSeek-V3 from 512 to 256 ranks takes 13 s of a startup of several minutes, and
+a cache lookup would take 6 s to describe and hash all holders.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Padding, Pl
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompactPlan:
-    """A plan as arrays of integers, a row for each item.
+    """A plan as integer arrays, one row per item.
 
-    bare     the plan without what is in the arrays
-    buckets  [B, 2]  bytes of the bucket, and how many moves there are up to its end
-    links    [L, 4]  bucket, whether it is one of `onward`, source, destination; by bucket, and there in order
-    moves    [M, 6]  of each bucket in turn: source's parameter and rectangle, destination's, source's dtype,
-                     destination's, by their places in `terms`
-    terms    names of parameters, rectangles and dtypes, each once
+    bare     the plan without buckets and order
+    buckets  [B, 2]  bytes of the bucket, cumulative number of moves
+    links    [L, 4]  bucket, 1 if forwarding, source, destination; sorted by bucket
+    moves    [M, 6]  source parameter, source rectangle, destination parameter, destination rectangle, source dtype,
+                     destination dtype, as indices into `terms`; sorted by bucket
+    terms    distinct parameter names, rectangles and dtypes
     order    [H, 3]  bucket, source, destination
     """
 
@@ -50,9 +50,9 @@ class CompactPlan:
             for term in (*source, *destination, *dtypes)
         )
         links = (
-            (number, onward, *link)
+            (number, is_forward, *link)
             for number, bucket in enumerate(plan.buckets)
-            for onward, links in enumerate((bucket.links, bucket.onward))
+            for is_forward, links in enumerate((bucket.links, bucket.forwards))
             for link in links
         )
         ends = accumulate(len(bucket.moves) for bucket in plan.buckets)
@@ -66,8 +66,7 @@ class CompactPlan:
         )
 
     def part(self, names: Collection[str]) -> Plan:
-        """Returns the plan as far as it concerns these holders: all holders, but only the links of which they are an
-        end."""
+        """Decode the part of the plan with links that start or end at these holders. It still lists all holders."""
         members = [number for number, name in enumerate(self.bare.holders) if name in names]
         links = self.links[np.isin(self.links[:, 2:], members).any(axis=1)]
         hops = self.order[np.isin(self.order[:, 1:], members).any(axis=1)]
@@ -85,15 +84,15 @@ class CompactPlan:
     def _bucket(self, number: int, links: np.ndarray) -> Bucket:
         num_bytes, end = self.buckets[number].tolist()
         start = self.buckets[number - 1, 1] if number else 0
-        kinds = (links[links[:, 1] == onward, 2:].tolist() for onward in (False, True))
-        ways = (tuple(Link(*ends) for ends in kind) for kind in kinds)
-        return Bucket(*ways, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
+        kinds = (links[links[:, 1] == is_forward, 2:].tolist() for is_forward in (False, True))
+        links_and_forwards = (tuple(Link(*ends) for ends in kind) for kind in kinds)
+        return Bucket(*links_and_forwards, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
 
     def _move(self, *numbers: int) -> Move:
-        parameter, rectangle, new_parameter, new_rectangle, *dtypes = (self.terms[number] for number in numbers)
-        return Move(Place(parameter, rectangle), Place(new_parameter, new_rectangle), *dtypes)
+        source, source_rectangle, destination, rectangle, *dtypes = (self.terms[number] for number in numbers)
+        return Move(Place(source, source_rectangle), Place(destination, rectangle), *dtypes)
 
 
 def _rows(rows: Iterable[tuple[int, ...]], width: int, dtype: type = np.int32) -> np.ndarray:
-    """Returns the rows as an array [rows, width], also where there are none."""
+    """Return the rows as an array [num_rows, width], which also works for no rows."""
     return np.array([*rows], dtype).reshape(-1, width)

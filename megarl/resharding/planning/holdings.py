@@ -1,4 +1,4 @@
-"""Who holds what: an index of holders by canonical tensor and rectangle, and how rectangles divide among them."""
+"""Index holders by canonical tensor and rectangle, and divide rectangles among them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megarl.resharding.piece import (
 )
 
 
-class Kept(NamedTuple):
-    """A canonical rectangle as some holders keep it, all at the same place."""
+class Held(NamedTuple):
+    """A canonical rectangle that one or more holders store at the same place."""
 
     canonical: Rectangle
     place: Place
@@ -29,16 +29,16 @@ class Kept(NamedTuple):
     holders: tuple[int, ...]
 
     def part(self, rectangle: Rectangle) -> Place:
-        """Returns the place of a part of the canonical rectangle."""
+        """Return the place of a sub-rectangle of the canonical rectangle."""
         return Place(self.place.parameter, moved(rectangle, self.canonical, self.place.rectangle))
 
 
-Holdings = dict[str, dict[Rectangle, list[Kept]]]
-"""The index: canonical tensor -> each of its rectangles that somebody keeps as one piece -> by whom and where."""
+Holdings = dict[str, dict[Rectangle, list[Held]]]
+"""canonical tensor -> rectangle that some holder stores as one piece -> its places and holders."""
 
 
 def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[int, ...]]:
-    """Returns each shard with the numbers of its holders, which are counted from `first`."""
+    """Return each shard with the numbers of its holders, counted from `first`."""
     numbers: dict[Shard, list[int]] = defaultdict(list)
     for number, holder in enumerate(holders, start=first):
         numbers[holder.shard].append(number)
@@ -46,14 +46,14 @@ def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[in
 
 
 def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
-    """Returns the index of these holders, whose numbers are counted from `first`."""
+    """Build the index of these holders, numbered from `first`."""
     shards = shards_of(holders, first)
     members = list(shards.values())
-    keepers: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}
+    shards_at: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}
     for number, shard in enumerate(shards):
         for piece in shard.pieces:
             if piece.canonical is not None:
-                places = keepers.setdefault(piece.canonical, {}).setdefault(piece.canonical_rectangle, {})
+                places = shards_at.setdefault(piece.canonical, {}).setdefault(piece.canonical_rectangle, {})
                 key = Place(piece.local, piece.local_rectangle), shard.dtypes[piece.local]
                 places.setdefault(key, []).append(number)
     merged: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -66,36 +66,39 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 
     return {
         tensor: {
-            rectangle: [Kept(rectangle, *key, merge_members(numbers)) for key, numbers in places.items()]
+            rectangle: [Held(rectangle, *key, merge_members(numbers)) for key, numbers in places.items()]
             for rectangle, places in rectangles.items()
         }
-        for tensor, rectangles in keepers.items()
+        for tensor, rectangles in shards_at.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The parts of a wanted rectangle that its sources have, each as large as one source can give, and for each the
-    numbers of the rectangles that contain it; and a part that none of them has, if there is one."""
+    """How the sources cover a wanted rectangle.
+
+    parts     disjoint parts of it, as large as one source can send, each with the indices of the held rectangles that
+              contain it
+    missing   a part that no source holds, if any
+    """
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]
     missing: Rectangle | None
 
 
-@lru_cache(maxsize=4096)  # layers, experts and replicas are cut alike
+@lru_cache(maxsize=4096)  # layers, experts and replicas repeat the same divisions
 def divide(held: tuple[Rectangle, ...], wanted: Rectangle) -> Division:
-    """Divides a wanted rectangle among `held`, the rectangles of the same tensor that sources keep, each as one
-    piece."""
+    """Divide a wanted rectangle among `held`, the rectangles of the tensor that sources store as one piece each."""
     overlapping = [(i, rectangle) for i, rectangle in enumerate(held) if intersect(rectangle, wanted)]
     parts, missing = [], [wanted]
     for _, rectangle in overlapping:
-        left = []
+        remaining = []
         for part in missing:
             common = intersect(rectangle, part)
             if common is None:
-                left.append(part)
+                remaining.append(part)
             else:
                 parts.append((common, tuple(i for i, other in overlapping if contains(other, common))))
-                left += subtract(part, common)
-        missing = left
+                remaining += subtract(part, common)
+        missing = remaining
     return Division(tuple(parts), missing[0] if missing else None)

@@ -1,4 +1,4 @@
-"""The messages of a bucket that is sent: large moves alone, from and to their places, the others packed into one."""
+"""Divide a bucket into messages: large moves are sent unpacked, directly between parameters; the rest is packed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from megarl.resharding.piece import ITEM_BYTES, num_elements
 from megarl.resharding.planning.plan import Bucket, Move
 
 ALIGNMENT = 8
-"""The multiple of bytes that keeps moves aligned. A move of another size, which would leave those after it misaligned,
-is not alone."""
+"""Alignment in bytes within a bucket. A move of any other size is packed, so that it does not misalign later moves."""
 
-ALONE_BYTES, ALONE_BYTES_OF_NCCL = 128 * 2**10, 8 * 2**20
-"""The bytes from which a move is a message of its own over gloo, and over NCCL: to copy it would take longer than a
-message takes to set out. A GPU copies 8 MiB in about 10 µs, and an operation of NCCL takes some 30."""
+UNPACKED_BYTES, UNPACKED_BYTES_NCCL = 128 * 2**10, 8 * 2**20
+"""Minimum bytes of a move that is sent unpacked, over gloo and NCCL. Below it, an extra message costs more than
+packing: a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
 
 LATENCY_S = 30e-6
-"""The seconds that an operation of NCCL takes beside its bytes. An estimate: it has not been measured."""
+"""Fixed cost of an NCCL operation in seconds. An estimate, not measured."""
 
 
 def move_bytes(move: Move) -> int:
-    """Returns the bytes of what travels."""
+    """Return the bytes of a move on the wire."""
     return num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
 
 
-def is_alone(move: Move, least: int) -> bool:
-    """Returns whether the move is a message of its own. least: the bytes from which one is."""
-    return move_bytes(move) >= least and move_bytes(move) % ALIGNMENT == 0
+def is_unpacked(move: Move, min_bytes: int) -> bool:
+    """Return whether the move is sent as its own message; min_bytes is the size threshold."""
+    return move_bytes(move) >= min_bytes and move_bytes(move) % ALIGNMENT == 0
 
 
-def num_messages(bucket: Bucket, least: int = ALONE_BYTES_OF_NCCL) -> int:
-    """Returns the number of messages of a bucket over each of its links."""
-    alone = sum(is_alone(move, least) for move in bucket.moves)
-    return alone + (alone < len(bucket.moves))
+def num_messages(bucket: Bucket, min_bytes: int = UNPACKED_BYTES_NCCL) -> int:
+    """Return the number of messages of a bucket per link."""
+    unpacked = sum(is_unpacked(move, min_bytes) for move in bucket.moves)
+    return unpacked + (unpacked < len(bucket.moves))

@@ -1,4 +1,4 @@
-"""A plan says which rectangle of which parameter goes where. Pure data, the same on every process that computes it."""
+"""The plan of a refit: which rectangle of which parameter is copied where, as deterministic pure data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.resharding.piece import Place
 
 
 class Link(NamedTuple):
-    """A way from one holder to another, by their numbers in Plan.holders."""
+    """A connection from one holder to another, as indices into Plan.holders."""
 
     source: int
     destination: int
 
 
 class Move(NamedTuple):
-    """A rectangle's way: the elements of a place become those of a place of the same shape.
+    """A copy from one place to another of the same shape.
 
-    Where the dtypes differ they are cast, by who sends them: what travels has destination_dtype.
+    The sender casts if the dtypes differ: elements are sent as destination_dtype.
     """
 
     source: Place
@@ -34,44 +34,43 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Moves that travel together, as one buffer.
+    """Moves that are sent together in one buffer.
 
-    links      the links over each of which the buffer goes: a source packs it once for all of its replicas'
-               destinations
-    onward     links inside a node: who has received the buffer hands it on to others, which keep it at the same places
-    num_bytes  bytes of the buffer
+    links      links over which the buffer is sent; each source packs it once for all of its links
+    forwards   links inside a node: a receiver forwards the buffer to destinations that store it at the same places
+    num_bytes  size of the buffer
     """
 
     links: tuple[Link, ...]
-    onward: tuple[Link, ...]
+    forwards: tuple[Link, ...]
     moves: tuple[Move, ...]
     num_bytes: int
 
     @property
-    def onward_moves(self) -> Iterator[Move]:
-        """The moves over the links of `onward`."""
+    def forward_moves(self) -> Iterator[Move]:
+        """The moves over forwarding links: both ends use the destination place and dtype."""
         return (Move(place, place, dtype, dtype) for _, place, _, dtype in self.moves)
 
 
 class Padding(NamedTuple):
-    """Places that become zero at each of these holders: they have no counterpart in the checkpoint."""
+    """Places without a counterpart in the checkpoint, which these holders fill with zeros."""
 
     holders: tuple[int, ...]
     places: tuple[Place, ...]
 
 
 class Hop(NamedTuple):
-    """A bucket, by its number in the plan, over one of its links."""
+    """The transfer of a bucket, given by its index in the plan, over one of its links."""
 
     bucket: int
     link: Link
 
 
 class Communicator(NamedTuple):
-    """A communicator of NCCL.
+    """An NCCL communicator.
 
-    members    the numbers of its holders, in their order
-    is_inside  whether it is for links inside a node, else for those between nodes
+    members    indices of its holders, in rank order
+    is_inside  whether it carries links inside a node; otherwise links between nodes
     """
 
     members: tuple[int, ...]
@@ -87,7 +86,7 @@ class Copy(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A place whose elements become zero."""
+    """A place that is filled with zeros."""
 
     destination: str
     place: Place
@@ -95,13 +94,13 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """All that is written into one holder, in the order of the plan."""
+    """Everything that a plan writes into one holder, in plan order."""
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
 
     def grouped_by(self, key: Callable[[str], str]) -> dict[str, Writes]:
-        """Returns the writes in parts, by what `key` says of the parameter that is written."""
+        """Group the writes by key(name of the written parameter)."""
         copies, fills = defaultdict(list), defaultdict(list)
         for copy in self.copies:
             copies[key(copy.move.destination.parameter)].append(copy)
@@ -112,20 +111,20 @@ class Writes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that moves, said once for all replicas that it is true of.
+    """All copies from sources to destinations; a bucket describes all replicas with the same moves at once.
 
-    holders       their names, sources before destinations
-    nodes         the machine of each holder
-    num_sources   how many of the holders are sources
-    buckets       in the order in which they may be executed: what is handed on was received before
-    padding       the places that become zero
-    devices       the device of each holder, where some share one; empty where none do
-    order         the order of everything that travels, as schedule.ordered finds it (empty: nobody has asked)
-    communicators the communicators over which NCCL would send it, all that a plan with an order needs
+    holders        names, sources before destinations
+    nodes          node index of each holder
+    num_sources    number of sources among the holders
+    buckets        in an executable order: a holder forwards only what it has received before
+    padding        places to fill with zeros
+    devices        device index of each holder; empty if no holders share a device
+    order          order of all hops, computed by schedule.ordered (empty: not computed)
+    communicators  NCCL communicators that the hops need; computed together with `order`
 
-    To execute it, a process needs into(its name), or, where buffers travel, the hops that it is an end of: it sends and
-    receives in their order, and packs and unpacks the moves of a bucket in theirs. No other agreement is needed, as
-    every process has its part of the same plan.
+    A process that reads its sources directly executes into(its name). A process that sends or receives executes the
+    hops of which it is an end, in `order`, and packs and unpacks each bucket in the order of its moves. All processes
+    hold parts of the same plan, so no further coordination is needed.
     """
 
     holders: tuple[str, ...]
@@ -139,35 +138,35 @@ class Plan:
 
     @cached_property
     def plan_hash(self) -> str:
-        """SHA-256 of the contents: equal on processes that have the same plan."""
+        """SHA-256 of the plan's contents."""
         head = [self.holders, self.nodes, self.num_sources, self.padding, *([self.devices] if self.devices else [])]
         digest = hashlib.sha256(json.dumps(head).encode())
         for bucket in self.buckets:
-            digest.update(json.dumps([bucket.links, bucket.onward, bucket.moves]).encode())
+            digest.update(json.dumps([bucket.links, bucket.forwards, bucket.moves]).encode())
         return digest.hexdigest()
 
     @cached_property
     def crosses_nodes(self) -> bool:
-        """Whether something travels from one machine to another."""
-        links = (link for bucket in self.buckets for link in (*bucket.links, *bucket.onward))
+        """Whether any link connects two nodes."""
+        links = (link for bucket in self.buckets for link in (*bucket.links, *bucket.forwards))
         return any(self.nodes[source] != self.nodes[destination] for source, destination in links)
 
     @cached_property
-    def near(self) -> Plan:
-        """The part of the plan that its destinations can read at its sources, on their own node."""
-        return self._only(self.is_near, is_far=False)
+    def node_local(self) -> Plan:
+        """The part of the plan that destinations can read directly from sources on their own node."""
+        return self._only(self.is_node_local, is_remote=False)
 
     @cached_property
-    def far(self) -> Plan:
-        """The other part: what comes from other nodes, and what destinations hand on."""
-        return self._only(lambda link: not self.is_near(link), is_far=True)
+    def remote(self) -> Plan:
+        """The part of the plan that is sent: between nodes, and forwarded by destinations."""
+        return self._only(lambda link: not self.is_node_local(link), is_remote=True)
 
-    def is_near(self, link: Link) -> bool:
-        """Returns whether it leads from a source to a destination on the same node."""
+    def is_node_local(self, link: Link) -> bool:
+        """Return whether the link connects a source to a destination on the same node."""
         return link.source < self.num_sources and self.nodes[link.source] == self.nodes[link.destination]
 
     def communicator_of(self, link: Link) -> int:
-        """Returns which of the communicators a link uses, by its number: the first that has both ends."""
+        """Return the index of the communicator that a link uses: the first that contains both ends."""
         is_inside = self.nodes[link.source] == self.nodes[link.destination]
         return next(
             number
@@ -175,24 +174,27 @@ class Plan:
             if communicator.is_inside == is_inside and {*link} <= {*communicator.members}
         )
 
-    def _only(self, wanted: Callable[[Link], bool], is_far: bool) -> Plan:
-        """Returns the plan with the wanted links alone, and their order if they are far. Buckets keep their numbers."""
+    def _only(self, wanted: Callable[[Link], bool], is_remote: bool) -> Plan:
+        """Return the plan with only the wanted links; only the remote part keeps forwards and order.
+
+        Buckets keep their indices.
+        """
         buckets = (
-            replace(bucket, links=tuple(filter(wanted, bucket.links)), onward=bucket.onward if is_far else ())
+            replace(bucket, links=tuple(filter(wanted, bucket.links)), forwards=bucket.forwards if is_remote else ())
             for bucket in self.buckets
         )
-        order = (hop for hop in self.order if is_far and wanted(hop.link))
+        order = (hop for hop in self.order if is_remote and wanted(hop.link))
         return replace(self, buckets=tuple(buckets), order=tuple(order))
 
     def into(self, name: str) -> Writes:
-        """Returns what is written into one holder. Raises ValueError for a name that is not a destination's."""
+        """Return the writes into one destination. Raises ValueError if `name` is not a destination."""
         if name not in self.holders[self.num_sources :]:
-            raise ValueError(f"{name} is not a destination of the plan; it has {', '.join(self.destinations)}")
+            raise ValueError(f"{name} is not a destination of the plan; destinations: {', '.join(self.destinations)}")
         holder = self.holders.index(name, self.num_sources)
         copies = tuple(
             Copy(self.holders[source], name, move)
             for bucket in self.buckets
-            for links, moves in ((bucket.links, bucket.moves), (bucket.onward, bucket.onward_moves))
+            for links, moves in ((bucket.links, bucket.moves), (bucket.forwards, bucket.forward_moves))
             for source, destination in links
             if destination == holder
             for move in moves
@@ -201,7 +203,7 @@ class Plan:
         return Writes(copies, tuple(fills))
 
     def is_local(self, link: Link) -> bool:
-        """Returns whether both ends are on one device."""
+        """Return whether both ends share a device."""
         return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None
 
     @property
@@ -214,5 +216,5 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that travel, over all links."""
-        return sum(bucket.num_bytes * (len(bucket.links) + len(bucket.onward)) for bucket in self.buckets)
+        """Total bytes over all links."""
+        return sum(bucket.num_bytes * (len(bucket.links) + len(bucket.forwards)) for bucket in self.buckets)

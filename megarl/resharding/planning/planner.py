@@ -1,4 +1,4 @@
-"""Makes the plan, without talking to anybody: from what sources and destinations hold to what moves between them."""
+"""Build a plan from the pieces of sources and destinations. No communication is involved."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from itertools import zip_longest
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
-from megarl.resharding.planning.balance import Balance, Way
-from megarl.resharding.planning.holdings import Kept, divide, holdings, shards_of
+from megarl.resharding.planning.balance import Balance, Route
+from megarl.resharding.planning.holdings import Held, divide, holdings, shards_of
 from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 
 MIB = 2**20
 LARGEST_BUCKET, SMALLEST_BUCKET = 256 * MIB, MIB
-BUCKETS_OF_A_DESTINATION = 64
-"""The number of buckets that fill a destination: while one is under way, little of the whole waits for it."""
+BUCKETS_PER_DESTINATION = 64
+"""Default number of buckets per destination. Waiting for one bucket then delays only a small part of the weights."""
 SMALLEST_PART = MIB
-"""The bytes of the smallest part that is cut for the sake of balance."""
+"""Minimum bytes of a part that is split off only to balance the load of sources."""
 
 
 @without_collector()
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
-    """Returns the plan in which every element of every destination comes from exactly one source, directly or by way of
-    another destination on its node.
+    """Return a plan in which every destination element comes from exactly one source.
 
-    bucket_bytes    bytes of a buffer that travels, at most (None: a 64th of the largest destination, at most 256 MiB)
+    It arrives directly from the source or through another destination on the same node.
 
-    Raises UserError for an element that no source holds.
+    Args:
+        bucket_bytes: maximum bytes of a bucket. None: 1/64 of the largest destination, at least 1 MiB and at most
+            256 MiB.
+
+    Raises:
+        UserError: no source holds some element.
     """
     return _Planner(sources, destinations, bucket_bytes or bucket_size(destinations)).plan()
 
 
 def bucket_size(destinations: Sequence[Holder]) -> int:
-    """Returns the bytes of a bucket, where the caller does not say."""
+    """Return the default bytes of a bucket."""
     largest = max((shard.num_bytes for shard in shards_of(destinations)), default=0)
-    return min(max(largest // BUCKETS_OF_A_DESTINATION, SMALLEST_BUCKET), LARGEST_BUCKET)
+    return min(max(largest // BUCKETS_PER_DESTINATION, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 class _Planner:
@@ -50,14 +54,15 @@ class _Planner:
     def plan(self) -> Plan:
         held = holdings(self._sources)
         for tensor, rectangles in holdings(self._destinations, first=len(self._sources)).items():
-            owners = held.get(tensor, {})
-            cuts, keeps = tuple(owners), list(owners.values())
-            for wanted, wanting in rectangles.items():
-                division = divide(cuts, wanted)
+            source_rectangles = held.get(tensor, {})
+            source_places = list(source_rectangles.values())
+            for wanted, destinations in rectangles.items():
+                division = divide(tuple(source_rectangles), wanted)
                 if division.missing:
                     raise UserError(f"{tensor}: no source holds the elements {_range(division.missing)}")
                 for part, numbers in division.parts:
-                    self._send(part, [keep for number in numbers for keep in keeps[number]], wanting)
+                    sources = [place for number in numbers for place in source_places[number]]
+                    self._plan_part(part, sources, destinations)
         return Plan(
             holders=tuple(holder.name for holder in self._holders),
             nodes=tuple(holder.node for holder in self._holders),
@@ -67,45 +72,49 @@ class _Planner:
             devices=self._devices if any(device is not None for device in self._devices) else (),
         )
 
-    def _send(self, part: Rectangle, having: list[Kept], wanting: list[Kept]) -> None:
-        """Plans a canonical rectangle, from those who have it to those who want it."""
-        if len(having) == len(wanting) == 1:
-            [giver], [taker] = having, wanting
-            for slab, way in self._ways(part, giver.holders, taker.holders, taker.dtype):
-                self._first.add(way, _move(slab, giver, taker))
+    def _plan_part(self, part: Rectangle, sources: list[Held], destinations: list[Held]) -> None:
+        """Plan the copies of a canonical rectangle from its sources to its destinations."""
+        if len(sources) == len(destinations) == 1:
+            [source], [destination] = sources, destinations
+            for slab, route in self._routes(part, source.holders, destination.holders, destination.dtype):
+                self._first.add(route, _move(slab, source, destination))
             return
-        givers = {holder: kept for kept in reversed(having) for holder in kept.holders}
-        for takers in _rounds(wanting):
-            for slab, way in self._ways(part, tuple(sorted(givers)), tuple(sorted(takers)), wanting[0].dtype):
-                self._send_apart(slab, way, givers, takers)
+        senders = {holder: held for held in reversed(sources) for holder in held.holders}
+        for receivers in _rounds(destinations):
+            ranks = tuple(sorted(senders)), tuple(sorted(receivers))
+            for slab, route in self._routes(part, *ranks, destinations[0].dtype):
+                self._plan_slab(slab, route, senders, receivers)
 
-    def _ways(
-        self, part: Rectangle, having: tuple[int, ...], wanting: tuple[int, ...], dtype: str
-    ) -> Iterator[tuple[Rectangle, Way]]:
-        """Yields slabs of the rectangle that fit a bucket and that replicas can share evenly, and how each travels."""
+    def _routes(
+        self, part: Rectangle, sources: tuple[int, ...], destinations: tuple[int, ...], dtype: str
+    ) -> Iterator[tuple[Rectangle, Route]]:
+        """Split the rectangle into slabs that fit a bucket and balance replicas; yield each with its route."""
         size, rows = num_elements(part) * ITEM_BYTES[dtype], part[0][1] - part[0][0]
-        shares = min(self._balance.even_parts(having, wanting), max(1, size // SMALLEST_PART))
+        shares = min(self._balance.even_parts(sources, destinations), max(1, size // SMALLEST_PART))
         rows_in_bucket = max(1, self._bucket_bytes * rows // size)
         needed = -(-rows // rows_in_bucket)
         count = shares * -(-needed // shares)
         for slab in [part] if count == 1 else cut(part, count):
-            yield slab, self._balance.way(having, wanting, num_elements(slab) * ITEM_BYTES[dtype])
+            yield slab, self._balance.route(sources, destinations, num_elements(slab) * ITEM_BYTES[dtype])
 
-    def _send_apart(self, slab: Rectangle, way: Way, givers: dict[int, Kept], takers: dict[int, Kept]) -> None:
-        """Plans a slab that not all who have it, or who want it, keep at the same place: links between the same places
-        are together."""
-        links: dict[tuple[Kept, Kept], list[Link]] = defaultdict(list)
-        for link in way.links:
-            links[givers[link.source], takers[link.destination]].append(link)
-        alike = [link for link in way.onward if takers[link.source] == takers[link.destination]]
-        for (giver, taker), group in links.items():
-            entries = {link.destination for link in group}
-            onward = tuple(link for link in alike if link.source in entries)
-            self._first.add(Way(tuple(group), onward), _move(slab, giver, taker))
-        for link in way.onward:
-            if link not in alike:
-                move = _move(slab, takers[link.source], takers[link.destination])
-                self._later.add(Way((link,), ()), move)
+    def _plan_slab(self, slab: Rectangle, route: Route, senders: dict[int, Held], receivers: dict[int, Held]) -> None:
+        """Plan a slab that its senders or receivers store at different places.
+
+        Links between the same places share a bucket. A receiver forwards within that bucket if the next receiver stores
+        the slab at the same place; otherwise it forwards with a separate move later.
+        """
+        links: dict[tuple[Held, Held], list[Link]] = defaultdict(list)
+        for link in route.links:
+            links[senders[link.source], receivers[link.destination]].append(link)
+        same_place = [link for link in route.forwards if receivers[link.source] == receivers[link.destination]]
+        for (sender, receiver), shared in links.items():
+            entries = {link.destination for link in shared}
+            forwards = tuple(link for link in same_place if link.source in entries)
+            self._first.add(Route(tuple(shared), forwards), _move(slab, sender, receiver))
+        for link in route.forwards:
+            if link not in same_place:
+                move = _move(slab, receivers[link.source], receivers[link.destination])
+                self._later.add(Route((link,), ()), move)
 
     def _padding(self) -> Iterable[Padding]:
         for shard, holders in shards_of(self._destinations, first=len(self._sources)).items():
@@ -115,42 +124,44 @@ class _Planner:
 
 
 class _Buckets:
-    """Buckets of moves that go the same way."""
+    """Fills buckets with the moves of each route."""
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._open: dict[Way, tuple[list[Move], int]] = {}
-        self._full: dict[Way, list[Bucket]] = defaultdict(list)
+        self._open: dict[Route, tuple[list[Move], int]] = {}
+        self._full: dict[Route, list[Bucket]] = defaultdict(list)
 
-    def add(self, way: Way, move: Move) -> None:
+    def add(self, route: Route, move: Move) -> None:
         num_bytes = num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
-        moves, size = self._open.get(way, ([], 0))
+        moves, size = self._open.get(route, ([], 0))
         if moves and size + num_bytes > self._limit:
-            self._full[way].append(Bucket(*way, tuple(moves), size))
+            self._full[route].append(Bucket(*route, tuple(moves), size))
             moves, size = [], 0
         moves.append(move)
-        self._open[way] = moves, size + num_bytes
+        self._open[route] = moves, size + num_bytes
 
     def closed(self) -> list[Bucket]:
-        """Returns one bucket of each way after the other: so all sources have something to send from the start."""
-        queues = ([*self._full[way], Bucket(*way, tuple(moves), size)] for way, (moves, size) in self._open.items())
+        """Return all buckets, alternating between routes, so that every source can send from the start."""
+        queues = (
+            [*self._full[route], Bucket(*route, tuple(moves), size)] for route, (moves, size) in self._open.items()
+        )
         return [bucket for turn in zip_longest(*queues) for bucket in turn if bucket is not None]
 
 
-def _rounds(wanting: list[Kept]) -> list[dict[int, Kept]]:
-    """Returns rounds of holder -> what it wants; a holder that keeps the same elements twice gets them twice."""
-    rounds: list[dict[int, Kept]] = []
-    for kept in wanting:
-        for holder in kept.holders:
-            free = next((takers for takers in rounds if holder not in takers), None)
-            if free is None:
-                rounds.append(free := {})
-            free[holder] = kept
+def _rounds(destinations: list[Held]) -> list[dict[int, Held]]:
+    """Group destinations into rounds of holder -> place. A holder that stores the elements twice is in two rounds."""
+    rounds: list[dict[int, Held]] = []
+    for held in destinations:
+        for holder in held.holders:
+            current = next((receivers for receivers in rounds if holder not in receivers), None)
+            if current is None:
+                rounds.append(current := {})
+            current[holder] = held
     return rounds
 
 
-def _move(slab: Rectangle, giver: Kept, taker: Kept) -> Move:
-    return Move(giver.part(slab), taker.part(slab), giver.dtype, taker.dtype)
+def _move(slab: Rectangle, source: Held, destination: Held) -> Move:
+    return Move(source.part(slab), destination.part(slab), source.dtype, destination.dtype)
 
 
 def _range(rectangle: Rectangle) -> str:

@@ -1,4 +1,4 @@
-"""Keeps results for other processes: a file for each, named by a hash of what it follows from."""
+"""Cache results on disk, one file per result, named by a hash of its inputs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parents[1]
-ROOMS = ("config", "resharding")
-"""The rooms whose code a result follows from."""
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("config", "resharding")
+"""Packages whose code is part of the cache key."""
 
 
-def kept(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what compute() gives, as JSON; from the folder, if this code has computed it before.
+def cached(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON-serialisable result of compute(), from the cache folder if possible.
 
-    inputs   all that it follows from, as JSON
+    inputs   everything that determines the result, JSON-serialisable
 
-    The content of a damaged file is computed again, and nothing is kept in a folder that cannot be written; both are
-    logged.
+    A damaged file is recomputed. If the folder is not writable, the result is not cached. Both are logged.
     """
-    file = folder / f"{_digest([_code(), inputs])}.json"
-    found = _read(file)
-    if found is None:
-        found = compute()
-        _write(file, {"sha256": _digest(found), "content": found})
-    return found
+    file = folder / f"{_digest([_code_hash(), inputs])}.json"
+    result = _read(file)
+    if result is None:
+        result = compute()
+        _write(file, {"sha256": _digest(result), "content": result})
+    return result
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -41,28 +40,28 @@ def _read(file: Path) -> dict[str, Any] | None:
             return entry["content"]
     except (ValueError, KeyError, TypeError):
         pass
-    logging.getLogger(__name__).warning("%s is damaged: its content is computed again", file)
+    logging.getLogger(__name__).warning("%s is damaged; recomputing its content", file)
     return None
 
 
 def _write(file: Path, entry: dict[str, Any]) -> None:
-    """Writes a file that is whole under its name, whenever this process ends."""
+    """Write the file atomically."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
-            whole = Path(folder) / file.name
-            whole.write_text(json.dumps(entry), encoding="utf-8")
-            whole.replace(file)
+            temporary = Path(folder) / file.name
+            temporary.write_text(json.dumps(entry), encoding="utf-8")
+            temporary.replace(file)
     except OSError as error:
-        logging.getLogger(__name__).warning("%s: not kept for the next time (%s)", file, error.strerror)
+        logging.getLogger(__name__).warning("%s: result not cached (%s)", file, error.strerror)
 
 
 @cache
-def _code() -> str:
-    """Returns the SHA-256 of the rooms' source files."""
+def _code_hash() -> str:
+    """Return the SHA-256 of the packages' source files."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

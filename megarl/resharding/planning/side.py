@@ -1,4 +1,4 @@
-"""One side of a reshard as it is written on the command line: a trainer, engines, or a Hugging Face folder."""
+"""Parse one side of `megarl reshard` from the command line: a trainer, engines or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 
 def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
-    """Returns the holders that e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf" stands for.
+    """Return the holders described by e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf".
 
-    option     where it was given, such as --from
-
-    Raises UserError, naming the option, for what cannot be read, or does not fit the model.
+    Raises UserError, naming the command-line option, if the text is invalid or does not fit the model.
     """
     kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
     try:
@@ -40,37 +38,37 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
             return _engines(values, hf_config)
         if kind in ("", "megatron"):
             return megatron_holders(hf_config, _layout(values, hf_config))
-        raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}; give {FORMS}")
+        raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}. Fix: give {FORMS}")
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}") from None
 
 
 def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list[Holder]:
-    """Returns the holders in order, `ranks_per_node` on each node; nodes are numbered from `first`."""
+    """Assign the holders in order to nodes of `ranks_per_node`; node numbers start at `first`."""
     return [replace(holder, node=first + i // ranks_per_node) for i, holder in enumerate(holders)]
 
 
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Returns the holders with rank i of both sides on device i. source, destination: as they were given.
+    """Place rank i of both sides on device i. `source` and `destination` are the option values, for messages.
 
-    Raises UserError where not every device has one of each.
+    Raises UserError unless every device has exactly one rank of each side.
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
-            raise UserError(f"--colocated: {option} hf is a folder, which is on no device; leave one of them away")
+            raise UserError(f"--colocated: {option} hf is a folder and has no device. Fix: omit --colocated")
     if len(sources) != len(destinations):
         raise UserError(
-            f"--colocated: {source} has {len(sources):,} ranks, {destination} has {len(destinations):,}, and each "
-            f"device has one of both; {_remedy(len(sources), destinations)}"
+            f"--colocated: {source} has {len(sources):,} ranks, {destination} has {len(destinations):,}, but each "
+            f"device holds one rank of each side. Fix: {_remedy(len(sources), destinations)}"
         )
     on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
     return on_devices[0], on_devices[1]
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
-    """Says how the destinations become as many as the sources."""
+    """Describe how to make the number of destinations equal to the number of sources."""
     workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers
@@ -81,24 +79,24 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Reads e.g. "inter=50GB/s,intra=400GB/s"; a small b stands for bits. Raises UserError for what cannot be read."""
-    given = dict(item.partition("=")[::2] for item in text.split(","))
-    if given.keys() != set(names):
+    """Parse e.g. "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raises UserError if the text is invalid."""
+    values = dict(item.partition("=")[::2] for item in text.split(","))
+    if values.keys() != set(names):
         raise UserError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
-    return {name: _bandwidth(f"{option} {name}={given[name]}", given[name]) for name in names}
+    return {name: _bandwidth(f"{option} {name}={values[name]}", values[name]) for name in names}
 
 
 def _bandwidth(key: str, text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)([bB])/s", text)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)([bB])/s", text)
+    if match is None or float(match[1]) == 0:
         raise UserError(f"{key}: expected a positive number and a unit, such as 50GB/s, 400Gb/s or 1.5GiB/s")
-    return float(found[1]) * _UNITS[found[2]] * _BITS[found[3]] / 8
+    return float(match[1]) * _UNITS[match[2]] * _BITS[match[3]] / 8
 
 
 def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
-    given = _fields(text, ("tp", "replicas", "ep", "fp8"))
-    whole_experts, quantised = (_switch(name, given.pop(name, "false")) for name in ("ep", "fp8"))
-    sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in given.items()}
+    fields = _fields(text, ("tp", "replicas", "ep", "fp8"))
+    whole_experts, quantised = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
+    sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
     holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
     return quantised_destinations(hf_config, holders) if quantised else holders
 
@@ -110,39 +108,39 @@ def _switch(name: str, value: str) -> bool:
 
 
 def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
-    given = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
-    layout = Layout(**{**ONE_PROCESS, **given}, sequence_parallel=False)
+    sizes = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
+    layout = Layout(**{**ONE_PROCESS, **sizes}, sequence_parallel=False)
     check_layout("", layout)
     _check_stages(layout, completed(hf_config)["num_hidden_layers"])
     return layout
 
 
 def _check_stages(layout: Layout, num_layers: int) -> None:
-    """Raises UserError for an uneven division that was not asked for, as Megatron wants it."""
+    """Raise UserError if the layers do not divide evenly into stages and no uneven stage is given."""
     if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
-    remedy = f"add last_stage_layers={last}, which leaves {each} for each of the others" if last > 0 else "lower pp"
+    remedy = f"add last_stage_layers={last}, which leaves {each} layers in each other stage" if last > 0 else "lower pp"
     raise UserError(
-        f"pp={layout.pp}: {num_layers} num_hidden_layers do not divide by {layout.pp} "
-        f"({quotient(num_layers, layout.pp)}); {remedy}"
+        f"pp={layout.pp}: num_hidden_layers={num_layers} is not divisible by pp={layout.pp} "
+        f"({quotient(num_layers, layout.pp)}). Fix: {remedy}"
     )
 
 
 def _fields(text: str, known: Collection[str]) -> dict[str, str]:
-    """Reads name=value between commas."""
-    given: dict[str, str] = {}
+    """Parse comma-separated name=value pairs."""
+    fields: dict[str, str] = {}
     for item in text.split(",") if text else ():
         name, _, value = item.partition("=")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"the known ones are {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(known)}"
             raise UserError(f"{name} is unknown; {hint}")
-        if name in given:
+        if name in fields:
             raise UserError(f"{name} is given twice")
-        given[name] = value
-    return given
+        fields[name] = value
+    return fields
 
 
 def _positive(name: str, value: str) -> int:

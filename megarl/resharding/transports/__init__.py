@@ -1,1 +1,1 @@
-"""Transports: how the elements of a source's parameter reach this process. They know nothing of models."""
+"""Transports deliver elements of source parameters to this process, independently of the model."""

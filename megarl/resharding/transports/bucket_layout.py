@@ -1,4 +1,4 @@
-"""Lays out the moves of a bucket while it travels: in a buffer, or in the parameters themselves."""
+"""Lay out the moves of a bucket for sending or receiving: in a buffer, or directly in the parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.resharding.transports.transport import view
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A move at one of its holders.
+    """One end of a move.
 
-    start   its first byte in the buffer, or None where its elements lie in one stretch of the parameter, from or to
-            which they travel without a copy
+    start   offset in the buffer in bytes; None if the elements are sent from, or received into, the parameter directly,
+            because they are contiguous there
     """
 
     move: Move
@@ -32,11 +32,11 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what travels."""
+        """The dtype on the wire."""
         return getattr(torch, self.move.destination_dtype)
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the elements of the parameter."""
+        """Return the elements in the parameter."""
         return view(parameters[self.place.parameter], self.place.rectangle)
 
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -46,45 +46,47 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket at one of its holders.
+    """The layout of a bucket at one holder.
 
-    alone      the moves that are messages of their own
-    together   the moves that are the last message
-    num_bytes  bytes of the buffer
+    unpacked   moves that are sent as one message each
+    packed     moves that share the last message
+    num_bytes  size of the buffer
     """
 
-    alone: tuple[Part, ...]
-    together: tuple[Part, ...]
+    unpacked: tuple[Part, ...]
+    packed: tuple[Part, ...]
     num_bytes: int
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (*self.alone, *self.together)
+        return (*self.unpacked, *self.packed)
 
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields the tensors that are sent, or received into."""
-        for part in self.alone:
+        """Yield one tensor per message, to send or to receive into."""
+        for part in self.unpacked:
             yield part.of(parameters) if part.start is None else part.in_buffer(buffer)
-        if self.together:
-            yield buffer[self.together[0].start : self.num_bytes]
+        if self.packed:
+            yield buffer[self.packed[0].start : self.num_bytes]
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """Returns the layout of a bucket, with the same messages at all holders.
+    """Lay out a bucket, with the same messages at all holders.
 
-    moves        each with the place of its elements at this holder
-    parameters   this holder's; a move of another one goes by way of the buffer
+    Args:
+        moves: moves of the bucket, each with the place of its elements at this holder.
+        parameters: parameters of this holder; moves of all other parameters use the buffer.
     """
-    alone, together = [], []
-    offset, least = 0, messages.ALONE_BYTES_OF_NCCL if device.uses_nccl() else messages.ALONE_BYTES
-    for move, place in sorted(moves, key=lambda item: (not messages.is_alone(item[0], least), *_size_key(item))):
-        in_place = messages.is_alone(move, least) and _lies_in_one_stretch(move, place, parameters)
-        (alone if messages.is_alone(move, least) else together).append(Part(move, place, None if in_place else offset))
+    unpacked, packed = [], []
+    offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
+    for move, place in sorted(moves, key=lambda item: (not messages.is_unpacked(item[0], min_bytes), *_size_key(item))):
+        is_unpacked = messages.is_unpacked(move, min_bytes)
+        in_place = is_unpacked and _is_contiguous(move, place, parameters)
+        (unpacked if is_unpacked else packed).append(Part(move, place, None if in_place else offset))
         offset += 0 if in_place else messages.move_bytes(move)
-    return BucketLayout(tuple(alone), tuple(together), offset)
+    return BucketLayout(tuple(unpacked), tuple(packed), offset)
 
 
-def _lies_in_one_stretch(move: Move, place: Place, parameters: Mapping[str, torch.Tensor]) -> bool:
+def _is_contiguous(move: Move, place: Place, parameters: Mapping[str, torch.Tensor]) -> bool:
     if place.parameter not in parameters:
         return False
     elements = view(parameters[place.parameter], place.rectangle)
@@ -92,5 +94,5 @@ def _lies_in_one_stretch(move: Move, place: Place, parameters: Mapping[str, torc
 
 
 def _size_key(item: tuple[Move, Place]) -> tuple[int]:
-    """Returns the key by which larger dtypes come first, so that all are aligned."""
+    """Return a sort key that puts larger dtypes first, so that all moves are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)

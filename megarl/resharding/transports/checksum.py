@@ -1,4 +1,4 @@
-"""Computes and compares checksums of tensors."""
+"""Compute and compare checksums of tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.core.files import Progress
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns the CRC-32 of the elements' bytes, of a tensor in host memory. It finds accidents, not intent."""
+    """Return the CRC-32 of the bytes of a tensor in host memory. It detects corruption, not tampering."""
     return zlib.crc32(raw_bytes(tensor))
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the elements of a tensor in host memory, in order, without a copy if it is contiguous."""
+    """Return the elements of a tensor in host memory as bytes, without a copy if it is contiguous."""
     contiguous = tensor.detach().contiguous()
-    # numpy would pin the memory: nobody could then take it from the tensor.
+    # A numpy array would pin the memory, so that the tensor's storage could no longer be replaced.
     array = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
     array.owner = contiguous
     return memoryview(array)
@@ -30,9 +30,15 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def verify(
     checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
 ) -> None:
-    """Raises UserError for a tensor that reads back from the folder other than it was. checksums: by its name."""
+    """Read the tensors back and raise UserError if one differs from its checksum.
+
+    checksums   tensor name -> checksum when it was written
+    """
     for name, expected in checksums.items():
         tensor = read(name)
         if checksum(tensor) != expected:
-            raise UserError(f"{name} reads back other than it was written: the disk of {folder} is faulty; use another")
+            raise UserError(
+                f"{folder}: {name} differs from the data that was written; the disk is faulty. "
+                "Fix: write to another disk"
+            )
         progress("verified", tensor.nbytes, total)

@@ -1,11 +1,12 @@
-"""Reads weights of another process on a GPU of this machine where they lie: the GPU's counterpart of shared memory.
+"""Read weights of another process on the GPUs of this machine through CUDA IPC.
 
-The owner's storages stay where they are and are opened by CUDA IPC. It waits for its own device before it lets others
-read: here what it has when it publishes, and by itself what it changes later. An owner that moves its tensors between
-two refits publishes them anew for each, and its readers close them at its end; what a reader that dies had open, its
-driver closes. torch would count the readers of a storage, and keep what its owner frees until all have closed it: for
-ever, if one dies before. So they are not counted. A reader sees the GPUs of all that it reads, and has a CUDA context
-on each.
+The owner synchronizes its device before readers access the weights: `publish` does so for the current values, and the
+owner itself after later updates. An owner that moves its tensors between refits publishes them again for each refit,
+and readers close them when the refit ends. If a reader dies, the driver closes its handles.
+
+Readers are excluded from torch's reference counting of shared storages: otherwise torch would keep memory that the
+owner has freed until every reader has closed it, and forever if a reader died. A reader must see the GPUs of all its
+sources; it has a CUDA context on each.
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ from megarl.resharding.transports.published import Published, PublishedMemory, P
 from megarl.resharding.transports.transport import Delivery
 
 DEVICE_INDEX = 6
-"""The place, among the arguments of rebuild_cuda_tensor, of the owner's number for the GPU; the reader may have
-another."""
+"""Position of the GPU index in the arguments of rebuild_cuda_tensor; owner and reader may number GPUs differently."""
 COUNTER = slice(11, 13)
-"""The places, among the same, of what torch counts the reader by: the name of a shared memory, and a place in it."""
+"""Positions of torch's reference counter among these arguments: the name of a shared memory and an offset in it."""
 NO_COUNTER = (b"/no-such-counter", 0)
-"""The counter of no storage: a reader that closes a storage counts down only if it finds the counter."""
+"""A counter that does not exist: closing a storage decrements the counter only if it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A storage of the owner's.
+    """A storage of the owner.
 
-    gpu         UUID of its GPU, which is the same in every process
-    arguments   those of rebuild_cuda_tensor, for all of its bytes
+    gpu         UUID of its GPU, which is the same in all processes
+    arguments   arguments of rebuild_cuda_tensor for the whole storage as bytes
     """
 
     gpu: str
@@ -44,7 +44,7 @@ class Segment:
 
 
 def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
-    """Publishes CUDA tensors for one reader, which will read from each. The caller keeps them."""
+    """Publish CUDA tensors for one reader. The caller must keep the tensors alive."""
     device.synchronize()
     segments: dict[int, Segment] = {}
     for tensor in parameters.values():
@@ -65,18 +65,18 @@ def _segment(storage: torch.UntypedStorage) -> Segment:
 
 
 class CudaMemory:
-    """Sources that other processes have published on GPUs of this machine. A Channel."""
+    """A Channel to sources that other processes have published on GPUs of this machine."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Published[Segment]]], moving: bool):
-        """sources: holder name -> name of the holder that reads -> what is published for it.
-
-        moving: whether the owners may move their tensors after a refit, so that there is one by this channel.
+        """
+        sources   source holder -> reading holder -> parameters published for that reader
+        moving    whether the owners may move their tensors after a refit; the channel is then used for one refit only
         """
         self._sources, self._moving = sources, moving
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
         published = {source: readers[member] for source, readers in self._sources.items() if member in readers}
-        # A reader may have another device than the process's current one.
+        # The reader's device may differ from the current device of the process.
         return GpuReader(published, self._moving, next(iter(parameters.values())).device)
 
 
@@ -84,7 +84,9 @@ class GpuReader(PublishedMemory[Segment]):
     """One reader's end of the channel."""
 
     def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, reader_device: torch.device):
-        """sources: holder name -> what it has published for this reader."""
+        """
+        sources   holder name -> parameters that it has published for this reader
+        """
         super().__init__(sources)
         self._moving, self._reader_device = moving, reader_device
         self._open: dict[Segment, torch.UntypedStorage] = {}
@@ -94,12 +96,12 @@ class GpuReader(PublishedMemory[Segment]):
             yield from super().deliver(copies)
         finally:
             for each in {self._reader_device, *(storage.device for storage in self._open.values())}:
-                device.synchronize(each)  # from here on the owner may change them
+                device.synchronize(each)  # the owner may change the weights once this returns
             if self._moving:
                 self._open.clear()
 
-    def _opened(self, source: str, segment: Segment) -> torch.UntypedStorage:
-        """Returns the storage, in this process. Raises ValueError where it does not see the GPU."""
+    def _open_storage(self, source: str, segment: Segment) -> torch.UntypedStorage:
+        """Return the storage, opened in this process. Raises ValueError if its GPU is not visible."""
         if segment not in self._open:
             self._open[segment] = _open_segment(source, segment)
         return self._open[segment]
@@ -109,7 +111,7 @@ def _open_segment(source: str, segment: Segment) -> torch.UntypedStorage:
     indexes = {device.uuid(index): index for index in range(device.num_gpus())}
     if segment.gpu not in indexes:
         raise ValueError(
-            f"{source} has its weights on GPU {segment.gpu}, and this process sees {', '.join(indexes)} only"
+            f"{source} has its weights on GPU {segment.gpu}, but this process only sees {', '.join(indexes)}"
         )
     arguments = list(segment.arguments)
     arguments[DEVICE_INDEX] = indexes[segment.gpu]

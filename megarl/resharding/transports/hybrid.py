@@ -1,8 +1,8 @@
-"""Reads what lies on the reader's own node, and gets the rest from process to process: for engines on the devices of
-trainers of which each node has only a part of the weights.
+"""Read weights directly on the same node and receive the rest from other processes.
 
-NCCL does not send from a GPU to itself. It need not: both ends of such a way are on one node, where the weights are
-read. A way from node to node, or from an engine's rank to another on its node, has two GPUs.
+Used when engines share the GPUs of trainers and each node holds only part of the weights. NCCL cannot send from a GPU
+to itself. This is not needed here: two processes on one GPU are on one node, where weights are read directly, and links
+between nodes or between the ranks of an engine always connect two GPUs.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from megarl.resharding.transports.transport import Channel, Delivery, Transport
 
 
 @dataclass(frozen=True, slots=True)
-class FarRendezvous(Rendezvous):
-    """The rendezvous for what travels where not all of the plan does."""
+class RemoteRendezvous(Rendezvous):
+    """A rendezvous for the remote part of a plan."""
 
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> PointToPoint:
-        return PointToPoint(self, member, parameters, plan.far, in_place)
+        return PointToPoint(self, member, parameters, plan.remote, in_place)
 
 
-_far_ends: dict[str, tuple[FarRendezvous, PointToPoint]] = {}
-"""This process's end of the connections, by the member that it is. It stays when the near parameters are published
-anew, because they have moved: to connect takes far longer than that."""
+_connections: dict[str, tuple[RemoteRendezvous, PointToPoint]] = {}
+"""Connections of this process: member -> its rendezvous and transport. They are kept when trainers publish moved
+parameters again, because connecting takes far longer than publishing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HybridTransport:
-    """The two ways. A Channel, for those that read."""
+    """A Channel that combines direct reads on a node with messages between processes."""
 
-    near: Channel
-    far: FarRendezvous
+    node_local: Channel
+    remote: RemoteRendezvous
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Reader:
-        rendezvous, end = _far_ends.get(member, (None, None))
-        if rendezvous != self.far:
-            if end is not None:
-                end.close()
-            _far_ends[member] = self.far, self.far.open(member, parameters, plan, in_place)
-        near = self.near.open(member, parameters, plan.near, in_place)
-        return Reader(member, plan, near, _far_ends[member][1])
+        rendezvous, connection = _connections.get(member, (None, None))
+        if rendezvous != self.remote:
+            if connection is not None:
+                connection.close()
+            _connections[member] = self.remote, self.remote.open(member, parameters, plan, in_place)
+        node_local = self.node_local.open(member, parameters, plan.node_local, in_place)
+        return Reader(member, plan, node_local, _connections[member][1])
 
 
 class Reader:
-    """One reader's end of both."""
+    """The transport of one reader."""
 
-    def __init__(self, member: str, plan: Plan, near: Transport, far: PointToPoint):
-        self._near, self._far = near, far
-        self._near_sources = {copy.source for copy in plan.near.into(member).copies}
+    def __init__(self, member: str, plan: Plan, node_local: Transport, remote: PointToPoint):
+        self._node_local, self._remote = node_local, remote
+        self._local_sources = {copy.source for copy in plan.node_local.into(member).copies}
 
     @property
     def staging_bytes(self) -> int:
         """See Transport."""
-        return self._near.staging_bytes + self._far.staging_bytes
+        return self._node_local.staging_bytes + self._remote.staging_bytes
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """See Transport."""
-        return (self._near if source in self._near_sources else self._far).dtype(source, parameter)
+        return (self._node_local if source in self._local_sources else self._remote).dtype(source, parameter)
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Delivers the near copies first: a rank hands some of them on to others."""
-        yield from self._near.deliver([copy for copy in copies if copy.source in self._near_sources])
-        yield from self._far.deliver([copy for copy in copies if copy.source not in self._near_sources])
+        """Deliver the local copies first, because a rank forwards some of them."""
+        yield from self._node_local.deliver([copy for copy in copies if copy.source in self._local_sources])
+        yield from self._remote.deliver([copy for copy in copies if copy.source not in self._local_sources])

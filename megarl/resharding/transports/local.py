@@ -1,4 +1,4 @@
-"""Reads sources that are tensors of this process."""
+"""Read sources that are tensors of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class LocalMemory(Readable):
     """Sources that are tensors of this process."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
-        """sources: holder name -> its parameters."""
+        """
+        sources   holder name -> its parameters
+        """
         self._sources = sources
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""One member's end of the communicators of a plan."""
+"""NCCL process groups of one member for the communicators of a plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class NcclGroup:
-    """A process group for each communicator that the member is in.
+    """One process group per communicator of a member.
 
-    A message by itself makes torch create a communicator for its two ranks, as many as a rank has neighbours. A batch,
-    as batch_isend_irecv makes it, uses that of its group. All ranks of the group must take part in the call that
-    creates it, but a batch here has two; so `create` comes before.
+    All messages are sent in batches, as by batch_isend_irecv: a batch uses the communicator of its group, whereas torch
+    creates an extra communicator for every pair of ranks that exchanges a single message. All ranks of a group must
+    take part in creating its communicator, but only two take part in a batch; call `create` first.
 
-    A rank does its batches on a communicator one after the other, and one ends when its other end has come to it. In a
-    batch, messages between the same two ranks match in the order in which they are given.
+    A rank executes the batches of a communicator one by one. A batch completes when both ends have executed it. Within
+    a batch, messages between two ranks match in order.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta, rank: int, plan: Plan, device: torch.device):
@@ -41,36 +41,35 @@ class NcclGroup:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The communicators of the member, in the order in which all create theirs: nobody waits for one that waits for
-        it."""
+        """Indices of the member's communicators. All members create them in this order, so they cannot deadlock."""
         return tuple(self._backends)
 
     def create(self, number: int) -> None:
-        """Creates a communicator, together with its other members. Waits for them without a deadline."""
+        """Create a communicator together with its other members. Waits for them without a timeout."""
         self._backends[number].eager_connect_single_device(self._device)
 
     def send(self, tensors: Sequence[torch.Tensor], link: Link, receiver: int) -> dist.Work:
-        """Begins to send the messages, as a batch. link: that of its communicator."""
+        """Start sending the messages as a batch over the communicator of `link`."""
         return self._batch("send", tensors, link, receiver)
 
     def recv(self, tensors: Sequence[torch.Tensor], link: Link, sender: int) -> dist.Work:
-        """Begins to receive the messages, as a batch. link: that of its communicator."""
+        """Start receiving the messages as a batch over the communicator of `link`."""
         return self._batch("recv", tensors, link, sender)
 
     def abort(self) -> None:
-        """Ends the communicators, and what is under way."""
+        """Abort the communicators and all pending operations."""
         for backend in self._backends.values():
             backend.abort()
 
     def _batch(self, operation: str, tensors: Sequence[torch.Tensor], link: Link, neighbour: int) -> dist.Work:
         number = self._plan.communicator_of(link)
-        group, place = self._groups[number], self._plan.communicators[number].members.index(neighbour)
-        # batch_isend_irecv does the same with a group that torch has a name for, of the processes of a default group.
+        group, peer = self._groups[number], self._plan.communicators[number].members.index(neighbour)
+        # Equivalent to batch_isend_irecv, which only accepts groups that are registered with the default group.
         group._start_coalescing(self._device)
         try:
             for tensor in tensors:
-                getattr(group, operation)([tensor], place, 0)
-        finally:  # all that this thread asks of NCCL waits for the end of the batch
+                getattr(group, operation)([tensor], peer, 0)
+        finally:  # while the batch is open, all NCCL calls of this thread are queued
             work = group._end_coalescing(self._device)
         return work
 
@@ -78,22 +77,24 @@ class NcclGroup:
 def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _waiting_for_the_end():
+    with _blocking_wait():
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager
-def _waiting_for_the_end() -> Iterator[None]:
-    """Makes waiting end, for NCCL groups that are made inside: who waits for an operation waits until the GPU has done
-    it, at most for the group's timeout, and is told of what goes wrong. Else the wait would be the GPU's, without a
-    deadline, and at an error torch's watchdog would end the process. torch has no option of a group for it, and reads
-    the variable when it makes one."""
-    before = os.environ.get(BLOCKING_WAIT)
+def _blocking_wait() -> Iterator[None]:
+    """Enable blocking wait for NCCL groups created inside the context.
+
+    Work.wait() then blocks the host until the GPU has finished, honours the group's timeout, and raises errors. By
+    default, only the GPU stream would wait, without a timeout, and torch's watchdog would kill the process after an
+    error. torch has no per-group option; it reads the environment variable when a group is created.
+    """
+    previous = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[BLOCKING_WAIT]
         else:
-            os.environ[BLOCKING_WAIT] = before
+            os.environ[BLOCKING_WAIT] = previous

@@ -1,15 +1,14 @@
-"""Sends weights from process to process, on one machine or between several: over gloo on CPU, over NCCL on GPU.
+"""Send weights between processes, on one machine or several: over gloo on CPU, over NCCL on GPU.
 
-The members have a process group of their own, so that neither the trainer's nor the engine's is disturbed. The buckets
-of the plan travel in its order, and every member has two buffers for them: one is filled or emptied while the other is
-on its way. A move that is large and lies in one stretch of a parameter needs none. A bucket that is to leave again when
-its buffer has been used for others is packed anew.
+The members form their own process group, separate from those of trainers and engines. Buckets are sent in plan order,
+and every member has two buffers: one is packed or unpacked while the other is in flight. Large contiguous moves bypass
+the buffers. If a bucket must be sent again after its buffer has been reused, it is packed again.
 
-NCCL knows no tags: a bucket's way over a link is a batch of messages, and a member does the batches of a communicator
-one after the other. Both ends begin it in the plan's order, and so it matches. Nobody waits for ever, by the same
-order. Take the first hop that is never done: all before it are done, its ends wait for nothing else, neither for a
-buffer nor for another batch of its communicator, and so both come to it. That is true even where a GPU has room for one
-operation at a time, and when a neighbour's first batch connects the two, for which NCCL keeps the host waiting.
+NCCL has no tags. A hop is one batch of messages, and a member executes the batches of a communicator one by one. Both
+ends start their batches in plan order, so they match. The same order prevents deadlocks. Consider the first hop that
+never finishes: all earlier hops are finished, so its ends wait neither for a buffer nor for another batch of the
+communicator, and both reach it. This holds even if a GPU can run only one operation at a time, and for the first batch
+between two ranks, which blocks the host while NCCL connects them.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from megarl.resharding.transports.transport import Delivered, Delivery
 from megarl.resharding.transports.waiter import Waiter
 
 BUFFERS = 2
-UNUSED_TAG, NOTHING = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
-"""The tag and the message that nobody sends."""
+UNUSED_TAG, DUMMY = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
+"""Tag and buffer of a message that is never sent; receiving it probes a connection."""
 CHECK_S = 1.0
-"""The interval at which a member that waits for another looks whether they are still connected."""
+"""Seconds between connection checks while a member waits for another."""
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
-"""A generator that delivers what arrives meanwhile, and returns a result."""
+"""A generator that yields copies that arrive in the meantime, and returns a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The store where the members of a process group, the holders of a plan, find each other. A Channel.
+    """A Channel: the TCPStore through which the holders of a plan connect to each other.
 
-    host, port    of a TCPStore that one of them has
-    name          tells the group from others that meet there
+    host, port    address of the TCPStore
+    name          prefix in the store, unique per process group
     timeout_s     how long a member waits for another
     """
 
@@ -62,12 +61,12 @@ class Rendezvous:
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> PointToPoint:
-        """Opens a member's end without waiting for the others: connections are made when they are used."""
+        """Open a member's end without waiting for the others: connections are established on first use."""
         return PointToPoint(self, member, parameters, plan, in_place)
 
 
-class Begun(NamedTuple):
-    """A send to a neighbour, or a receipt from one."""
+class PendingOp(NamedTuple):
+    """A pending send to a neighbour, or a pending receive from one."""
 
     neighbour: int
     work: dist.Work
@@ -75,23 +74,27 @@ class Begun(NamedTuple):
 
 @dataclass
 class Message:
-    """A bucket in hand, by its number.
+    """A bucket in flight.
 
-    sender      who sends it to this member; None where nothing is to be delivered, or no longer
-    arriving    receipts that have not been waited for
-    leaving     sends that have not been waited for
+    bucket      its index in the plan
+    sender      rank that sends it to this member; None if it is not received, or has already been delivered
+    receives    receives that have not been waited for
+    sends       sends that have not been waited for
     """
 
     bucket: int
     buffer: torch.Tensor
     layout: BucketLayout
     sender: int | None = None
-    arriving: list[Begun] = field(default_factory=list)
-    leaving: list[Begun] = field(default_factory=list)
+    receives: list[PendingOp] = field(default_factory=list)
+    sends: list[PendingOp] = field(default_factory=list)
 
 
 class PointToPoint:
-    """One member's end. After an error it is closed, which ends the others' waiting for it; they need a new one."""
+    """One member's end of the connections.
+
+    An error closes it. This interrupts all members that wait for it; they then need a new instance, too.
+    """
 
     def __init__(
         self, rendezvous: Rendezvous, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool
@@ -99,21 +102,20 @@ class PointToPoint:
         self._member, self._plan = member, plan
         self._parameters, self._in_place = parameters if in_place else {}, in_place
         self._rank = plan.holders.index(member)
-        travels = any(bucket.links or bucket.onward for bucket in plan.buckets)
-        assert plan.order or not travels, "a plan without an order; see schedule.ordered"
+        has_hops = any(bucket.links or bucket.forwards for bucket in plan.buckets)
+        assert plan.order or not has_hops, "the plan has no order; call schedule.ordered() first"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
-        """The number of messages of each link so far, which both ends count alike."""
+        """Number of messages so far per link; both ends count them identically."""
         self._neighbours: set[int] = set()
-        """The members that it has talked to."""
-        self._used_links: set[Link] = set()
-        """The links over which it has sent or received."""
+        """Members with which it has exchanged messages."""
+        self._connected_links: set[Link] = set()
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = _store(rendezvous)
-        # An engine's rank may have another device than the process's first.
+        # The device of an engine's rank may differ from the current device of the process.
         self._device = next(iter(parameters.values())).device
         self._group: dist.ProcessGroupGloo | NcclGroup | None = (
             NcclGroup(self._store, self._timeout, self._rank, plan, self._device)
@@ -121,32 +123,33 @@ class PointToPoint:
             else _gloo_group(self._store, self._timeout, self._rank, len(plan.holders))
         )
         self._is_connected = False
-        """Whether NCCL's communicators are created."""
-        self._in_hand: deque[Message] = deque()
-        self._leaving = Counter(hop.bucket for hop in self._hops if hop.link.source == self._rank)
-        """How often each bucket is sent by this member."""
-        self._kept: dict[int, torch.Tensor] = {}
-        """The buckets that this member has received and is to hand on, where it has no parameters of the plan's to pack
-        them from again."""
+        """Whether the NCCL communicators have been created."""
+        self._in_flight: deque[Message] = deque()
+        self._num_sends = Counter(hop.bucket for hop in self._hops if hop.link.source == self._rank)
+        """How often this member sends each bucket."""
+        self._to_forward: dict[int, torch.Tensor] = {}
+        """Copies of received buckets to forward, if the member has no live parameters to pack them from again."""
         self.staging_bytes = 0
         self.sent_bytes = 0
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Returns the dtype that the plan has; the source checks that this is so."""
+        """Return the dtype in the plan; the source checks its parameter against it."""
         if (source, parameter) not in self._dtypes:
-            raise ValueError(f"{source} sends {self._member} no parameter {parameter}")
+            raise ValueError(f"{source} does not send parameter {parameter} to {self._member}")
         return getattr(torch, self._dtypes[source, parameter])
 
     def send(self) -> int:
-        """Sends what this member, a source only, has for the others. Returns the bytes over all links."""
+        """Send all buckets of this member, which must be a source, and return the bytes sent over all links."""
         for _ in self.deliver(()):
-            raise AssertionError(f"{self._member} is a source only")
+            raise AssertionError(f"{self._member} is a source but received data")
         return self.sent_bytes
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Delivers all copies that the plan has into this member. Raises RuntimeError that names another member which
-        has failed, or does not answer in time."""
+        """Deliver all copies of the plan into this member.
+
+        Raises RuntimeError, naming the other member, if one fails or does not respond in time.
+        """
         self.sent_bytes = 0
         self._tags.clear()
         try:
@@ -155,60 +158,64 @@ class PointToPoint:
                 if device.uses_nccl() and not self._is_connected:
                     self._create_communicators()
                 yield from self._exchange()
-            device.synchronize(self._device)  # what came in a buffer is in its place
-            self._kept.clear()
+            device.synchronize(self._device)  # all copies out of the buffers have finished
+            self._to_forward.clear()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the connections, and with them the waiting of others for this member."""
+        """Close the connections, which also interrupts members that wait for this one."""
         group, self._group = self._group, None
         if group is not None:
-            _end_connections(group, self._neighbours)
-        self._in_hand.clear()
+            _close_connections(group, self._neighbours)
+        self._in_flight.clear()
 
     @cached_property
     def _layouts(self) -> dict[int, BucketLayout]:
-        """The layout of each bucket, by its number."""
+        """bucket index -> layout."""
         return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
 
     def _lay_out(self, bucket: Bucket) -> BucketLayout:
         return lay_out(self._places(bucket), self._parameters)
 
     def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
-        """Returns the bucket's moves, and where their elements are at this member. Raises ValueError where it has them
-        in another dtype than planned."""
-        gives = any(link.source == self._rank for link in bucket.links)
-        for move in bucket.moves if gives else ():
+        """Return the moves of the bucket with the place of their elements at this member.
+
+        Raises ValueError if a source parameter does not have the planned dtype.
+        """
+        is_source = any(link.source == self._rank for link in bucket.links)
+        for move in bucket.moves if is_source else ():
             actual = self._parameters[move.source.parameter].dtype
             if actual != getattr(torch, move.source_dtype):
-                raise ValueError(f"{self._member} has {move.source.parameter} as {actual}, the plan as {move}")
-        return [(move, move.source if gives else move.destination) for move in bucket.moves]
+                raise ValueError(
+                    f"{move.source.parameter} of {self._member} is {actual}, but the plan expects {move.source_dtype}: "
+                    f"{move}"
+                )
+        return [(move, move.source if is_source else move.destination) for move in bucket.moves]
 
     def _exchange(self) -> Delivery:
-        """Does this member's hops in the order of the plan, of which every member follows its part: see
-        schedule.ordered."""
+        """Execute this member's hops in plan order; see schedule.ordered."""
         free = self._buffers()
         for hop in self._hops:
             if hop.link.source == self._rank:
-                message = yield from self._filled(hop, free)
-                message.leaving += self._send(message, hop.link)
+                message = yield from self._fill_message(hop, free)
+                message.sends += self._send(message, hop.link)
             else:
-                message = yield from self._taken(hop.bucket, free)
+                message = yield from self._new_message(hop.bucket, free)
                 message.sender = hop.link.source
-                message.arriving += self._receive(message, hop.link)
-        while self._in_hand:
-            yield from self._settle_oldest(free)
+                message.receives += self._receive(message, hop.link)
+        while self._in_flight:
+            yield from self._retire_oldest(free)
 
     def _check_open(self) -> None:
         if self._group is None:
-            raise RuntimeError(f"{self._member}: its connections are closed since an exchange failed")
+            raise RuntimeError(f"{self._member}: connections were closed after a failed exchange")
 
     def _create_communicators(self) -> None:
         for number in self._group.numbers:
             members = self._plan.communicators[number].members
-            self._meet(f"communicator {number}", [member for member in members if member != self._rank])
+            self._barrier(f"communicator {number}", [member for member in members if member != self._rank])
             self._group.create(number)
         self._is_connected = True
 
@@ -218,21 +225,21 @@ class PointToPoint:
         self.staging_bytes = size * count
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
-    def _send(self, message: Message, link: Link) -> list[Begun]:
+    def _send(self, message: Message, link: Link) -> list[PendingOp]:
         self.sent_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
         return self._begin("send", link, link.destination, *tensors)
 
-    def _receive(self, message: Message, link: Link) -> list[Begun]:
+    def _receive(self, message: Message, link: Link) -> list[PendingOp]:
         tensors = message.layout.messages(self._parameters, message.buffer)
         return self._begin("recv", link, link.source, *tensors)
 
     def _begin(
         self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
-    ) -> list[Begun]:
-        """Begins to send messages or to receive them. Over NCCL they are a batch."""
-        if device.uses_nccl() and link not in self._used_links:
-            self._meet(f"from {link.source} to {link.destination}", [neighbour])
+    ) -> list[PendingOp]:
+        """Start sending or receiving messages; over NCCL they form one batch."""
+        if device.uses_nccl() and link not in self._connected_links:
+            self._barrier(f"from {link.source} to {link.destination}", [neighbour])
         begin = getattr(self._group, operation)
         with self._naming(neighbour):
             if device.uses_nccl():
@@ -240,19 +247,22 @@ class PointToPoint:
             else:
                 works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
         self._neighbours.add(neighbour)
-        self._used_links.add(link)
-        return [Begun(neighbour, work) for work in works]
+        self._connected_links.add(link)
+        return [PendingOp(neighbour, work) for work in works]
 
     def _next_tag(self, link: Link) -> int:
-        """Returns the tag of the link's next message."""
+        """Return the tag of the link's next message."""
         self._tags[link] += 1
         return self._tags[link] - 1
 
-    def _meet(self, what: str, others: Sequence[int]) -> None:
-        """Waits until the others are as far: to create a communicator, or to connect two of its members in the first
-        batch of each direction, NCCL waits without a deadline."""
-        keys = [f"{what}: {member}" for member in others]
-        self._store.set(f"{what}: {self._rank}", "here")
+    def _barrier(self, name: str, others: Sequence[int]) -> None:
+        """Wait until the other members reach the same barrier.
+
+        Called before NCCL creates a communicator, or connects two ranks in the first batch of a direction: NCCL itself
+        waits for its peers without a timeout.
+        """
+        keys = [f"{name}: {member}" for member in others]
+        self._store.set(f"{name}: {self._rank}", "here")
         try:
             self._store.wait(keys, self._timeout)
         except RuntimeError:
@@ -260,46 +270,47 @@ class PointToPoint:
             with self._naming(next(absent, others[0])):
                 raise
 
-    def _wait(self, begun: list[Begun]) -> None:
-        """Waits until all of it is done, and empties the list.
+    def _wait(self, pending: list[PendingOp]) -> None:
+        """Wait for all operations and clear the list.
 
-        Gloo tells of the end of a connection, but not to what has travelled in part: that would wait until its time is
-        over. So another thread waits for it, while this one looks after the connections.
+        When a connection breaks, gloo does not fail operations that are partly transferred; they block until their
+        timeout. Another thread therefore waits for them while this one probes the connections.
         """
         if device.uses_nccl():
-            self._complete(begun)
-        elif begun:
-            self._waiter.begin(partial(self._complete, tuple(begun)))
-            while self._waiter.goes_on(CHECK_S):
-                for neighbour in {neighbour for neighbour, _ in begun}:
+            self._complete(pending)
+        elif pending:
+            self._waiter.begin(partial(self._complete, tuple(pending)))
+            while self._waiter.is_pending(CHECK_S):
+                for neighbour in {neighbour for neighbour, _ in pending}:
                     with self._naming(neighbour):
-                        _receive_unused(self._group, neighbour)
-        begun.clear()
+                        _probe(self._group, neighbour)
+        pending.clear()
 
-    def _complete(self, begun: Iterable[Begun]) -> None:
-        for neighbour, work in begun:
+    def _complete(self, pending: Iterable[PendingOp]) -> None:
+        for neighbour, work in pending:
             with self._naming(neighbour):
                 work.wait()
 
     @contextmanager
     def _naming(self, neighbour: int) -> Iterator[None]:
+        """Add the names of both members to RuntimeErrors."""
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{self._member}: with {self._plan.holders[neighbour]}: {error}") from error
+            raise RuntimeError(f"{self._member}: exchange with {self._plan.holders[neighbour]}: {error}") from error
 
-    def _filled(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """Returns the message of a hop, filled with its bucket."""
-        for message in self._in_hand:
+    def _fill_message(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
+        """Return the message of a hop with its bucket packed."""
+        for message in self._in_flight:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
                 return message
-        if self._rank >= self._plan.num_sources:  # what it sends may be under way to it
-            for message in self._in_hand:
+        if self._rank >= self._plan.num_sources:  # it may still be receiving what it is about to send
+            for message in self._in_flight:
                 yield from self._arrive(message)
-        message = yield from self._taken(hop.bucket, free)
-        if hop.bucket in self._kept:
-            message.buffer[: len(self._kept[hop.bucket])] = self._kept[hop.bucket]
+        message = yield from self._new_message(hop.bucket, free)
+        if hop.bucket in self._to_forward:
+            message.buffer[: len(self._to_forward[hop.bucket])] = self._to_forward[hop.bucket]
         else:
             self._pack(message)
         return message
@@ -309,32 +320,32 @@ class PointToPoint:
             if part.start is not None:
                 part.in_buffer(message.buffer).copy_(part.of(self._parameters))
 
-    def _taken(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """Returns a message whose buffer is to be filled, once one is free."""
+    def _new_message(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
+        """Return a message with an empty buffer, waiting until one is free."""
         if not free:
-            yield from self._settle_oldest(free)
-        self._in_hand.append(Message(bucket, free.pop(), self._layouts[bucket]))
-        return self._in_hand[-1]
+            yield from self._retire_oldest(free)
+        self._in_flight.append(Message(bucket, free.pop(), self._layouts[bucket]))
+        return self._in_flight[-1]
 
-    def _settle_oldest(self, free: list[torch.Tensor]) -> Delivery:
-        message = self._in_hand[0]
+    def _retire_oldest(self, free: list[torch.Tensor]) -> Delivery:
+        message = self._in_flight[0]
         yield from self._arrive(message)
-        self._wait(message.leaving)
-        if not self._in_place and self._leaving[message.bucket]:
-            self._kept[message.bucket] = message.buffer[: message.layout.num_bytes].clone()
-        free.append(self._in_hand.popleft().buffer)
+        self._wait(message.sends)
+        if not self._in_place and self._num_sends[message.bucket]:
+            self._to_forward[message.bucket] = message.buffer[: message.layout.num_bytes].clone()
+        free.append(self._in_flight.popleft().buffer)
 
     def _arrive(self, message: Message) -> Delivery:
-        """Waits for what is received, and delivers it."""
+        """Wait for the receives of a message and deliver its copies."""
         if message.sender is None:
             return
-        self._wait(message.arriving)
+        self._wait(message.receives)
         sender, message.sender = self._plan.holders[message.sender], None
         for part, elements in self._unpacked(message):
             yield Copy(sender, self._member, part.move), elements
 
     def _unpacked(self, message: Message) -> Iterator[tuple[Part, torch.Tensor | None]]:
-        """Yields the parts and their elements as a transport delivers them."""
+        """Yield the parts with their elements, or None for parts received directly into the parameter."""
         for part in message.layout.parts:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
 
@@ -355,27 +366,28 @@ def _gloo_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> 
 
 
 def _network_device() -> dist.ProcessGroupGloo.Device:
-    """Returns gloo's device, of the interface that GLOO_SOCKET_IFNAME names, as torch's own groups have it, or of
-    several the first; without it of the one with the address of the host's name. Members connect when they first talk
-    to each other: most pairs never do."""
+    """Return the gloo device of the first interface in GLOO_SOCKET_IFNAME, or of the host name's address if unset.
+
+    Connections are lazy, because most pairs of members never exchange messages.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
     return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
-def _end_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbours: Iterable[int]) -> None:
-    """Ends a group's connections. neighbours: whom it is connected to."""
+def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbours: Iterable[int]) -> None:
+    """Close the connections of a group to its neighbours."""
     if device.uses_nccl():
         group.abort()
         return
-    # Gloo closes all connections of a member that waits too long for any of them, and has no other way: to drop the
-    # group while something comes in can hang. Connections that are broken already fail without a wait.
+    # A timed-out operation is the only way to make gloo close all connections of a member: destroying the group while
+    # data is arriving can hang. Connections that are already broken fail immediately.
     for neighbour in neighbours:
         with suppress(RuntimeError):
-            _receive_unused(group, neighbour).wait(timedelta(milliseconds=1))
+            _probe(group, neighbour).wait(timedelta(milliseconds=1))
 
 
-def _receive_unused(group: dist.ProcessGroupGloo, neighbour: int) -> dist.Work:
-    """Begins to receive what nobody sends. Raises RuntimeError where the connection has ended."""
-    return group.recv([NOTHING], neighbour, UNUSED_TAG)
+def _probe(group: dist.ProcessGroupGloo, neighbour: int) -> dist.Work:
+    """Start receiving a message that is never sent. Raises RuntimeError if the connection is closed."""
+    return group.recv([DUMMY], neighbour, UNUSED_TAG)

@@ -1,4 +1,4 @@
-"""Reads parameters that another process of this machine publishes, where they lie."""
+"""Read parameters that another process on this machine has published, without staging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.resharding.piece import Rectangle
 from megarl.resharding.transports.transport import Readable, view
 
 S = TypeVar("S")
-"""A segment: how another process finds the storage that a parameter lies in."""
+"""A segment: the handle through which another process opens the storage of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedParameter(Generic[S]):
-    """The place of a live parameter; offset and stride are in elements."""
+    """The location of a live parameter; offset and stride are in elements."""
 
     segment: S
     offset: int
@@ -32,14 +32,16 @@ class PublishedParameter(Generic[S]):
 
 
 Published = Mapping[str, PublishedParameter[S]]
-"""The published parameters of one owner, by name."""
+"""parameter name -> published parameter, for one owner."""
 
 
 class PublishedMemory(Readable, Generic[S]):
-    """The parameters that several owners have published. The kind of segment says how it is opened."""
+    """Parameters published by several owners. Subclasses open their kind of segment."""
 
     def __init__(self, sources: Mapping[str, Published[S]]):
-        """sources: by holder name."""
+        """
+        sources   holder name -> its published parameters
+        """
         self._sources = sources
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -47,16 +49,16 @@ class PublishedMemory(Readable, Generic[S]):
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         published = self._published(source, parameter)
-        storage = self._opened(source, published.segment)
+        storage = self._open_storage(source, published.segment)
         tensor = torch.empty(0, dtype=published.dtype, device=storage.device)
         return view(tensor.set_(storage, published.offset, published.shape, published.stride), rectangle)
 
     @abstractmethod
-    def _opened(self, source: str, segment: S) -> torch.UntypedStorage:
-        """Returns the storage, in this process."""
+    def _open_storage(self, source: str, segment: S) -> torch.UntypedStorage:
+        """Return the storage, mapped into this process."""
 
     def _published(self, source: str, parameter: str) -> PublishedParameter[S]:
         try:
             return self._sources[source][parameter]
         except KeyError:
-            raise ValueError(f"{source} has published no parameter {parameter}") from None
+            raise ValueError(f"{source} has not published parameter {parameter}") from None

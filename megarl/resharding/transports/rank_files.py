@@ -1,4 +1,4 @@
-"""Reads weights that the ranks of another node have written to files on a file system that all nodes share."""
+"""Read weights that ranks of another node have written to a shared file system."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ FILE = "model.safetensors"
 
 
 class RankFiles(Readable):
-    """Sources that each have written their parameters into a folder. It is pickled before it is read from."""
+    """Sources that have each written their parameters into a folder. Files are opened lazily: the object is pickled
+    before its first read."""
 
     def __init__(self, folders: Mapping[str, Path]):
-        """folders: by holder name."""
+        """
+        folders   holder name -> folder
+        """
         self._folders = folders
         self._opened: dict[str, SafetensorsFolder] = {}
 
@@ -35,7 +38,7 @@ class RankFiles(Readable):
 
 
 def write_parameters(parameters: Mapping[str, torch.Tensor], names: Collection[str], folder: Path) -> None:
-    """Writes these of the parameters into a new folder, for RankFiles."""
+    """Write the named parameters into a new folder for RankFiles."""
     folder.mkdir()
     shapes = {name: tuple(parameters[name].shape) for name in names}
     dtypes = {name: dtype_name(parameters[name].dtype) for name in names}

@@ -1,4 +1,4 @@
-"""Memory in which one tensor after the other is put together."""
+"""A block of memory that is reused for one tensor after another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from megarl.resharding.transports.checksum import raw_bytes
 
 
 class ReusedMemory:
-    """The memory. To get new memory for each tensor would take as long as filling it."""
+    """A reusable block of host memory. Allocating memory for each tensor would take as long as filling it."""
 
     def __init__(self, num_bytes: int):
-        """num_bytes: of the largest tensor."""
+        """
+        num_bytes   size of the largest tensor
+        """
         self._memory = raw_bytes(torch.empty(num_bytes, dtype=torch.uint8))
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Returns a tensor with anything in it; the one before is lost. Its storage is no larger than itself, as
-        torch.save writes whole storages."""
+        """Return an uninitialised tensor, which overwrites the previous one.
+
+        Its storage is exactly as large as the tensor, because torch.save writes whole storages.
+        """
         return torch.frombuffer(self._memory, dtype=getattr(torch, dtype), count=prod(shape)).view(shape)

@@ -1,5 +1,4 @@
-"""Reads a Hugging Face folder as a source, only the slices that are asked for, and writes its files a tensor at a
-time."""
+"""Read slices of the safetensors files in a Hugging Face folder, and write such files one tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ DTYPES = {
 
 
 class SafetensorsFolder(Readable):
-    """One model.safetensors, or shards with an index. A context manager, which closes the files.
+    """A folder with model.safetensors, or with shards and an index, as a context manager that closes the files.
 
-    It is a single source: the `source` of a read names no other folder.
+    The folder is a single source; the `source` argument of reads is ignored.
     """
 
     def __init__(self, folder: Path):
-        """Raises UserError for a folder without safetensors weights, or with an incomplete set of shards."""
+        """Raises UserError if the folder has no safetensors weights, or shards are missing."""
         self._folder = folder
         self._files = _files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
@@ -48,18 +47,17 @@ class SafetensorsFolder(Readable):
         self._open.clear()
         self._stack.close()
 
-    def described(self, holder: Holder) -> Holder:
-        """Returns the holder with the dtypes of the files. Raises UserError for a tensor that is missing here, or has
-        another shape."""
+    def with_file_dtypes(self, holder: Holder) -> Holder:
+        """Return the holder with the dtypes of the files. Raises UserError for a missing tensor or a wrong shape."""
         for name, shape in holder.shapes.items():
             found = tuple(self._slice(name).get_shape())
             if found != shape:
-                raise UserError(f"{self._folder}: {name} has shape {found}, but config.json makes it {shape}")
+                raise UserError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
         dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
     def unexpected(self, holder: Holder) -> list[str]:
-        """Returns the names of the tensors that the holder does not have."""
+        """Return the names of tensors in the files that the holder does not have."""
         return sorted(self._files.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -89,10 +87,10 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
     else:
-        raise UserError(f"{folder}: holds neither model.safetensors nor {INDEX}; save the weights as safetensors")
+        raise UserError(f"{folder}: has neither model.safetensors nor {INDEX}. Fix: save the weights as safetensors")
     for path in set(files.values()):
         if not path.is_file():
-            raise UserError(f"{folder}: {path.name}, which {INDEX} names, is missing")
+            raise UserError(f"{folder}: {path.name} is listed in {INDEX} but missing. Fix: download the file")
     return files
 
 
@@ -102,9 +100,9 @@ def write_file(
     dtypes: Mapping[str, str],
     tensor: Callable[[str], torch.Tensor],
 ) -> None:
-    """Writes a file as safetensors' own writer does, which would want all tensors at once.
+    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
 
-    tensor   gives the tensor of a name when it is its turn
+    tensor   returns the tensor of a name; called in the order of `shapes`
     """
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

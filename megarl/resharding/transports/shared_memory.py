@@ -1,8 +1,8 @@
-"""Reads weights of another process on this machine where they lie: one copy, no staging, no name in /dev/shm.
+"""Read weights of another process on this machine through shared memory, without staging.
 
-The owner's storages are moved into anonymous shared memory once; from then on every view of them (parameters, the
-optimizer's shards) lives there, so that in-place updates are visible to a reader at once. The memory is reached
-through the owner's file descriptor and goes away with the last process that maps it, however that process ends.
+The owner's storages are moved into anonymous shared memory once. From then on, all views of them (parameters, optimizer
+shards) live there, and readers see in-place updates immediately. Readers open the memory through the owner's file
+descriptor; it has no name in /dev/shm. The kernel frees it with the last process that maps it, even after a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.resharding.transports.published import Published, PublishedMemory, P
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of shared memory; the inode tells it from a later one under the same descriptor."""
+    """A shared memory segment. The inode distinguishes it from a later segment with the same descriptor."""
 
     pid: int
     descriptor: int
@@ -35,15 +35,15 @@ class Segment:
 
     @property
     def alive(self) -> bool:
-        """Whether its owner still has it."""
+        """Whether the owner still has the segment."""
         return os.path.exists(self.path) and os.stat(self.path).st_ino == self.inode
 
 
 def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
-    """Moves the storages of CPU tensors into shared memory, in place.
+    """Move the storages of CPU tensors into shared memory, in place. Idempotent.
 
-    The caller keeps the tensors, and does not reallocate them. Their addresses change: nothing may hold a raw pointer.
-    Doing it again changes nothing. Raises UserError where /dev/shm is too small.
+    The caller must keep the tensors alive and must not reallocate them. Addresses change, so no raw pointers to the
+    tensors may exist. Raises UserError if /dev/shm is too small.
     """
     return {
         name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()
@@ -54,26 +54,26 @@ def _shared(storage: torch.UntypedStorage) -> Segment:
     free = shutil.disk_usage("/dev/shm").free
     if not storage.is_shared() and storage.nbytes() > free:
         raise UserError(
-            f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB; "
+            f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB. Fix: "
             "enlarge it (mount -o remount,size=…, docker run --shm-size=…)"
         )
-    # torch itself shares tensors between processes by this call; the segment is unlinked as soon as it is mapped.
+    # torch.multiprocessing uses the same call. The segment is unlinked as soon as it is mapped.
     descriptor, num_bytes = storage._share_fd_cpu_()
     return Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
 
 
 class SharedMemory(PublishedMemory[Segment]):
-    """Sources in shared memory. It is its own Channel: nothing is opened before it is read."""
+    """Sources in shared memory. It is its own Channel, because segments are mapped on first read."""
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Self:
         return self
 
-    def _opened(self, source: str, segment: Segment) -> torch.UntypedStorage:
+    def _open_storage(self, source: str, segment: Segment) -> torch.UntypedStorage:
         return _mapped(segment)
 
 
 _mappings: dict[Segment, torch.UntypedStorage] = {}
-"""The mappings of this process. Mapping a segment anew costs a page fault for every page that is read."""
+"""Cached mappings of this process: mapping a segment again costs a page fault for every page that is read."""
 
 
 def _mapped(segment: Segment) -> torch.UntypedStorage:
@@ -81,6 +81,6 @@ def _mapped(segment: Segment) -> torch.UntypedStorage:
         for known in [known for known in _mappings if not known.alive]:
             del _mappings[known]
         if not segment.alive:
-            raise RuntimeError(f"process {segment.pid} no longer shares its weights: it has ended or released them")
+            raise RuntimeError(f"process {segment.pid} has exited or released its shared weights")
         _mappings[segment] = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
     return _mappings[segment]

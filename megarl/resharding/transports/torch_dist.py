@@ -1,5 +1,4 @@
-"""Reads a checkpoint of torch.distributed.checkpoint as a source: files are mapped, and only what is asked for is
-read."""
+"""Read a torch.distributed.checkpoint folder as a source, through memory-mapped files."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and the rectangles that it is stored in."""
+    """A tensor of a checkpoint and the rectangles in which it is stored."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,11 +35,10 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """A checkpoint's folder, and a context manager, which unmaps its files. Tensors that it gives are views of the
-    files until then."""
+    """A checkpoint folder, as a context manager that unmaps its files. Tensors are views of the files until then."""
 
     def __init__(self, folder: Path):
-        """Raises UserError for a folder that is no such checkpoint, or lacks a file."""
+        """Raises UserError if the folder is not a torch_dist checkpoint, or a file is missing or truncated."""
         self._folder = folder
         metadata = _metadata(folder)
         self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -57,55 +55,53 @@ class TorchDistFolder:
 
     def __exit__(self, *_: object) -> None:
         self._chunks.clear()
-        self._maps.clear()  # each goes away with the last tensor that is a view of it
+        self._maps.clear()  # a map is released with the last tensor that is a view of it
         self._stack.close()
 
     @property
     def files(self) -> dict[str, int]:
-        """The files that tensors are in: name -> bytes."""
+        """file name -> size in bytes."""
         names = {info.relative_path for info in self._items.values()}
         return {name: (self._folder / name).stat().st_size for name in sorted(names)}
 
     def read(self, key: str, place: Rectangle) -> torch.Tensor:
-        """Returns a part of a tensor: a view where it lies in one of the rectangles that the tensor is stored in, else
-        put together from all in which some of it lies."""
+        """Return a rectangle of a tensor: a view if it lies in one stored rectangle, otherwise a copy of the parts."""
         stored = self.tensors[key]
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
-            raise UserError(f"{self._folder}: the files hold only a part of {key} at {place}")
+            raise UserError(f"{self._folder}: the checkpoint is incomplete: it has only part of {key} at {place}")
         if len(parts) == 1:
             return self._part(key, *parts[0])
-        found = torch.empty(shape_of(place), dtype=getattr(torch, stored.dtype))
+        values = torch.empty(shape_of(place), dtype=getattr(torch, stored.dtype))
         for rectangle, common in parts:
-            view(found, moved(common, place, whole(shape_of(place)))).copy_(self._part(key, rectangle, common))
-        return found
+            view(values, moved(common, place, whole(shape_of(place)))).copy_(self._part(key, rectangle, common))
+        return values
 
     def read_object(self, key: str) -> bytes:
-        """Returns the bytes of an object as it was saved."""
+        """Return the saved bytes of an object."""
         info = self._items[key, ()]
         return self._map(info.relative_path)[info.offset : info.offset + info.length]
 
     def _check_files(self) -> None:
-        """Raises UserError for a file that is missing or cut short: to read beyond the end of a mapped file would end
-        the process."""
+        """Raise UserError for missing or truncated files: reading beyond the end of a mapped file kills the process."""
         ends: dict[str, int] = {}
         for info in self._items.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
             file = self._folder / name
             if not file.is_file():
-                raise UserError(f"{self._folder}: {name}, which {METADATA} names, is missing")
+                raise UserError(f"{self._folder}: {name} is listed in {METADATA} but missing")
             if (size := file.stat().st_size) < end:
-                raise UserError(f"{self._folder}: {name} is damaged: it has {size:,} bytes and had {end:,}")
+                raise UserError(f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes")
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
-        """Returns the part at `place` of the chunk that is stored as this rectangle."""
+        """Return the part at `place` of the chunk stored as `rectangle`."""
         chunk = self._chunk(key, rectangle)
         part = view(chunk.elements, moved(place, rectangle, whole(shape_of(rectangle))))
         first = chunk.start + part.storage_offset() * part.itemsize
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
         start = first - first % mmap.PAGESIZE
-        # All of it is read soon: this reads it in large blocks, not in the small ones of page faults.
+        # Prefetch: the kernel reads large blocks instead of one page per fault.
         chunk.data.madvise(mmap.MADV_WILLNEED, start, first - start + last * part.itemsize)
         return part
 
@@ -116,21 +112,24 @@ class TorchDistFolder:
             chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
             found = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
             if found != (shape_of(rectangle), self.tensors[key].dtype):
-                raise UserError(f"{self._folder}: {info.relative_path} is damaged: {key} is not what {METADATA} says")
+                raise UserError(
+                    f"{self._folder}: {info.relative_path} is damaged: {key} has {found}, but {METADATA} says "
+                    f"{(shape_of(rectangle), self.tensors[key].dtype)}"
+                )
             self._chunks[index] = chunk
         return self._chunks[index]
 
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             file = self._stack.enter_context((self._folder / name).open("rb"))
-            # The map is private and writable, which a tensor's memory has to be; nobody writes into it.
+            # torch requires writable memory, so the map is copy-on-write; nothing writes to it.
             self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """A rectangle of a tensor in a mapped file. start: the offset in the file at which the elements' storage begins."""
+    """A stored rectangle of a tensor in a mapped file. `start` is the file offset of its storage."""
 
     data: mmap.mmap
     start: int
@@ -138,8 +137,7 @@ class Chunk:
 
 
 class StoredExtents(Readable):
-    """The transport of such a checkpoint: extents by their names, in a checkpoint that has `prefix` before their
-    keys."""
+    """A transport that reads extents by name from a checkpoint whose keys start with `prefix`."""
 
     def __init__(self, folder: TorchDistFolder, extents: Mapping[str, Extent], prefix: str = ""):
         self._folder, self._extents, self._prefix = folder, extents, prefix
@@ -154,7 +152,7 @@ class StoredExtents(Readable):
 
 
 class Window(io.RawIOBase):
-    """A part of a file in memory, as a file of its own."""
+    """A file object over part of a mapped file."""
 
     def __init__(self, data: mmap.mmap, offset: int, length: int):
         self._data, self._offset, self._length, self._position = data, offset, length, 0
@@ -179,13 +177,13 @@ class Window(io.RawIOBase):
 
 
 def _mapped(data: mmap.mmap, offset: int, length: int) -> Chunk:
-    """Returns the tensor that torch.save wrote at the offset, where it lies."""
-    with FakeTensorMode():  # reads shape, dtype and place, no elements
-        form = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
-    storage = form.untyped_storage()
+    """Return a view of the tensor that torch.save wrote at the offset."""
+    with FakeTensorMode():  # loads shape, dtype and offset without the elements
+        fake = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
+    storage = fake.untyped_storage()
     start = offset + storage._checkpoint_offset
-    elements = torch.frombuffer(data, dtype=form.dtype, count=storage.nbytes() // form.itemsize, offset=start)
-    return Chunk(data, start, elements.as_strided(form.shape, form.stride(), form.storage_offset()))
+    elements = torch.frombuffer(data, dtype=fake.dtype, count=storage.nbytes() // fake.itemsize, offset=start)
+    return Chunk(data, start, elements.as_strided(fake.shape, fake.stride(), fake.storage_offset()))
 
 
 def _stored(entry: TensorStorageMetadata) -> StoredTensor:
@@ -199,7 +197,7 @@ def _stored(entry: TensorStorageMetadata) -> StoredTensor:
 def _metadata(folder: Path) -> Metadata:
     if not (folder / METADATA).is_file():
         raise UserError(
-            f"{folder}: holds no {METADATA}; give the folder of a checkpoint in Megatron's torch_dist format"
+            f"{folder}: has no {METADATA}. Fix: give the folder of a checkpoint in Megatron's torch_dist format"
         )
     try:
         with (folder / METADATA).open("rb") as file:
@@ -220,25 +218,28 @@ _OTHERS = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata of a checkpoint that somebody else may have made: a pickle, which can name any function to be
-    called. Only what describes tensors and files is made; all else, such as plans of who wrote them, is left out."""
+    """Unpickles the metadata of an untrusted checkpoint.
+
+    A pickle can call arbitrary functions. Only classes that describe tensors and files are created; all other objects,
+    such as save plans, are replaced by placeholders.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES | _DTYPES | _OTHERS:
             return super().find_class(module, name)
-        return _enum_member if (module, name) == ("builtins", "getattr") else _LeftOut
+        return _enum_member if (module, name) == ("builtins", "getattr") else _Placeholder
 
 
-class _LeftOut:
-    """Stands in for an object that is not made, whatever it would be called with."""
+class _Placeholder:
+    """Replaces an object that is not created; accepts any arguments."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _LeftOut:
+    def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
         return super().__new__(cls)
 
     def __setstate__(self, _: Any) -> None:
         return
 
 
-def _enum_member(kind: Any, name: str) -> Enum | type[_LeftOut]:
-    """Stands in for getattr, by which Python before 3.11.4 pickles the members of an enum."""
-    return kind[name] if isinstance(kind, EnumMeta) and name in kind.__members__ else _LeftOut
+def _enum_member(kind: Any, name: str) -> Enum | type[_Placeholder]:
+    """Replaces getattr, with which Python before 3.11.4 pickles enum members."""
+    return kind[name] if isinstance(kind, EnumMeta) and name in kind.__members__ else _Placeholder

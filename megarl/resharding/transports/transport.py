@@ -1,4 +1,4 @@
-"""The interface that every transport offers to the execution of a plan."""
+"""The interface of transports."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ Delivery = Iterator[Delivered]
 
 class Transport(Protocol):
     staging_bytes: int
-    """The bytes allocated for what is on its way, at their peak in the last delivery."""
+    """Peak bytes of transfer buffers in the last delivery."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Returns the dtype of a source's parameter. Raises UserError for one that the source does not have."""
+        """Return the dtype of a source's parameter. Raises UserError if the source has no such parameter."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Yields the copies, whole or in parts and in any order, each with its elements, or None where they are in
-        their place already. They are valid until the next is asked for, and by then the destination has written
-        them."""
+        """Yield the copies, whole or in parts and in any order, each with its elements.
+
+        The elements are None if the transport has already written them into the destination parameter. They are valid
+        until the next copy is requested; by then the caller must have written them.
+        """
 
 
 class Channel(Protocol):
-    """A transport before it is opened: can be pickled and sent to those that take part in it."""
+    """A picklable description of a transport, which each participating process opens."""
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> Transport:
-        """Opens the transport in the process that is `member`, a holder, and has these parameters.
+        """Open the transport in the process of one holder.
 
-        plan      the member's part of the plan
-        in_place  whether the parameters are those that the plan writes. If not, they only tell the device
+        Args:
+            member: name of the holder.
+            parameters: its parameters.
+            plan: its part of the plan.
+            in_place: whether `parameters` are the parameters that the plan writes. Otherwise they only determine the
+                device.
         """
 
 
 class Readable(ABC):
-    """A transport by which the destination reads its sources where they lie."""
+    """Base class of transports through which a destination reads its sources directly."""
 
     staging_bytes = 0
 
@@ -54,15 +60,14 @@ class Readable(ABC):
 
     @abstractmethod
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
-        """Returns the elements of a rectangle of a source's parameter, as a view of the source where the medium allows
-        it."""
+        """Return a rectangle of a source's parameter, as a view if the medium allows it."""
 
 
 def view(tensor: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-    """Returns a rectangle of a tensor, which shares its storage."""
+    """Return a view of a rectangle of the tensor."""
     return tensor[tuple(slice(start, stop) for start, stop in rectangle)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the dtype's name as plans write it, such as "bfloat16"."""
+    """Return the name of the dtype in plans, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Waits in a way that can be given up."""
+"""Run blocking waits that can be abandoned."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from queue import Empty, SimpleQueue
 
 
 class Waiter:
-    """A thread that waits for one thing after the other, while its owner may look after something else.
+    """A daemon thread that runs blocking waits one after another while its owner does other work.
 
-    Where a wait is given up, the thread goes on in vain until it is over, and keeps nobody from ending.
+    An abandoned wait keeps blocking the thread until it ends, but does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -21,9 +21,8 @@ class Waiter:
     def begin(self, wait: Callable[[], None]) -> None:
         self._waits.put(wait)
 
-    def goes_on(self, seconds: float) -> bool:
-        """Returns whether the wait goes on after `seconds`, or sooner that it has ended. Raises the error that has
-        ended it."""
+    def is_pending(self, seconds: float) -> bool:
+        """Wait for at most `seconds`. Return whether the wait is still pending; re-raise its error if it failed."""
         try:
             error = self._ends.get(timeout=seconds)
         except Empty:
@@ -33,7 +32,7 @@ class Waiter:
         return False
 
     def close(self) -> None:
-        """Ends the thread, after what it still waits for."""
+        """Stop the thread once its current wait ends."""
         self._waits.put(None)
 
     def _run(self) -> None:
@@ -41,6 +40,6 @@ class Waiter:
             try:
                 wait()
             except BaseException as error:
-                self._ends.put(error)  # for the thread that goes on
+                self._ends.put(error)  # re-raised in the owner's thread by is_pending
             else:
                 self._ends.put(None)

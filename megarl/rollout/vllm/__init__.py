@@ -1,1 +1,1 @@
-"""The engine on vLLM, and what runs inside its workers."""
+"""The vLLM engine and the code that runs inside its workers."""

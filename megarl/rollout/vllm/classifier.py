@@ -1,4 +1,4 @@
-"""A classifier on vLLM. The process that holds it has `environment` set before it imports this module."""
+"""A classifier on vLLM. The process must set the variables of `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+    """Return the arguments of `vllm.LLM` for a classifier. Raises UserError as `engine_arguments` does."""
     settings, head = config.reward_model, score_head_of(read_config(folder))
     assert head is not None, "checked before the run starts"
     task = {"sequence": "classify", "token": "token_classify"}[head.kind]
@@ -31,7 +31,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
         settings.kv_cache_gib,
         settings.vllm_overrides,
         runner="pooling",
-        # The head's output is wanted as it is: vLLM would put it through a sigmoid or a softmax.
+        # Return the raw output of the head; by default, vLLM applies a sigmoid or softmax.
         pooler_config=PoolerConfig(task=task, use_activation=False),
         max_num_batched_tokens=settings.tokens_per_microbatch,
         seed=config.run.seed,
@@ -42,13 +42,14 @@ class VllmClassifier:
     """A classifier that scores samples by their token ids, with the weights of its folder."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        """arguments: those of `classifier_arguments`."""
+        """
+        arguments   result of `classifier_arguments`
+        """
         self._task = arguments["pooler_config"].task
         self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Returns the scores of each sample's response tokens, float32 [R]; a sequence classifier's is [1], that of the
-        last token."""
+        """Return the scores of each sample, float32: [R] per response token, or [1] from a sequence classifier."""
         outputs = self._llm.encode(
             [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples],
             pooling_task=self._task,
@@ -61,6 +62,5 @@ class VllmClassifier:
 
 
 def _scores(pooled: torch.Tensor) -> torch.Tensor:
-    """Returns float32 [tokens] on CPU from the head's one label, [1] of a sample or [tokens, 1] of its tokens, as a
-    copy that the caller may keep."""
+    """Convert the output of a head with one label, [1] or [tokens, 1], to a new float32 tensor [tokens] on CPU."""
     return pooled.float().flatten().cpu().clone()

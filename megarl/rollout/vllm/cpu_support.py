@@ -1,5 +1,4 @@
-"""Adds what vLLM's CPU build lacks for weights that are written in place, for latent attention, and for fp8 blocks. On
-GPU it changes nothing."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention and fp8 blocks. No effect on GPU."""
 
 from __future__ import annotations
 
@@ -17,15 +16,18 @@ _rotate = RotaryEmbedding.forward_cpu
 
 
 def install() -> None:
-    """Changes vLLM's functions, in a process of vLLM's before it loads a model."""
+    """Patch vLLM in this worker process, before it loads a model."""
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantisingKernel]
 
 
 class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
-    """A linear layer of fp8 blocks that makes its weight whole for each product. vLLM's own kernels for CPUs need AMX,
-    and pack the weight, which could not be written in place; as in these, activations stay as they are."""
+    """A linear kernel for fp8 blocks that dequantises the weight for each matrix product.
+
+    vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like them, this kernel does not
+    quantise activations.
+    """
 
     apply_input_quant = False
 
@@ -34,7 +36,7 @@ class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weight and its scales as the checkpoint has them."""
+        """Keep the weight and its scales in the checkpoint's layout."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: object
@@ -45,30 +47,33 @@ class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
         return torch.nn.functional.linear(x, (weight.float() * scales).to(x.dtype), bias)
 
     def apply_block_scaled_mm(self, *args: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("apply_weights does the whole")
+        raise AssertionError("apply_weights computes the whole product")
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Leaves a linear layer's weight in its place: vLLM would pack it for oneDNN and free it, and nothing would be left
-    to write into."""
+    """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, which prevents in-place writes."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def _rotate_heads(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotates query and key by vLLM's kernel, in the shape for which it is right, [tokens, heads * channels]. It would
-    take [tokens, heads, channels], which latent attention gives it, for one head and the first heads for tokens."""
+    """Rotate query and key with vLLM's kernel, flattened to [tokens, heads * channels].
+
+    Latent attention passes [tokens, heads, channels], which the kernel would misinterpret.
+    """
     rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
     return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
 
 
 def pack_experts(layer: RoutedExperts) -> bool:
-    """Packs a layer's expert weights for vLLM's kernel, as vLLM does after it has loaded them. Returns whether it has
-    packed: on GPU the engine is started with the one backend that takes weights as they are."""
+    """Pack the expert weights of a layer for vLLM's CPU kernel, as vLLM does after loading. Return whether it packed.
+
+    On GPU, packing is unnecessary: engines use the only MoE backend that reads unpacked weights.
+    """
     kernel = layer.quant_method.moe_kernel.fused_experts
-    packs = isinstance(kernel, CPUUnquantizedExperts)
-    if packs:
+    needs_packing = isinstance(kernel, CPUUnquantizedExperts)
+    if needs_packing:
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
-    return packs
+    return needs_packing

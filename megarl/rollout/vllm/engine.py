@@ -1,4 +1,4 @@
-"""An engine on vLLM. The process that holds it has `environment` set before it imports this module."""
+"""The vLLM rollout engine. The process must set the variables of `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
-from megarl.rollout.routes import of_layers_with_experts, whole_routes
+from megarl.rollout.routes import expert_layer_routes, whole_routes
 from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 T = TypeVar("T")
 
-HANDOVERS = 2
-"""The rounds of the event loop between two steps: in the first a completion is noted, in the second it is sent."""
+ROUNDS_PER_STEP = 2
+"""Event-loop iterations between two steps: in the first, completions reach their waiters; in the second, the waiters
+forward them."""
 
 INVARIANT_KERNELS = (9, 0)
-"""The compute capability from which vLLM's batch-invariant mode computes (VLLM_BATCH_INVARIANT, in its envs.py)."""
+"""Minimum compute capability of vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT, in its envs.py)."""
 
 PAUSE_S = 0.05
-"""The interval at which samples under way look whether a pause is over, or a failed refit has been made good."""
+"""Seconds between checks whether a paused engine, or one without valid weights, may step again."""
 
 
 def rollout_arguments(
@@ -56,9 +57,9 @@ def rollout_arguments(
     returns_routes: bool = False,
     head_dtype: Literal["float32", "model"] = "float32",
 ) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does.
+    """Return the arguments of `vllm.LLM` for a rollout engine. Raises UserError as `engine_arguments` does.
 
-    returns_routes   whether its completions come with the experts that their tokens went to
+    returns_routes   whether completions contain the experts of each token
     head_dtype       model.head_dtype
     """
     if config.batch_invariant:
@@ -73,15 +74,15 @@ def rollout_arguments(
         config.kv_cache_gib,
         config.vllm_overrides,
         load_format="dummy",
-        # These are log-probs of the distribution that is sampled from: after the temperature.
+        # Log-probs of the distribution that is sampled from, after temperature, top-p and top-k.
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=batched_tokens(config),
-        # As the trainer's. vLLM's own default is the model's dtype.
+        # Must equal the trainer's. vLLM defaults to the model's dtype.
         hf_overrides={"head_dtype": head_dtype} | quantization,
-        # On GPU, this kernel for experts leaves their weights as they are, to be written into.
+        # On GPU, this is the MoE backend that does not repack expert weights, so that refits can write in place.
         moe_backend="triton" if device.on_cuda() else "auto",
-        # On CPU vLLM has no sleep mode: it keeps its memory, and the calls do nothing else.
+        # vLLM has no sleep mode on CPU: the calls do not release memory.
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **(_route_arguments() if returns_routes else {}),
@@ -91,30 +92,30 @@ def rollout_arguments(
 def _require_invariant_kernels() -> None:
     if device.capability() < INVARIANT_KERNELS:
         raise UserError(
-            "rollout.batch_invariant=true: vLLM has kernels that do not depend on the batch for GPUs of compute "
-            "capability 9.0 on, such as H100s, and none for this device; set rollout.batch_invariant=false"
+            "rollout.batch_invariant=true: vLLM's batch-invariant kernels need a GPU with compute capability 9.0 or "
+            "higher, such as an H100. Fix: set rollout.batch_invariant=false"
         )
 
 
 def _route_arguments() -> dict[str, Any]:
-    """Returns the arguments by which vLLM tells experts, or on CPU, where it cannot, RouteCapture does."""
+    """Return the arguments for reporting routes: by vLLM itself on GPU, by RouteCapture on CPU."""
     return dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
 
 
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
-    """Returns what vLLM is told of quantised weights that a refit will bring."""
+    """Return the hf_overrides for an engine that receives quantised weights."""
     hf_config = read_config(model_folder)
     if not device.on_cuda() and experts(completed(hf_config)) is not None:
         raise UserError(
-            f"rollout.quantization={name}: {model_folder} has experts, and on CPU no kernel of vLLM for their blocks "
-            "has weights where a refit could write them; set rollout.quantization=null, or run this model on GPUs"
+            f"rollout.quantization={name}: {model_folder} has experts, and vLLM's CPU kernels for quantised experts do "
+            "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
         )
     return {"quantization_config": quantization_config(hf_config)}
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """A request that vLLM works on, the id that vLLM gave it, and its completion once there is one."""
+class _PendingRequest:
+    """A request that has been submitted to vLLM, its vLLM request id, and the future of its completion."""
 
     token_ids: list[int]
     request: Sampling
@@ -123,48 +124,50 @@ class _UnderWay:
 
 
 class VllmEngine:
-    """An engine that starts without weights (`version` None) and gets them by `refit`, as after every later update.
+    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`.
 
-    All calls are made in one thread, by one event loop: a call that comes while others wait for their completions is
-    done between two steps of vLLM.
+    All calls are made from the event loop of one thread. A call that arrives during sampling is executed between two
+    vLLM steps.
     """
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
-        """arguments: those of `rollout_arguments`, for the same `returns_routes`."""
+        """
+        arguments   result of `rollout_arguments` with the same `returns_routes`
+        """
         self.version: int | None = None
         self._config = config
-        self._under_way: dict[str, _UnderWay] = {}
+        self._pending: dict[str, _PendingRequest] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
-        """The time of sampling since it was last asked for, and the moment up to which it is counted."""
+        """Seconds of sampling since the last `take_seconds`, and the time until which they are counted."""
         self._num_steps = 0
-        """vLLM's steps in this time, in each of which a sample under way gets a token."""
+        """vLLM steps since the last `take_num_steps`; each samples one token of every running request."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
         self._routed = experts(completed(read_config(Path(arguments["model"])))) if returns_routes else None
-        """The experts whose numbers completions come with."""
+        """The model's experts if completions contain routes."""
         if self._captures_routes:
-            self._ask_workers(RefitExtension.capture_routes)
-        self._descriptions = self._ask_workers(RefitExtension.describe)
+            self._call_workers(RefitExtension.capture_routes)
+        self._descriptions = self._call_workers(RefitExtension.describe)
         for rank, description in enumerate(self._descriptions):
-            print(f"engine: rank {rank} is {description}", flush=True)
+            print(f"engine rank {rank}: {description}", flush=True)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object] = lambda _: None
     ) -> list[Sample]:
         new: list[Sample] = []
 
-        def tell() -> None:
+        def report() -> None:
             finished([*new])
             new.clear()
 
         async def sample(request: SamplingRequest) -> Sample:
             completion = await self._begin(request.prompt.token_ids.tolist(), request)
-            if not new:  # once for all that a step of vLLM has completed
-                asyncio.get_running_loop().call_soon(tell)
+            if not new:  # report all completions of a vLLM step together
+                asyncio.get_running_loop().call_soon(report)
             new.append(self._sample(request, completion))
             return new[-1]
 
@@ -173,52 +176,52 @@ class VllmEngine:
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         states = self._llm.llm_engine.output_processor.request_states
-        asked = [item for item in self._under_way.values() if getattr(item.request, "sample_id", None) in sample_ids]
+        requested = [item for item in self._pending.values() if getattr(item.request, "sample_id", None) in sample_ids]
         return sum(
             len(item.completion.result().token_ids)
             if item.completion.done()
             else states[item.vllm_id].detokenizer.num_output_tokens()
-            for item in asked
+            for item in requested
         )
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        if not self._under_way:
+        if not self._pending:
             self._require_weights()
         return self._begin(request.token_ids.tolist(), request)
 
     def _require_weights(self) -> None:
         if self.version is None and not self._is_paused:
-            raise RuntimeError("the engine holds no trainer weights: a refit must succeed before it generates")
+            raise RuntimeError("the engine has no weights yet: refit it before generating")
 
     def _begin(self, token_ids: list[int], request: Sampling) -> asyncio.Future[Completion]:
-        """Gives vLLM a request. Returns what will be sampled after these tokens."""
+        """Submit a request and return the future of its completion."""
         if not self._is_paused:
             self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
-        self._under_way[name] = _UnderWay(token_ids, request, self._submit(name, token_ids, request), completion)
-        completion.add_done_callback(lambda _: self._forget(name))
+        self._pending[name] = _PendingRequest(token_ids, request, self._submit(name, token_ids, request), completion)
+        completion.add_done_callback(lambda _: self._remove(name))
         if self._stepping is None:
-            self._stepping = asyncio.create_task(self._step_while_under_way())
+            self._stepping = asyncio.create_task(self._step_while_pending())
         return completion
 
-    def _forget(self, name: str) -> None:
-        """Ends the work on a request: vLLM's too, if nobody waits for its completion any more."""
-        if self._under_way[name].completion.cancelled():
-            self._withdraw([name])
-        del self._under_way[name]
+    def _remove(self, name: str) -> None:
+        """Remove a request, and abort it in vLLM if its completion was cancelled."""
+        if self._pending[name].completion.cancelled():
+            self._abort([name])
+        del self._pending[name]
 
-    async def _step_while_under_way(self) -> None:
-        """Steps vLLM until it has nothing to do, or a step fails, by which all requests fail."""
+    async def _step_while_pending(self) -> None:
+        """Step vLLM until all requests are complete. If a step fails, all requests fail."""
         self._seconds_until = time.monotonic()
         try:
-            while any(not item.completion.done() for item in self._under_way.values()):
+            while any(not item.completion.done() for item in self._pending.values()):
                 if self._may_step:
                     self._step()
                     self._count_seconds()
                     self._num_steps += 1
-                await self._let_others_run()
-        except Exception as error:  # of vLLM, for those who wait
-            for item in self._under_way.values():
+                await self._yield_to_callers()
+        except Exception as error:  # an error of vLLM; re-raised for all waiting callers
+            for item in self._pending.values():
                 if not item.completion.done():
                     item.completion.set_exception(error)
         finally:
@@ -233,18 +236,18 @@ class VllmEngine:
         self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
 
     def take_seconds(self) -> float:
-        """Returns the seconds since this was last asked in which samples were under way, without pauses."""
+        """Return and reset the seconds spent sampling since the last call, excluding pauses."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def take_num_steps(self) -> int:
-        """Returns the steps since this was last asked."""
+        """Return and reset the number of vLLM steps since the last call."""
         steps, self._num_steps = self._num_steps, 0
         return steps
 
-    async def _let_others_run(self) -> None:
-        """Lets what a step has completed reach those who wait for it, and lets them go on, before the next step."""
-        for _ in range(HANDOVERS):
+    async def _yield_to_callers(self) -> None:
+        """Let callers process the completions of a step before the next step starts."""
+        for _ in range(ROUNDS_PER_STEP):
             await asyncio.sleep(0)
         if not self._may_step:
             await asyncio.sleep(PAUSE_S)
@@ -252,15 +255,15 @@ class VllmEngine:
 
     def pause(self) -> None:
         self._is_paused = True
-        self._end_steps()
+        self._finish_steps()
 
     def resume(self) -> None:
         self._is_paused = False
-        if self._under_way:
+        if self._pending:
             self._wake("weights", "kv_cache")
 
     def sleep(self, keeps_weights: bool) -> None:
-        assert self._is_paused or not self._under_way, "it would go on sampling"
+        assert self._is_paused or not self._pending, "cannot sleep while sampling; pause the engine first"
         if not keeps_weights:
             self.version = None
         self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")
@@ -271,32 +274,32 @@ class VllmEngine:
                 self._llm.wake_up(tags=[tag])
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        return self._ask_workers(RefitExtension.parameters)
+        return self._call_workers(RefitExtension.parameters)
 
     def repacking(self) -> list[str]:
-        return self._ask_workers(RefitExtension.repacking)[0]
+        return self._call_workers(RefitExtension.repacking)[0]
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        self._ask_workers(RefitExtension.connect, plan, channel, holders, by_loader)
+        self._call_workers(RefitExtension.connect, plan, channel, holders, by_loader)
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version = None
-        # The KV cache sleeps on: the trainer may not have made room for it yet.
+        # Do not wake the KV cache: the trainer may not have freed its memory yet.
         self._wake("weights")
-        self._end_steps()
-        refitted = self._ask_workers(RefitExtension.refit, expected)
+        self._finish_steps()
+        stats = self._call_workers(RefitExtension.refit, expected)
         self._num_refits += 1
         if self._config.kv_cache_on_update == "recompute":
-            self._forget_keys_and_values()
+            self._recompute_kv_cache()
         else:
-            self._begin_again()
+            self._resubmit_tokenless()
         self.hold(version)
-        return refitted
+        return stats
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
         self._wake("weights")
-        found = self._ask_workers(RefitExtension.differing, expected)
-        return None if None in found else [line for lines in found for line in lines]
+        differences = self._call_workers(RefitExtension.differing, expected)
+        return None if None in differences else [line for lines in differences for line in lines]
 
     def facts(self, texts: Sequence[str]) -> EngineInfo:
         head_dtype = dtype_name(self._llm.llm_engine.vllm_config.model_config.head_dtype)
@@ -304,61 +307,60 @@ class VllmEngine:
         return EngineInfo(head_dtype, tuple(ids), self._descriptions[0])
 
     def hold(self, version: int) -> None:
-        """Sets the version of the weights, and so of the tokens from now on."""
+        """Set the weight version, which is recorded for all tokens sampled from now on."""
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Whether a process of the engine has died, after which it can do nothing."""
+        """See Engine."""
         return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns for each worker: parameter -> SHA-256 of its bytes."""
-        return self._ask_workers(RefitExtension.checksums)
+        """Return parameter -> SHA-256 of its bytes, per worker."""
+        return self._call_workers(RefitExtension.checksums)
 
-    def _ask_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a method of RefitExtension in every worker, which has it under the same name. Returns their answers.
-        Raises the first worker's error."""
-        answers = self._llm.collective_rpc(method.__name__, args=args)
-        for answer in answers:
-            if isinstance(answer, Failed):
-                raise answer.error
-        return answers
+    def _call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of RefitExtension in every worker and return the results. Raises the first worker's error."""
+        results = self._llm.collective_rpc(method.__name__, args=args)
+        for result in results:
+            if isinstance(result, Failed):
+                raise result.error
+        return results
 
     def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
-        """Gives vLLM a request. Returns vLLM's own id of it.
+        """Submit a request to vLLM and return its vLLM request id.
 
-        The salt keeps requests apart in the prefix cache: those of one refit's weights reuse no keys and values of
-        another's, which samples that it interrupted still need and go on adding to.
+        The cache salt separates prefix-cache entries by refit and purpose: a request must not reuse entries of older
+        weights, which stay in the cache because interrupted samples still use and extend them.
         """
         prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
         return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
-    def _withdraw(self, names: Sequence[str]) -> None:
-        self._llm.llm_engine.abort_request([self._under_way[name].vllm_id for name in names], internal=True)
+    def _abort(self, names: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request([self._pending[name].vllm_id for name in names], internal=True)
 
     def _step(self) -> None:
-        outputs = [output for output in self._llm.llm_engine.step() if output.request_id in self._under_way]
+        outputs = [output for output in self._llm.llm_engine.step() if output.request_id in self._pending]
         for output, routes in zip(outputs, self._routes_of(outputs), strict=True):
-            item = self._under_way[output.request_id]
+            item = self._pending[output.request_id]
             if not item.completion.done():
                 item.completion.set_result(_completion(output, routes))
 
     @property
     def _captures_routes(self) -> bool:
-        """Whether routes are not vLLM's own to tell."""
+        """Whether RouteCapture, not vLLM, reports the routes."""
         return self._routed is not None and not device.on_cuda()
 
     def _routes_of(self, outputs: Sequence[RequestOutput]) -> list[NDArray[np.signedinteger] | None]:
-        """Returns the routes of the tokens of requests that have ended, as in Completion."""
+        """Return the routes of finished requests, as in Completion.routes."""
         if self._routed is None or not outputs:
             return [None] * len(outputs)
         if self._captures_routes:
-            names = [self._under_way[output.request_id].vllm_id for output in outputs]
-            computed = self._ask_workers(RefitExtension.take_routes, names)[0]
+            names = [self._pending[output.request_id].vllm_id for output in outputs]
+            computed = self._call_workers(RefitExtension.take_routes, names)[0]
         else:
-            computed = [of_layers_with_experts(self._routed, output.outputs[0].routed_experts) for output in outputs]
+            computed = [expert_layer_routes(self._routed, output.outputs[0].routed_experts) for output in outputs]
         return [
             whole_routes(self._routed, routes, len(output.prompt_token_ids) + len(output.outputs[0].token_ids))
             for routes, output in zip(computed, outputs, strict=True)
@@ -379,27 +381,25 @@ class VllmEngine:
             routes=completion.routes,
         )
 
-    def _end_steps(self) -> None:
-        """Waits for the steps that vLLM has begun before it has the results of earlier ones, as it does on GPU."""
+    def _finish_steps(self) -> None:
+        """Finish all scheduled steps. On GPU, vLLM schedules steps before earlier ones have returned."""
         self._llm.sleep(level=0, mode="keep")
         for _ in range(self._llm.llm_engine.vllm_config.max_concurrent_batches):
             self._step()
         self._llm.wake_up(tags=["scheduling"])
 
-    def _forget_keys_and_values(self) -> None:
-        """Has vLLM compute all tokens under way anew, prompts and what has been sampled of the responses, before it
-        samples their next ones."""
+    def _recompute_kv_cache(self) -> None:
+        """Make vLLM recompute the KV cache of all running requests, prompts and responses, before their next token."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
-    def _begin_again(self) -> None:
-        """Submits anew the requests that have no token yet: samples that are of the new weights alone then have no keys
-        and values of older ones."""
+    def _resubmit_tokenless(self) -> None:
+        """Resubmit the requests without a token, so that samples of the new weights do not use an older KV cache."""
         states = self._llm.llm_engine.output_processor.request_states
-        unfinished = {name: item for name, item in self._under_way.items() if not item.completion.done()}
+        unfinished = {name: item for name, item in self._pending.items() if not item.completion.done()}
         tokenless = [
             name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()
         ]
-        self._withdraw(tokenless)
+        self._abort(tokenless)
         for name in tokenless:
             item = unfinished[name]
             item.vllm_id = self._submit(name, item.token_ids, item.request)
@@ -407,51 +407,52 @@ class VllmEngine:
     def _sampling(self, request: Sampling) -> SamplingParams:
         stop = [*self._config.stop, *request.stop]
         return SamplingParams(
-            temperature=0.0 if request.is_greedy else _given(request.temperature, self._config.temperature),
-            top_p=_given(request.top_p, self._config.top_p),
-            top_k=_given(request.top_k, self._config.top_k or 0),
-            max_tokens=_given(request.max_new_tokens, self._config.max_new_tokens),
+            temperature=0.0 if request.is_greedy else _value_or(request.temperature, self._config.temperature),
+            top_p=_value_or(request.top_p, self._config.top_p),
+            top_k=_value_or(request.top_k, self._config.top_k or 0),
+            max_tokens=_value_or(request.max_new_tokens, self._config.max_new_tokens),
             stop=stop,
             include_stop_str_in_output=True,
-            logprobs=self._num_kept(request),
+            logprobs=self._num_candidates(request),
             flat_logprobs=True,
-            # vLLM looks for texts that stop in what it decodes. Without any it would decode each token when it is
-            # sampled, between two steps, and its log-probs' tokens too.
+            # vLLM matches stop strings in the decoded text. Without stop strings, skip decoding, which would otherwise
+            # happen between steps for every sampled and candidate token.
             detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,  # not shared with other requests
         )
 
-    def _num_kept(self, request: Sampling) -> int:
-        """Returns how many of the most likely tokens the engine reports beside the sampled one: under top_k, those that
-        it keeps."""
+    def _num_candidates(self, request: Sampling) -> int:
+        """Return the number of most likely tokens to report in addition to the sampled one: rollout.top_k, if used."""
         return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
 
 
-def _given(own: T | None, of_all: T) -> T:
-    return of_all if own is None else own
+def _value_or(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
-    [found] = output.outputs
-    assert found.finish_reason in ("stop", "length"), f"request {output.request_id}: {found.finish_reason}"
-    logprobs = found.logprobs  # flat: for each position the sampled token, then the most likely ones
+    [sampled] = output.outputs
+    assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
+    logprobs = sampled.logprobs  # flat: for each position the sampled token, then the most likely ones
     return Completion(
-        token_ids=found.token_ids,
+        token_ids=sampled.token_ids,
         logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
-        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in found.weight_versions),
-        finish_reason=found.finish_reason,
+        versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in sampled.weight_versions),
+        finish_reason=sampled.finish_reason,
         candidate_ids=_candidate_ids(logprobs),
-        stop=found.stop_reason if isinstance(found.stop_reason, str) else None,
+        stop=sampled.stop_reason if isinstance(sampled.stop_reason, str) else None,
         num_cached_tokens=output.num_cached_tokens or 0,
         routes=routes,
     )
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
-    """Returns the most likely tokens, as far as they have a probability. Where several are as likely as the last of
-    them, the engine keeps more than it reports."""
+    """Return the candidate tokens: the most likely tokens with nonzero probability.
+
+    If several tokens tie with the least likely candidate, the engine samples from more tokens than it reports.
+    """
     starts, ends = (np.asarray(indices, np.int64) for indices in (logprobs.start_indices, logprobs.end_indices))
     is_kept = np.asarray(logprobs.logprobs) > -np.inf
     is_kept[starts] = False  # the sampled token

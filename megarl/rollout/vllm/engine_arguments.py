@@ -1,4 +1,4 @@
-"""The arguments that every engine on vLLM is started with, whatever it computes."""
+"""Arguments common to all vLLM engines: rollout, judge and classifier."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, latent_attention
 
 FREE_SHARE = 0.01
-"""The share of a GPU's memory that must be free for vLLM to start, by default nearly all; the KV cache has its given
-size. On a GPU that others use too, what fits is known before: see planning/shared_gpu.py."""
+"""Share of a GPU's memory that vLLM requires to be free at startup. Its default is nearly all, which fails on shared
+GPUs; cluster/memory/shared_gpu.py checks beforehand what fits, and the KV cache has a fixed size."""
 
 CPU_LATENT_SIZE = 576
-"""The channels of a token in the cache of DeepSeek-V3's attention: 512 of the latent, 64 with positions."""
+"""Channels per token in the KV cache of DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 
 def engine_arguments(
@@ -32,54 +32,56 @@ def engine_arguments(
     context_length: int,
     kv_cache_gib: float,
     extra: Mapping[str, Any],
-    **own: Any,
+    **specific: Any,
 ) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with.
+    """Return the arguments of `vllm.LLM`.
 
-    own     arguments of this kind of engine alone
-    extra   vllm_overrides of the section, which replace those that are not megarl's alone to give
+    Args:
+        extra: vllm_overrides of the section.
+        specific: arguments of this kind of engine.
 
-    Raises UserError for an extra that vLLM does not have or that the model needs otherwise, and for a model that vLLM
-    cannot compute on this device.
+    Raises:
+        UserError: vLLM has no such argument, the model requires another value, or vLLM does not support the model on
+            this device.
     """
-    given = dict(
+    arguments = dict(
         model=str(folder),
         dtype=dtype,
         tensor_parallel_size=tp,
         max_model_len=context_length,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-        # With chunks, vLLM rewinds the generator of a seeded request, which a CPU generator cannot do.
+        # Chunked prefill rewinds the random generator of a seeded request, which CPU generators do not support.
         enable_chunked_prefill=device.on_cuda(),
-        # Compiling takes minutes on CPU and gains nothing there.
+        # On CPU, compilation takes minutes without a speedup.
         enforce_eager=not device.on_cuda(),
-        # It is given also where nothing is refitted, since its module installs cpu_support in every worker.
+        # Needed even without refits: importing the module installs cpu_support in every worker.
         worker_extension_cls="megarl.rollout.vllm.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
-        **own,
+        **specific,
     )
     latent = _latent_attention_arguments(folder)
-    assert (given | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py names them all"
-    assert not GIVEN[section].keys() & extra.keys(), "refused by a rule"
+    assert (arguments | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py must list them"
+    assert not GIVEN[section].keys() & extra.keys(), "a config rule should have refused this"
     _check_extra(section, extra, latent)
-    return given | latent | extra
+    return arguments | latent | extra
 
 
 def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
     for name in latent.keys() & extra.keys():
-        needed = f"this model's attention is right with {latent[name]} alone, here"
-        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {needed}; leave it out")
+        required = f"on this device, the model's attention requires {latent[name]}"
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {required}. Fix: remove the override")
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in extra.keys() - known:
         near = difflib.get_close_matches(name, known)
-        remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: vLLM has no such engine argument; {remedy}")
+        remedy = f"use {' or '.join(near)}" if near else "remove it"
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: not a vLLM engine argument. Fix: {remedy}")
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """Returns on CPU the kernel of latent attention that leaves kv_b_proj in its place, to be written into.
+    """Return the argument that selects, on CPU, the latent attention kernel that keeps kv_b_proj writable in place.
 
-    Raises UserError where vLLM has none for the model's latent.
+    Raises UserError if vLLM has no kernel for the model's latent size.
     """
     latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
     if latent is None:
@@ -87,7 +89,7 @@ def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     size = latent.kv_rank + latent.position_dim
     if size != CPU_LATENT_SIZE:
         raise UserError(
-            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, and vLLM's "
-            f"CPU build has latent attention for {CPU_LATENT_SIZE} only; run this model on GPUs"
+            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, but vLLM's "
+            f"CPU build only supports latent attention with {CPU_LATENT_SIZE}. Fix: run this model on GPUs"
         )
     return dict(attention_backend="CPU_MLA")

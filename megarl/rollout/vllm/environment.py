@@ -1,30 +1,31 @@
-"""The environment variables that vLLM reads at import, so they are set before the engine's process imports it."""
+"""Environment variables that vLLM reads at import; set them before the engine's process imports vLLM."""
 
 from __future__ import annotations
 
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""The variable by which a rank knows that nobody else would end it when the process is lost that has started it: it
-waits for calls from another node."""
+"""If set, a rank exits with its parent process. Ranks of remote parts need this, because their engine is on another
+node and cannot stop them."""
 
 
 def environment(
     ranks: int, threads: int, index: int, on_gpu: bool = False, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Returns the environment of an engine's process. A GPU engine ignores the variables for CPU.
+    """Return the environment of an engine's process. GPU engines ignore the variables for CPU.
 
-    ranks             ranks that it starts
-    threads           CPU threads of one of them
-    index             the engine's number among those of its kind
-    batch_invariant   whether its kernels add up in an order that does not depend on what else is in the batch
+    Args:
+        ranks: number of ranks that the process starts.
+        threads: CPU threads per rank.
+        index: index of the engine among engines of its kind.
+        batch_invariant: whether kernels use a summation order that is independent of the batch.
     """
-    # On CPU vLLM calls one function compiled, which counts tokens: it would begin with a C++ compiler's seconds.
-    # With scales that are powers of two, its default for DeepGEMM, vLLM would quantise a second time what comes in fp8
-    # blocks: an error of 3.7 % of the weights instead of 2.6 %, and memory would not be what a refit writes.
-    own = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
-    own |= {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
-    return own | {
+    # On CPU, vLLM compiles one function, which counts tokens; running the C++ compiler would take seconds at startup.
+    # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantise fp8 blocks (an error of
+    # 3.7 % instead of 2.6 % of the weights), and parameters would no longer equal what a refit has written.
+    variables = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
+    variables |= {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+    return variables | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else _binding(ranks, threads, index),
         "OMP_NUM_THREADS": str(threads),
@@ -35,8 +36,10 @@ def environment(
 
 
 def _binding(ranks: int, threads: int, index: int) -> str:
-    """Returns each rank's cores, as many as it has threads: vLLM gives it a thread for each. The ranks of all engines
-    take cores in turn, and begin again with the first where there are no more."""
+    """Return the cores of each rank in vLLM's format, one per thread.
+
+    The ranks of all engines are assigned consecutive cores, starting over when the machine has no more.
+    """
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * ranks + rank) * size for rank in range(ranks)]

@@ -1,5 +1,4 @@
-"""A language model that judges, on vLLM. The process that holds it has `environment` set before it imports this
-module."""
+"""An LLM judge on vLLM. The process must set the variables of `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def judge_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Returns the arguments that `vllm.LLM` is called with. Raises UserError as `engine_arguments` does."""
+    """Return the arguments of `vllm.LLM` for a judge. Raises UserError as `engine_arguments` does."""
     settings = config.reward_model
     return engine_arguments(
         "reward_model",
@@ -35,12 +34,14 @@ class VllmJudge:
     """A language model that answers questions greedily, with the weights of its folder."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
-        """arguments: those of `judge_arguments`."""
+        """
+        arguments   result of `judge_arguments`
+        """
         self._llm = LLM(**arguments)
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Returns the token ids of the answer to each question, int64 [A]: the rating is in their text."""
+        """Return the token ids of the answer to each question, int64 [A]; the caller parses the rating in the text."""
         questions = [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples]
         outputs = self._llm.generate(questions, self._sampling, use_tqdm=False)
         return [torch.tensor(output.outputs[0].token_ids, dtype=torch.int64) for output in outputs]

@@ -1,5 +1,7 @@
-"""What each layer of an engine's model gives for one sequence. The process has `environment` set before it imports
-this module."""
+"""Record the output of each layer of an engine's model for one sequence.
+
+The process must have set the variables of `environment` before it imports this module.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,36 @@ from megarl.rollout.vllm.engine import rollout_arguments
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
-    hidden], and as the last stage the log-probs of the tokens after the first, but for the last, float32 [T − 2].
+    """Return stage -> output, in order of computation: float32 [T − 1, hidden] for all tokens except the last.
 
-    config   of an engine of one rank that loads the weights of its folder
+    The last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last.
+
+    config   configures an engine with one rank that loads the weights in its folder
     """
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype
     )
-    engine = LLM(**arguments | {"enforce_eager": True})  # compiled layers call no hooks
-    engine.collective_rpc(_watch)
-    read = list(token_ids[:-1])
-    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    [output] = engine.generate([tokens_input(read)], asked, use_tqdm=False)
-    [found] = engine.collective_rpc(_take)
-    log_probs = [output.prompt_logprobs[i][token].logprob for i, token in enumerate(read) if i]
-    return {stage: values[: len(read)] for stage, values in found.items()} | {"log-probs": np.float32(log_probs)}
+    engine = LLM(**arguments | {"enforce_eager": True})  # compiled layers do not call hooks
+    engine.collective_rpc(_register_hooks)
+    context = list(token_ids[:-1])
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [result] = engine.generate([tokens_input(context)], sampling, use_tqdm=False)
+    [outputs] = engine.collective_rpc(_take)
+    log_probs = [result.prompt_logprobs[i][token].logprob for i, token in enumerate(context) if i]
+    return {stage: values[: len(context)] for stage, values in outputs.items()} | {"log-probs": np.float32(log_probs)}
 
 
-def _watch(worker: Any) -> None:
-    """Notes from now on what layers give when they are first called."""
-    model, found = worker.model_runner.get_model().model, {}
-    worker.layer_outputs = found
+def _register_hooks(worker: Any) -> None:
+    """Record the first output of each layer from now on."""
+    model, outputs = worker.model_runner.get_model().model, {}
+    worker.layer_outputs = outputs
 
     def keep(stage: str, adds_residual: bool = False) -> Callable[..., None]:
-        def hook(module, given, output) -> None:
+        def hook(module, arguments, output) -> None:
             parts = output if isinstance(output, tuple) else (output,)
-            # Between layers vLLM hands on what a layer adds and what it adds it to, one beside the other.
+            # vLLM layers return their output and the residual separately; the next layer adds them.
             total = parts[0].float() + parts[1].float() if adds_residual and len(parts) > 1 else parts[0].float()
-            found.setdefault(stage, total.cpu().numpy().copy())
+            outputs.setdefault(stage, total.cpu().numpy().copy())
 
         return hook
 

@@ -1,7 +1,7 @@
-"""An engine over several nodes: the ranks on each are a part of it, and the first part's process is the engine.
+"""Engines that span several nodes. The ranks on each node form a part; the process of the first part is the engine.
 
-The others only start theirs (a node after the first runs no scheduler of vLLM's), which then take the engine's calls
-over the network. All ranks meet at a store of the first part's that is open before any of them starts.
+The other parts only start their ranks, which receive the engine's calls over the network; vLLM runs its scheduler on
+the first node only. All ranks connect to a store of the first part, which is started before them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the parts of an engine, which all have as many ranks.
+    """One of the equally large parts of an engine.
 
-    host, port   of the store where the ranks meet
+    host, port   address of the store through which the ranks connect
     """
 
     number: int
@@ -33,7 +33,7 @@ class Part:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM by which its ranks are those of this part."""
+        """vLLM engine arguments that make a process run the ranks of this part."""
         return dict(
             nnodes=self.count,
             node_rank=self.number,
@@ -43,21 +43,25 @@ class Part:
         )
 
 
-def meet_over(own_address: str) -> None:
-    """Makes ranks that this process starts meet over this address of the node, at a store that they find open: torch's
-    first rank would open one itself."""
+def set_rendezvous_address(own_address: str) -> None:
+    """Let ranks started by this process use this address of the node and connect to an existing store.
+
+    By default, torch's first rank would create the store itself.
+    """
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 class PartRanks:
-    """The ranks of a part after the first, started."""
+    """The running ranks of a part other than the first."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        """arguments: those of the engine and of the part."""
+        """
+        arguments   arguments of the engine and of the part
+        """
         os.environ[ENDS_WITH_PARENT] = "1"
-        # With the context that LLM gives: defaults such as max_num_seqs follow from it, and are those of all parts.
+        # The usage context determines defaults such as max_num_seqs. LLM uses this one, and all parts must agree.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config)
         self.died = threading.Event()
-        """Set when one of them has died."""
+        """Set when a rank has died."""
         self._executor.register_failure_callback(self.died.set)

@@ -1,8 +1,8 @@
-"""Keeps the experts that tokens go to, in a worker of vLLM's CPU build.
+"""Record expert routes in a worker of vLLM's CPU build.
 
-vLLM's own capture (enable_return_routed_experts) stands on its second model runner, whose kernels are Triton's: it does
-not start on a CPU. This one listens to the same routers, before experts are moved for balance, under the first runner.
-It sees what a step computes; vLLM's prefix cache is therefore off, by which tokens would not be computed.
+vLLM's own capture (enable_return_routed_experts) requires its V2 model runner, whose Triton kernels do not run on CPU.
+This capture hooks into the same routers, before expert load balancing, with the V1 runner. It only sees tokens that a
+step computes, so the prefix cache must be disabled.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ if TYPE_CHECKING:
 
 
 class RouteCapture:
-    """The routes of a worker's requests, by the id that vLLM gives each, until they are taken."""
+    """Records the routes of a worker's requests, by vLLM request id, until they are taken."""
 
     def __init__(self, runner: GPUModelRunner):
         self._runner, self._execute = runner, runner.execute_model
         self._experts: dict[int, torch.Tensor] = {}
-        """The experts of the tokens that were computed last, by the layer's number."""
+        """layer index -> experts of the tokens of the last step."""
         self._parts: dict[str, list[tuple[int, NDArray[np.int64]]]] = {}
-        """The routes of each request, as steps computed them, each with the place of its first token."""
+        """request id -> (position of the first token, routes) for each step."""
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
-                assert isinstance(module.router, BaseRouter), f"{type(module.router).__name__} tells no experts"
+                assert isinstance(module.router, BaseRouter), f"{type(module.router).__name__} has no capture hook"
                 module.router.set_capture_fn(partial(self._keep, module.layer_id))
         runner.execute_model = self._step
 
     def take(self, names: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Returns the routes of these requests' tokens from the first to the last that was computed, in the layers with
-        experts, [tokens, layers, experts per token], and forgets them."""
+        """Remove and return the routes of these requests, [computed tokens, layers with experts, experts per token]."""
         return [self._joined(self._parts.pop(name)) for name in names]
 
     @staticmethod
     def _joined(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """Joins the parts of a request. Where it had to give its cache away, its tokens were computed twice."""
+        """Join the parts of a request. Parts overlap if the request was preempted and recomputed."""
         routes = np.empty((max(start + len(rows) for start, rows in parts), *parts[0][1].shape[1:]), np.int64)
         for start, rows in parts:
             routes[start : start + len(rows)] = rows
@@ -54,21 +53,21 @@ class RouteCapture:
         self._experts[layer] = experts.clone()
 
     def _step(self, scheduled: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Does the runner's step, whose batch has the tokens of one request after those of another."""
+        """Execute the runner's step and record the routes of its tokens, which are concatenated by request."""
         for name in scheduled.finished_req_ids:
-            self._parts.pop(name, None)  # withdrawn: whoever completes one has taken its routes by now
+            self._parts.pop(name, None)  # aborted; the routes of completed requests have already been taken
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             routes = torch.stack([self._experts[layer] for layer in sorted(self._experts)], dim=1).numpy()
-            self._share_out(scheduled, routes)
+            self._add_parts(scheduled, routes)
         return output
 
-    def _share_out(self, scheduled: SchedulerOutput, routes: NDArray[np.int64]) -> None:
-        old = scheduled.scheduled_cached_reqs
-        begins = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
-        begins |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    def _add_parts(self, scheduled: SchedulerOutput, routes: NDArray[np.int64]) -> None:
+        cached = scheduled.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         row = 0
         for name in self._runner.input_batch.req_ids:
             count = scheduled.num_scheduled_tokens[name]
-            self._parts.setdefault(name, []).append((begins[name], routes[row : row + count]))
+            self._parts.setdefault(name, []).append((starts[name], routes[row : row + count]))
             row += count

@@ -1,4 +1,4 @@
-"""Extends vLLM's workers by a refit that writes their weights in place.
+"""Extend vLLM's workers with in-place refits.
 
 vLLM imports this module in every worker before it loads the model.
 """
@@ -43,45 +43,50 @@ from megarl.rollout.vllm.route_capture import RouteCapture
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-# This may be a process of vLLM's own, of several tensor-parallel ranks.
+# With several tensor-parallel ranks, this process was started by vLLM, so megarl's process setup has not run yet.
 stacks.write_on_request()
 cpu_support.install()
 if ENDS_WITH_PARENT in os.environ:
     signal_with_parent(signal.SIGKILL)
 
 DERIVED = ("W_UV", "W_UK_T")
-"""The parameters that latent attention computes from its kv_b_proj."""
+"""Parameters that latent attention derives from its kv_b_proj."""
 
 
-PLAIN = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel, cpu_support.DequantisingKernel)
-"""The kernels for fp8 blocks that read weights and scales as a checkpoint has them. So does DeepGEMM's, unless it has
-the scales rounded to powers of two (is_deep_gemm_e8m0_used)."""
+CHECKPOINT_LAYOUT_KERNELS = (
+    CutlassFp8BlockScaledMMKernel,
+    TritonFp8BlockScaledMMKernel,
+    cpu_support.DequantisingKernel,
+)
+"""fp8 kernels that read weights and scales in the checkpoint's layout. DeepGEMM's kernel does so as well unless it
+rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
 
 
 def _repacking(model: torch.nn.Module) -> list[str]:
-    """Returns the kernels for fp8 blocks that read other bytes than the checkpoint's, each with a layer that has it.
-    Shapes and dtypes do not tell them."""
-    found: dict[str, str] = {}
+    """Return the fp8 kernels that do not read the checkpoint's layout, each with one layer that uses it.
+
+    Shapes and dtypes do not reveal the layout.
+    """
+    layer_of: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, Fp8MoEMethod) and method.fp8_backend != Fp8MoeBackend.TRITON:
-            found.setdefault(method.fp8_backend.value, name)
-        elif isinstance(method, Fp8LinearMethod) and not _is_plain(method.fp8_linear):
-            found.setdefault(type(method.fp8_linear).__name__, name)
-    return [f"{kernel} of {name}" for kernel, name in found.items()]
+            layer_of.setdefault(method.fp8_backend.value, name)
+        elif isinstance(method, Fp8LinearMethod) and not _reads_checkpoint_layout(method.fp8_linear):
+            layer_of.setdefault(type(method.fp8_linear).__name__, name)
+    return [f"{kernel} of {name}" for kernel, name in layer_of.items()]
 
 
-def _is_plain(kernel: object) -> bool:
+def _reads_checkpoint_layout(kernel: object) -> bool:
     if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        return _is_plain(kernel.fallback)  # both read what DeepGEMM's has made of the weights
+        return _reads_checkpoint_layout(kernel.fallback)  # both read weights processed by DeepGEMM's kernel
     if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
         return not kernel.use_deep_gemm_e8m0
-    return isinstance(kernel, PLAIN)
+    return isinstance(kernel, CHECKPOINT_LAYOUT_KERNELS)
 
 
-def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Does again with new weights what vLLM does with weights after it has loaded them. Returns whether it has
-    rewritten some."""
+def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Repeat vLLM's post-processing of loaded weights. Return whether it has rewritten parameters."""
     rewritten = False
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -93,14 +98,17 @@ def _prepare(model: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer of a worker that could not do what was asked."""
+    """The result of a worker whose call has failed."""
 
     error: Exception
 
 
-def _answer(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what the function returns, or Failed: at the first error that a worker raises, vLLM would no longer read
-    the answers of the others, and would take them for answers to its next call."""
+def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function and return its result, or Failed instead of raising.
+
+    If a worker raises, vLLM does not read the results of the other workers, and would mistake them for the results of
+    its next call.
+    """
     try:
         return function(*args)
     except Exception as error:
@@ -108,20 +116,20 @@ def _answer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class RefitExtension:
-    """A base class that vLLM gives its worker class; VllmEngine has its methods called in every worker."""
+    """A mixin that vLLM adds to its worker class; VllmEngine calls its methods in every worker."""
 
     rank: int
-    """The worker's rank of the engine's tensor-parallel ranks."""
+    """Tensor-parallel rank of the worker."""
     model_runner: GPUModelRunner
-    """The worker's runner, which is of this type on CPU too."""
+    """The worker's model runner; also of this type on CPU."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""
-        return _answer(self._connect, plan, channel, holders, by_loader)
+        return _catch_error(self._connect, plan, channel, holders, by_loader)
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
-        """Writes this worker's parameters from the trainer's."""
-        return _answer(self._load if self._by_loader else self._refit, expected)
+        """Write the trainer's weights into this worker."""
+        return _catch_error(self._load if self._by_loader else self._refit, expected)
 
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._by_loader, self._is_rewritten = by_loader, False
@@ -134,12 +142,12 @@ class RefitExtension:
         num_bytes = execute(self._writes, self._parameters(), self._transport)
         if expected is not None:
             check_weights(self._holder, self._parameters(), expected)
-        if _prepare(self.model_runner.get_model(), self.model_runner.model_config.dtype):
+        if _process_weights(self.model_runner.get_model(), self.model_runner.model_config.dtype):
             self._is_rewritten = True
         return SyncStats(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Writes by vLLM's loader, layer by layer into memory of the loader's own, and from there, processed, into
+        """Load the weights with vLLM's loader, which processes each layer in temporary memory and then copies it into
         place."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
@@ -148,17 +156,17 @@ class RefitExtension:
         try:
             loaded = model.load_weights(self._checked(assembly, expected))
         finally:
-            finalize_layerwise_reload(model, config)  # else layers would take the next refit for the rest of this one
-        # Parameters that quantisation adds to a layer are not loaded, but made.
-        if config.quantization is None and (left := sorted(names.difference(loaded))):
-            raise RuntimeError(f"vLLM's loader has left {', '.join(left)} as they were")
+            finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
+        # Parameters added by quantisation are computed, not loaded.
+        if config.quantization is None and (missing := sorted(names.difference(loaded))):
+            raise RuntimeError(f"vLLM's loader has not loaded {', '.join(missing)}")
         return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:
         """See Engine.differing."""
         if self._by_loader or self._is_rewritten:
             return None
-        return _answer(differing_regions, self._holder, self._parameters(), expected)
+        return _catch_error(differing_regions, self._holder, self._parameters(), expected)
 
     def _checked(
         self, assembly: Assembly, expected: Mapping[Region, Checksum] | None
@@ -170,44 +178,42 @@ class RefitExtension:
             yield name, tensor
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the parameters that a refit writes: name -> shape and dtype."""
+        """Return the parameters that a refit writes: name -> (shape, dtype)."""
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def capture_routes(self) -> None:
-        """Keeps from now on the experts that each token goes to. All ranks choose the same; the first tells them."""
+        """Start recording the experts of each token, on the first rank only, since all ranks choose the same."""
         self._routes = RouteCapture(self.model_runner) if self.rank == 0 else None
 
     def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:
-        """Returns the routes of requests that have ended, as RouteCapture.take does."""
+        """Return the routes of finished requests (see RouteCapture.take); None except on the first rank."""
         return None if self._routes is None else self._routes.take(names)
 
     def repacking(self) -> list[str]:
-        """Returns why the parameters, although they are described rightly, cannot be written in place; a line for each
-        reason."""
+        """See Engine.repacking."""
         return _repacking(self.model_runner.get_model())
 
     def describe(self) -> str:
-        """Returns what may differ between two starts of an engine, and with it the last digits of its log-probs."""
+        """Describe the settings that can change the last digits of log-probs between two starts of an engine."""
         model, settings = self.model_runner.get_model(), self.model_runner.vllm_config
         attention = sorted({type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl")})
         return (
-            f"vLLM {vllm.__version__}, attention by {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
-            f"keys and values in {settings.cache_config.cache_dtype}, mode of compilation "
-            f"{settings.compilation_config.mode}, {torch.get_num_threads()} threads, "
-            f"{torch.backends.cpu.get_cpu_capability()}, precision of float32 products "
+            f"vLLM {vllm.__version__}, attention {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
+            f"KV cache {settings.cache_config.cache_dtype}, compilation mode {settings.compilation_config.mode}, "
+            f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, float32 matmul precision "
             f"{torch.backends.fp32_precision}"
         )
 
     def checksums(self) -> dict[str, str]:
-        """Returns the SHA-256 of each parameter's bytes."""
+        """Return parameter -> SHA-256 of its bytes."""
         return {
             name: hashlib.sha256(parameter.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, parameter in self._parameters().items()
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters by name. Stacks of experts, [experts, rows, columns], have two axes, as their holder
-        describes them."""
+        """Return the parameters by name; stacked experts [experts, rows, columns] are flattened to two axes, like in
+        their holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight

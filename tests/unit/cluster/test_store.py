@@ -10,15 +10,16 @@ import pytest
 from megarl.cluster import network
 from megarl.cluster.store import join_store, open_store
 from megarl.core.errors import UserError
+from tests.timing import WAIT_S
 
 
 def test_a_store_listens_on_its_own_interface_only():
-    store = open_store("127.0.0.1", world_size=1, timeout_s=10)
-    joined = join_store("127.0.0.1", store.port, 1, timeout_s=10)
+    store = open_store("127.0.0.1", world_size=1, timeout_s=WAIT_S)
+    joined = join_store("127.0.0.1", store.port, 1, timeout_s=WAIT_S)
     joined.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+        socket.create_connection(("127.0.0.2", store.port), timeout=WAIT_S)
 
 
 def test_ports_are_below_those_that_the_kernel_gives_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
+from operator import getitem
 
 import yaml
 
+from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.names import keys
 from megarl.config.schema import RewardFunction
@@ -24,9 +27,27 @@ def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode
 
 
 def test_base_has_exactly_the_keys_of_the_schema() -> None:
-    """Its list of evaluation sets is empty."""
-    written = [key for key in keys() if not key.startswith("evaluation.sets.")]
-    assert list(nodes(yaml.compose(BASE.read_text()))) == written
+    """Its list of evaluation sets is empty, and a variant section has the options of the chosen entry."""
+    written = nodes(yaml.compose(BASE.read_text()))
+    fields = [key for key in keys() if key not in all_options() and not key.startswith("evaluation.sets.")]
+    assert [key for key in written if key not in all_options()] == fields
+    for variant in VARIANTS:
+        section = variant.key.rpartition(".")[0]
+        chosen = reduce(getitem, variant.key.split("."), yaml.safe_load(BASE.read_text()))
+        values = reduce(getitem, section.split("."), yaml.safe_load(BASE.read_text()))
+        assert {key: values[key] for key in variant.entries[chosen].options} == variant.entries[chosen].options
+        options = {key for key in written if key in all_options() and key.startswith(f"{section}.")}
+        assert options == {f"{section}.{option}" for option in variant.entries[chosen].options}
+
+
+def all_options() -> set[str]:
+    """The options of every entry of the variant sections, as dotted keys."""
+    return {
+        f"{variant.key.rpartition('.')[0]}.{option}"
+        for variant in VARIANTS
+        for spec in variant.entries.values()
+        for option in spec.options
+    }
 
 
 def test_keys_of_a_set_are_explained_where_the_list_is() -> None:

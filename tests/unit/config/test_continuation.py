@@ -71,7 +71,7 @@ def test_where_other_models_are_may_change_too() -> None:
     ],
 )
 def test_what_is_computed_may_not(override: str, now: str, then: str) -> None:
-    line = f"{now}: ck is of a run with {then}; set it back, or start another run with resume=never and a new run.name"
+    line = f"{now}: ck was saved with {then}. Fix: restore it, or start a new run with resume=never and a new run.name"
     assert line in violations(override)
 
 
@@ -79,7 +79,7 @@ def test_long_values_may_differ_at_their_ends() -> None:
     paths = [f"/models/{'x' * 60}/{name}" for name in ("one", "two")]
     given, override = (f"model.path={path}" for path in paths)
     [line] = violations(override, given=[given])
-    assert line.startswith(f"model.path={paths[1]}: ck is of a run with {paths[0]}; set it back")
+    assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore it")
 
 
 def test_every_changed_key_has_a_line() -> None:
@@ -116,8 +116,8 @@ def test_steps_may_change_unless_the_learning_rates_so_far_follow_from_them(sche
     sizes = ["batch.prompts_per_step=8", "batch.prompts_per_update=8"]
     saved = config(*schedule, *sizes).model_dump()
     line = (
-        f"run.steps={steps}: ck is of a run with 100, which the learning rates of its {step} updates under "
-        "actor.optimizer.schedule.name="
+        f"run.steps={steps}: ck was saved with 100, and the learning rates of its {step} updates depend on it "
+        "(actor.optimizer.schedule.name="
     )
     found = violations(*schedule, *sizes, f"run.steps={steps}", step=step, saved=saved)
     assert [line in problem for problem in found] == ([] if goes_on else [True])
@@ -127,7 +127,7 @@ def test_the_critics_learning_rates_are_asked_too() -> None:
     """The critic's schedule is of its own updates: those of the steps in which it alone is trained as well."""
     settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
     [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
-    assert line.startswith("run.steps=200: ck is of a run with 100, which") and "critic.optimizer.schedule" in line
+    assert line.startswith("run.steps=200: ck was saved with 100, and the") and "critic.optimizer.schedule" in line
     settings[-1] = COSINE
     assert violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump()) == []
 

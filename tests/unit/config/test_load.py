@@ -87,21 +87,27 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
     [
         ("run.steps", "'run.steps': expected KEY=VALUE, such as run.steps=3"),
         ("=3", "'=3': expected KEY=VALUE, such as run.steps=3"),
-        ("run.steps=", "run.steps= has no value; write run.steps=null for none, or \"run.steps=''\" for empty text"),
+        (
+            "run.steps=",
+            "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text",
+        ),
         ("run.steps=[1", "run.steps=[1: not a YAML value: "),
         (
             "rewards.functions.0.weight=2",
-            "rewards.functions.0.weight: list indexes are not supported; give the whole list: rewards.functions=",
+            "rewards.functions.0.weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
         ),
         (
             "rewards.functions[0].weight=2",
-            "rewards.functions[0].weight: list indexes are not supported; give the whole list: rewards.functions=",
+            "rewards.functions[0].weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
         ),
         ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
         ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt here"),
         ("actor.layout={tp: 1, zp: 2}", "actor.layout.zp: unknown key; did you mean "),
         ("rewards.functions=[{function: f, wait: 1}]", "rewards.functions.0.wait: unknown key; did you mean "),
-        ("rewards.functions=[{weight: 1}]", "missing key rewards.functions.0.function; an entry of a list gives all"),
+        (
+            "rewards.functions=[{weight: 1}]",
+            "missing key rewards.functions.0.function. Fix: set all keys of a list entry",
+        ),
         ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
         ("run=3", "run=3: expected a mapping, found an integer"),
         ("actor.megatron_overrides=[]", "actor.megatron_overrides=[]: expected a mapping, found a list"),
@@ -162,9 +168,9 @@ def test_every_key_below_an_unknown_section_is_explained() -> None:
 def test_required_keys_are_named() -> None:
     path = CONFIGS / "base.yaml"
     assert errors(path) == [
-        f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME; set it there, or "
+        f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME. Fix: set it there, or "
         "model.path=VALUE on the command line",
-        f"{path}: data.source is required: arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file; set it "
+        f"{path}: data.source is required: arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file. Fix: set it "
         "there, or data.source=VALUE on the command line",
     ]
 
@@ -175,7 +181,7 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
         "run: {name: a, folder: b, seed: 0, export: true, replace: false, token_samples: 0, trackers: [], "
         "profile: {steps: [], ranks: [0]}}\n"
     )
-    remedy = "start the file with `base: base.yaml`, which has a default for every other key"
+    remedy = "start the file with `base: base.yaml`, which has the defaults"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, logprob_check, "
         f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers; {remedy}",
@@ -226,7 +232,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert errors(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xe9}")
-    assert errors(path) == [f"{path}: byte 12 is not UTF-8; save the file as UTF-8 text"]
+    assert errors(path) == [f"{path}: byte 12 is not UTF-8. Fix: save the file as UTF-8 text"]
 
 
 def test_rules_are_checked() -> None:

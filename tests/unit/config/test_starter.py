@@ -28,12 +28,12 @@ def test_the_recipe_finds_its_data_and_its_reward(tmp_path: Path, monkeypatch: p
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("mine")
-    with pytest.raises(ValueError, match=r"reward.py: already there, and nothing is overwritten; name another folder$"):
+    with pytest.raises(ValueError, match=r"reward.py: already exists. Fix: name another folder$"):
         starter.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(ValueError, match=r"/taken/a: it cannot be written \(Not a directory\); name a folder"):
+    with pytest.raises(ValueError, match=r"/taken/a: it cannot be written \(Not a directory\). Fix: name a folder"):
         starter.write(tmp_path / "taken" / "a")

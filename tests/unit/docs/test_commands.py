@@ -79,16 +79,7 @@ def test_every_command_is_run_somewhere():
 
 def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
     assert command_blocks(README)[0] == ["make quickstart", "make test"]
-    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make")]
-    commands = [line.partition("  #")[0] for line in lines]
-    assert commands == [
-        "make test",
-        "make test-sandbox",
-        "make test-learn PART=$part",
-        "make --jobs=2 PART=$part exhaustive-runs exhaustive-ranks test-newest test-browser",
-        "make test-cluster",
-        "make resolve-gpu",
-    ]
+    assert "make test\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("command", LOOKING)

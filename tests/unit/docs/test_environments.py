@@ -17,6 +17,7 @@ from megarl.config.load import load
 from megarl.environments.registry import SHIPPED, environment_class
 from tests.paths import BASE
 from tests.readme import ROOT, section, text_of
+from tests.timing import RUN_S
 
 PAGE = "megarl/environments/README.md"
 FURTHER = """
@@ -58,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
 def test_its_code_runs(folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S
     )
     assert done.returncode == 0, done.stderr
 

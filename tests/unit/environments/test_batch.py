@@ -15,6 +15,7 @@ from megarl.environments.pool import FunctionPool
 from megarl.environments.trial import try_rewards
 from megarl.rewards.result import Result
 from tests.paths import QUICKSTART
+from tests.timing import HANG_S, LIMIT_S
 
 FUNCTIONS = """
 import asyncio, time
@@ -31,7 +32,6 @@ def act(prompts, responses, answers):
     return eval(responses[0])
 """
 NAMES = ("rarity", "columns", "act")
-TIMEOUT_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pool(file) -> Iterator[FunctionPool]:
     functions = ["exact_match", *(f"{file}:{name}" for name in NAMES)]
-    pool = FunctionPool(functions, None, 2, TIMEOUT_S)
+    pool = FunctionPool(functions, None, 2, LIMIT_S)
     yield pool
     pool.close()
 
@@ -83,7 +83,7 @@ def test_an_array_is_a_list_too(pool, file):
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("exit(3)", "raised SystemExit: 3"),
         ("__import__('os')._exit(3)", "ended its process (exit status 3)"),
-        ("time.sleep(60)", "did not return within rewards.timeout_s=4"),
+        (f"time.sleep({HANG_S})", f"did not return within rewards.timeout_s={LIMIT_S}"),
     ],
 )
 def test_a_batch_that_fails_is_the_failure_of_all_its_samples(pool, file, code, failure):
@@ -93,7 +93,7 @@ def test_a_batch_that_fails_is_the_failure_of_all_its_samples(pool, file, code, 
 
 def test_a_trial_is_a_batch_of_one(pool, file):
     functions = f"rewards.functions=[{{function: exact_match, weight: 2.0}}, {{function: '{file}:rarity'}}]"
-    single = FunctionPool(["exact_match", f"{file}:rarity"], None, 1, TIMEOUT_S)
+    single = FunctionPool(["exact_match", f"{file}:rarity"], None, 1, LIMIT_S)
     try:
         trial = try_rewards(load(QUICKSTART, [functions]), single, Prompt("0", "a", [1], "5"))
     finally:

@@ -16,6 +16,7 @@ from megarl.environments import pool as pools
 from megarl.environments.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
+from tests.timing import LIMIT_S, WAIT_S
 
 FUNCTIONS = """
 import os, time
@@ -35,7 +36,6 @@ def bomb(prompt, response, answer):
 def number(prompt, response, answer):
     return float(response)
 """
-TIMEOUT_S = 8.0
 MEMORY_MIB = 512
 CATASTROPHIC = RewardFunction(function="regex_match", name="regex", options={"pattern": "^(a|aa)+$", "timeout_s": 0.5})
 MATH = RewardFunction(function="math_match", options={"timeout_s": 1})
@@ -52,7 +52,7 @@ def file(tmp_path_factory) -> Path:
 def pool(file) -> Iterator[FunctionPool]:
     own = [RewardFunction(function=f"{file}:{name}", name=name) for name in ("loop", "hog", "bomb", "number")]
     shipped = ["exact_match", "numeric_match", "choice_match", "think_answer_format", "knights_knaves"]
-    pool = FunctionPool([*own, *shipped, CATASTROPHIC, MATH], None, 1, TIMEOUT_S, memory_mib=MEMORY_MIB)
+    pool = FunctionPool([*own, *shipped, CATASTROPHIC, MATH], None, 1, LIMIT_S, memory_mib=MEMORY_MIB)
     yield pool
     pool.close()
 
@@ -110,7 +110,7 @@ def test_deep_and_huge_mathematics_is_wrong_or_fails(pool, expression):
 
 
 def test_a_loop_costs_its_own_call(pool):
-    assert call(pool, "loop", "").failure == "did not return within rewards.timeout_s=8"
+    assert call(pool, "loop", "").failure == f"did not return within rewards.timeout_s={LIMIT_S}"
     assert_works(pool)
 
 
@@ -123,7 +123,7 @@ def test_a_call_has_no_more_memory_than_it_may(pool):
 def test_a_fork_bomb_is_killed(file, monkeypatch):
     """It has 2 to the power of its forks processes, too few to do harm where it is not stopped."""
     monkeypatch.setattr(pools, "MOST_PROCESSES", 20)
-    pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, 60.0)
+    pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, WAIT_S)
     try:
         [group] = [child.group for child in pool._children]
         found = call(pool, "bomb", "6").failure

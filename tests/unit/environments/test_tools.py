@@ -12,6 +12,7 @@ from transformers.utils import get_json_schema
 from megarl.core.errors import UserError
 from megarl.environments import Environment, MalformedCall, ToolCall, tool
 from megarl.environments.tools import Toolbox, describe
+from tests.timing import WAIT_S
 
 
 def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", hours: list[int] | None = None) -> str:
@@ -83,7 +84,7 @@ class Kitchen(Environment):
     ],
 )
 def test_a_call_is_answered_however_it_ends(call, status, content):
-    toolbox = Toolbox(Kitchen(), timeout_s=0.05 if status == "timed_out" else 60)
+    toolbox = Toolbox(Kitchen(), timeout_s=0.05 if status == "timed_out" else WAIT_S)
     [message] = asyncio.run(toolbox.call_all([call]))
     assert dict(toolbox.counts) == {status: 1}
     assert message["role"] == "tool" and content in message["content"]

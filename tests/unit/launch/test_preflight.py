@@ -25,6 +25,7 @@ from megarl.launch.preflight import (
 )
 from megarl.planner.doctor import machine
 from tests.paths import ROOT
+from tests.timing import WAIT_S
 
 NODES, RUN = ("n0", "n1", "n2"), Path("/shared/runs/a")
 SAME = {"torch": "2.13.0", "ray": "2.52.1"}
@@ -78,7 +79,7 @@ def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
     send_report(tmp_path, first)
     later = threading.Timer(0.3, lambda: [send_report(tmp_path, each) for each in others])
     later.start()
-    assert await_reports(tmp_path, NODES, timeout_s=10) == [first, *others]
+    assert await_reports(tmp_path, NODES, timeout_s=WAIT_S) == [first, *others]
     assert json.loads((tmp_path / "n1").read_text())["problems"] == ["one"]
     assert await_reports(tmp_path, (*NODES, "n3"), timeout_s=0.1) == [first, *others]
 

@@ -439,8 +439,8 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
     )
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (
-        "reward_model.context_length=512: with reward_model.input_format=ids it reads the sampled tokens, at most "
-        "rollout.context_length=256; set reward_model.context_length=null"
+        "reward_model.context_length=512: has no effect unless reward_model.input_format=text. Fix: set "
+        "reward_model.input_format=text, or remove the key, which is null by default"
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.report.live import serve
+from tests.timing import WAIT_S
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def get(address: str, host: str | None = None, method: str = "GET") -> tuple[int
     request = urllib.request.Request(address, headers={} if host is None else {"Host": host}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=20) as answer:
+        with opener.open(request, timeout=WAIT_S) as answer:
             return answer.status, answer.read().decode(), dict(answer.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), dict(error.headers)

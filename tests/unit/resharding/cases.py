@@ -1,4 +1,4 @@
-"""Random models and layouts, and the shards that a rank or worker must have, computed by plain tensor algebra."""
+"""Random models and layouts, and the expected shards of ranks and workers, computed by plain tensor algebra."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
 
 
 def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Written from the definition of the model, not from the family's declaration."""
+    """Generate a checkpoint from the definition of the model, independently of the family's declaration."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -97,37 +97,38 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the checkpoint's tensors fused as in Phi-3's checkpoints."""
-    found = {}
+    """Fuse the checkpoint's tensors as in Phi-3's checkpoints."""
+    result = {}
     for name, tensor in tensors.items():
         if "q_proj" in name:
             parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            found[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+            result[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
         elif "gate_proj" in name:
-            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, tensors[name.replace("gate", "up")]])
+            result[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, tensors[name.replace("gate", "up")]])
         elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def unfused(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if config["model_type"] != "phi3":
         return tensors
     key = config["num_key_value_heads"] * config["head_dim"]
-    found = {}
+    result = {}
     for name, tensor in tensors.items():
         if "qkv_proj" in name:
             parts = tensor.split([len(tensor) - 2 * key, key, key])
-            found |= {name.replace("qkv", x): part for x, part in zip("qkv", parts, strict=True)}
+            result |= {name.replace("qkv", x): part for x, part in zip("qkv", parts, strict=True)}
         elif "gate_up" in name:
-            found |= {name.replace("gate_up", x): part for x, part in zip(("gate", "up"), tensor.chunk(2), strict=True)}
+            halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            result |= {name.replace("gate_up", x): half for x, half in halves}
         else:
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """DeepSeek-V3's tensors of an attention (arXiv 2412.19437, section 2.1.1)."""
+    """Return the shapes of DeepSeek-V3's attention tensors (arXiv 2412.19437, section 2.1.1)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     content, position = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     value, kv_rank, query_rank = config["v_head_dim"], config["kv_lora_rank"], config["q_lora_rank"]
@@ -148,7 +149,7 @@ def latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def router_of(config: dict[str, Any], layer: int) -> str | None:
-    """The name of a layer's router, if it has one: Mixtral has experts in every layer, and so has Qwen3 but here."""
+    """Return the name of a layer's router; None for dense layers."""
     match config["model_type"]:
         case "mixtral":
             return "block_sparse_moe.gate"
@@ -160,7 +161,7 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
 
 
 def mlps(config: dict[str, Any], layer: int) -> list[tuple[str, str, str]]:
-    """The names of gate, up and down of a layer's MLP, or of each of its experts'."""
+    """Return the names of the gate, up and down projections of a layer's MLP, or of each of its experts."""
     match router_of(config, layer):
         case None:
             return [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
@@ -184,14 +185,14 @@ RENAMED = (
     ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     ("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
 )
-"""Megatron's name in a layer, Hugging Face's: where each rank has the whole tensor."""
+"""(Megatron name, Hugging Face name) of tensors in a layer that every rank holds completely."""
 
-CUT_BY_ROWS = (
+SPLIT_BY_ROWS = (
     ("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
     ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
     ("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
 )
-"""The same, of latent attention, where each rank has the rows of its heads."""
+"""The same for tensors of latent attention of which each rank holds the rows of its heads."""
 
 
 def megatron_shard(
@@ -205,19 +206,20 @@ def megatron_shard(
     vocab_multiple: int,
     experts: tuple[range, int, int],
 ) -> dict[str, torch.Tensor]:
-    """Returns the shard that megatron-core's converters make: QKV per group by reshape, gate and up as halves of each
-    rank's rows.
+    """Return a rank's shard as megatron-core's converters compute it.
 
-    experts: the numbers of those that the rank has, the tensor-parallel size of each, and the rank's place in it.
+    QKV is interleaved by KV head; gate and up are halves of each rank's rows.
+
+    experts   (indices of the rank's experts, expert tensor-parallel size, expert tensor-parallel rank)
     """
     checkpoint = unfused(config, checkpoint)
-    groups, head_dim = config["num_key_value_heads"], config["head_dim"]
+    kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
 
     def qkv(layer: str, kind: str) -> torch.Tensor:
         parts = [checkpoint[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv"]
-        grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
-        together = torch.cat(grouped, dim=1)
-        return together.chunk(tp)[tp_rank].reshape(-1, *parts[0].shape[1:])
+        heads = [part.reshape(kv_heads, -1, head_dim, *part.shape[1:]) for part in parts]
+        interleaved = torch.cat(heads, dim=1)
+        return interleaved.chunk(tp)[tp_rank].reshape(-1, *parts[0].shape[1:])
 
     def padded(name: str) -> torch.Tensor:
         return _padded(checkpoint[name], vocab_multiple * tp).chunk(tp)[tp_rank]
@@ -226,31 +228,31 @@ def megatron_shard(
     if first:
         tensors["chunk0.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
-        theirs, ours = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
-        tensors |= {ours + local: checkpoint[theirs + name] for local, name in RENAMED if theirs + name in checkpoint}
+        hf, megatron = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
+        tensors |= {megatron + local: checkpoint[hf + name] for local, name in RENAMED if hf + name in checkpoint}
         if config["model_type"] == "deepseek_v3":
-            cut = [(local, checkpoint[theirs + name]) for local, name in CUT_BY_ROWS if theirs + name in checkpoint]
-            tensors |= {ours + local: tensor.chunk(tp)[tp_rank] for local, tensor in cut}
-        for kind in [kind for kind in ("weight", "bias") if f"{theirs}self_attn.k_proj.{kind}" in checkpoint]:
-            tensors[f"{ours}self_attention.linear_qkv.{kind}"] = qkv(theirs, kind)
-        mixed = router_of(config, i)
-        if f"{theirs}mlp.shared_experts.up_proj.weight" in checkpoint:
-            gate, up, down = (checkpoint[f"{theirs}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            split = [(local, checkpoint[hf + name]) for local, name in SPLIT_BY_ROWS if hf + name in checkpoint]
+            tensors |= {megatron + local: tensor.chunk(tp)[tp_rank] for local, tensor in split}
+        for kind in [kind for kind in ("weight", "bias") if f"{hf}self_attn.k_proj.{kind}" in checkpoint]:
+            tensors[f"{megatron}self_attention.linear_qkv.{kind}"] = qkv(hf, kind)
+        router = router_of(config, i)
+        if f"{hf}mlp.shared_experts.up_proj.weight" in checkpoint:
+            gate, up, down = (checkpoint[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
             halves = [half.chunk(tp)[tp_rank] for half in (gate, up)]
-            tensors[ours + "mlp.shared_experts.linear_fc1.weight"] = torch.cat(halves)
-            tensors[ours + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
-        if mixed:
-            tensors[ours + "mlp.router.weight"] = checkpoint[f"{theirs}{mixed}.weight"]
-        for j, number in enumerate(experts[0] if mixed else [0]):
+            tensors[megatron + "mlp.shared_experts.linear_fc1.weight"] = torch.cat(halves)
+            tensors[megatron + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
+        if router:
+            tensors[megatron + "mlp.router.weight"] = checkpoint[f"{hf}{router}.weight"]
+        for j, number in enumerate(experts[0] if router else [0]):
             gate, up, down = mlps(config, i)[number]
-            mlp = f"{ours}mlp.experts.local_experts.{j}" if mixed else f"{ours}mlp"
-            parts, part = experts[1:] if mixed else (tp, tp_rank)
-            for kind in [kind for kind in ("weight", "bias") if f"{theirs}{up}.{kind}" in checkpoint]:
-                halves = [checkpoint[f"{theirs}{name}.{kind}"].chunk(parts)[part] for name in (gate, up)]
+            mlp = f"{megatron}mlp.experts.local_experts.{j}" if router else f"{megatron}mlp"
+            parts, part = experts[1:] if router else (tp, tp_rank)
+            for kind in [kind for kind in ("weight", "bias") if f"{hf}{up}.{kind}" in checkpoint]:
+                halves = [checkpoint[f"{hf}{name}.{kind}"].chunk(parts)[part] for name in (gate, up)]
                 tensors[f"{mlp}.linear_fc1.{kind}"] = torch.cat(halves)
-            tensors[f"{mlp}.linear_fc2.weight"] = checkpoint[f"{theirs}{down}.weight"].chunk(parts, 1)[part]
-        attention_out = checkpoint[theirs + "self_attn.o_proj.weight"]
-        tensors[ours + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
+            tensors[f"{mlp}.linear_fc2.weight"] = checkpoint[f"{hf}{down}.weight"].chunk(parts, 1)[part]
+        attention_out = checkpoint[hf + "self_attn.o_proj.weight"]
+        tensors[megatron + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
     if last:
         tensors[f"chunk{len(chunks) - 1}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
         if not config["tie_word_embeddings"]:
@@ -261,7 +263,7 @@ def megatron_shard(
 
 
 def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
-    """Returns the tensors that vLLM's weight loaders make of the checkpoint."""
+    """Return a worker's shard as vLLM's weight loaders compute it."""
     checkpoint = unfused(config, checkpoint)
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
 
@@ -289,8 +291,8 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
         elif "q_proj" in name:
-            kv_cache_on_update = [kv(checkpoint[name.replace("q_proj", x)]) for x in ("k_proj", "v_proj")]
-            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(tp)[rank], *kv_cache_on_update])
+            keys_and_values = [kv(checkpoint[name.replace("q_proj", x)]) for x in ("k_proj", "v_proj")]
+            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(tp)[rank], *keys_and_values])
         elif "gate_proj" in name:
             halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
             tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])
@@ -298,7 +300,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
 
 
 def expert_stacks(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
-    """[experts, rows, columns], with the first two axes as one."""
+    """Return the stacked expert weights, [experts, rows, columns] with the first two axes flattened."""
     tensors = {}
     for i in [i for i in range(config["num_hidden_layers"]) if router_of(config, i)]:
         layer, names = f"model.layers.{i}.", mlps(config, i)
@@ -345,7 +347,7 @@ MODELS = [
 
 @st.composite
 def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
-    """A model, a Megatron layout and a vLLM tensor-parallel size that it divides by."""
+    """Draw a model, a Megatron layout and a vLLM tensor-parallel size that divide it."""
     tp, vllm_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4, 8]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
     if kv_heads % vllm_tp and vllm_tp % kv_heads:

@@ -1,6 +1,6 @@
-"""The GPTModel that a rank of any world builds, in one process.
+"""Build the GPTModel of one rank of any layout in a single process.
 
-torch's fake process group and the meta device stand in for the other ranks and for memory.
+torch's fake process group replaces the other ranks, and the meta device replaces memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from tests.paths import BASE
 
 @dataclass(frozen=True)
 class RealRank:
-    """A global rank as megatron-core makes it.
+    """The model of a global rank as megatron-core builds it.
 
-    shapes           of its parameters and persistent buffers
-    layers, experts  prefix of a layer or an expert -> its number in the whole model, or in the whole layer
+    shapes           shapes of its parameters and persistent buffers
+    layers           prefix of a layer -> its index in the model
+    experts          prefix of an expert -> its index in the layer
     """
 
     tp_rank: int
@@ -43,7 +44,7 @@ def base_config() -> Config:
 
 
 def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
-    """Builds the rank's model with megarl's own builder and head, and takes the process group down again."""
+    """Build the rank's model with megarl's builder and head, then destroy the process group."""
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -66,10 +67,10 @@ def real_rank(config: dict, layout: Layout, rank: int) -> RealRank:
                 replace_output_layer(chunk, hf_config, temperature=1.0)
         shapes, layers, experts = {}, {}, {}
         for i, chunk in enumerate(chunks):
-            # Parameters and persistent buffers; a layer's extra state is no weight.
+            # Parameters and persistent buffers, without the extra state of layers.
             weights = {name: w for name, w in chunk.state_dict().items() if not name.endswith("._extra_state")}
             shapes |= {f"chunk{i}.{name}": tuple(weight.shape) for name, weight in weights.items()}
-            # Megatron counts layers from 1.
+            # Megatron numbers layers from 1.
             for j, layer in enumerate(chunk.decoder.layers):
                 prefix = f"chunk{i}.decoder.layers.{j}."
                 layers[prefix] = layer.layer_number - 1

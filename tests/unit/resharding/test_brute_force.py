@@ -1,4 +1,4 @@
-"""Small plans carried out link by link on arrays in which every element is its own number."""
+"""Execute small plans link by link on arrays whose elements are unique numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def part(arrays: Arrays, place: Place) -> np.ndarray:
 
 
 def numbered(holder: Holder) -> Arrays:
-    """The checkpoint's elements, each with a number of its own."""
+    """Return the checkpoint with a unique number in each element."""
     arrays, first = {}, 1
     for name, shape in holder.shapes.items():
         arrays[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
@@ -37,7 +37,7 @@ def numbered(holder: Holder) -> Arrays:
 
 
 def held(holder: Holder, checkpoint: Arrays) -> Arrays:
-    """Returns what a holder has when all is well, piece by piece."""
+    """Return the correct contents of a holder, piece by piece."""
     arrays = {name: np.full(shape, UNWRITTEN) for name, shape in holder.shapes.items()}
     for piece in holder.pieces:
         target = part(arrays, Place(piece.local, piece.local_rectangle))
@@ -49,10 +49,10 @@ def held(holder: Holder, checkpoint: Arrays) -> Arrays:
     return arrays
 
 
-def carried_out(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Holder]) -> list[Arrays]:
-    """Bucket after bucket; an element that is written twice, or sent before it has been written, fails."""
+def executed(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Holder]) -> list[Arrays]:
+    """Execute the plan bucket by bucket; fail if an element is written twice or sent before it has been written."""
     empty = [{name: np.full(shape, UNWRITTEN) for name, shape in holder.shapes.items()} for holder in destinations]
-    everybody = [*sources, *empty]
+    all_arrays = [*sources, *empty]
 
     def write(target: np.ndarray, values: np.ndarray | int) -> None:
         assert (target == UNWRITTEN).all()
@@ -62,19 +62,19 @@ def carried_out(plan: Plan, sources: Sequence[Arrays], destinations: Sequence[Ho
     for bucket in plan.buckets:
         for source, destination in bucket.links:
             for move in bucket.moves:
-                write(part(everybody[destination], move.destination), part(everybody[source], move.source))
-        for source, destination in bucket.onward:
+                write(part(all_arrays[destination], move.destination), part(all_arrays[source], move.source))
+        for source, destination in bucket.forwards:
             for move in bucket.moves:
-                write(part(everybody[destination], move.destination), part(everybody[source], move.destination))
+                write(part(all_arrays[destination], move.destination), part(all_arrays[source], move.destination))
     for padding in plan.padding:
         for holder in padding.holders:
             for place in padding.places:
-                write(part(everybody[holder], place), PADDING)
-    return everybody[len(sources) :]
+                write(part(all_arrays[holder], place), PADDING)
+    return all_arrays[len(sources) :]
 
 
-def enter_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
-    """Returns whether no element comes twice into a node; of trainers and engines on different nodes."""
+def enters_nodes_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
+    """Return whether no element enters a node twice, given trainers and engines on different nodes."""
     known: dict[int, set[int]] = defaultdict(set)
     for bucket in plan.buckets:
         for link in bucket.links:
@@ -88,24 +88,24 @@ def enter_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
 
 @settings(max_examples=60)
 @given(configs(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.sampled_from([64, 1000, None]))
-def test_every_element_arrives_once_and_enters_a_node_once(case, ranks_per_node, replicas, shared, bucket_bytes):
-    """shared: trainer and engines are on the same nodes, otherwise on different ones."""
+def test_elements_arrive_once_and_enter_a_node_once(case, ranks_per_node, replicas, shared, bucket_bytes):
+    """shared: whether trainer and engines are on the same nodes."""
     config, layout, vllm_tp = case
     checkpoint = numbered(huggingface_holder(config))
     ranks = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)
-    apart = 0 if shared else ranks[-1].node + 1
+    first_node = 0 if shared else ranks[-1].node + 1
     stages = 2 if config["num_hidden_layers"] % 2 == 0 else 1
     for destinations in (
         vllm_holders(config, vllm_tp, replicas),
         megatron_holders(config, layout_of(tp=layout.tp, pp=stages, dp=2), vocab_multiple=6),
         [huggingface_holder(config)],
     ):
-        placed = on_nodes(destinations, ranks_per_node, first=apart)
+        placed = on_nodes(destinations, ranks_per_node, first=first_node)
         plan = make_plan(ranks, placed, bucket_bytes)
         check_plan(plan, ranks, placed)
         sources = [held(rank, checkpoint) for rank in ranks]
-        written = carried_out(plan, sources, placed)
+        written = executed(plan, sources, placed)
         for holder, arrays in zip(placed, written, strict=True):
             expected = held(holder, checkpoint)
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
-        assert shared or enter_once(plan, sources)
+        assert shared or enters_nodes_once(plan, sources)

@@ -1,4 +1,4 @@
-"""Classification checkpoints: their tensors are those that transformers has, and every Megatron rank gets the head."""
+"""Classification checkpoints have the tensors of transformers, and all ranks of the last stage have the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = {
 
 
 def transformers_model(kind: str, tied: bool = False, **changes):
-    """A random model on the meta device, and its config.json."""
+    """Return a model on the meta device and its config.json."""
     values = config_of(tie_word_embeddings=tied, hidden_act="silu") | changes
     config = AutoConfig.for_model(**values)
     with torch.device("meta"):
@@ -39,13 +39,13 @@ def transformers_model(kind: str, tied: bool = False, **changes):
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_labels", [1, 2, 5])
-def test_the_checkpoint_has_the_tensors_of_transformers(kind, tied, num_labels):
+def test_classifier_tensors_match_transformers(kind, tied, num_labels):
     model, config = transformers_model(kind, tied, **({} if kind == "ForCausalLM" else {"num_labels": num_labels}))
-    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert huggingface_holder(config).shapes == theirs
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert huggingface_holder(config).shapes == expected
 
 
-def test_a_critic_is_the_sequence_classifier_with_one_label():
+def test_critic_is_a_sequence_classifier_with_one_label():
     _, config = transformers_model("ForCausalLM", tied=True)
     critic = as_classifier(config)
     _, expected = transformers_model("ForSequenceClassification", tied=True, num_labels=1)
@@ -56,7 +56,7 @@ def test_a_critic_is_the_sequence_classifier_with_one_label():
 
 
 @pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
-def test_every_rank_of_the_last_stage_has_the_whole_head(kind):
+def test_ranks_of_the_last_stage_have_the_whole_head(kind):
     _, config = transformers_model(kind, num_labels=3)
     layout = layout_of(tp=3, pp=2)
     ranks = [megatron_holder(config, layout, rank) for rank in range(layout.world_size)]
@@ -69,7 +69,7 @@ def test_every_rank_of_the_last_stage_has_the_whole_head(kind):
     ] * 3
 
 
-def test_from_a_language_model_the_head_starts_at_zero():
+def test_head_from_a_language_model_starts_at_zero():
     _, config = transformers_model("ForCausalLM")
     source = huggingface_holder(config)
     critic = megatron_holder(as_classifier(config), layout_of(), 0).zeroed({"score.weight"})

@@ -1,5 +1,4 @@
-"""Weights on a GPU: who publishes what for whom, and who opens and closes it, with host memory in the place of a
-GPU's."""
+"""Publishing, opening and closing of weights over CUDA IPC, simulated with host memory."""
 
 from __future__ import annotations
 
@@ -22,42 +21,41 @@ from tests.unit.resharding.cases import config_of, random_checkpoint
 CONFIG = config_of()
 SOURCE, TARGETS = huggingface_holder(CONFIG, "float32"), vllm_holders(CONFIG, 1, 2, "float32")
 PLAN = make_plan([SOURCE], TARGETS)
-OWN = {"any": torch.empty(1)}
-"""Tells the reader's device."""
+READER_PARAMETERS = {"any": torch.empty(1)}
+"""Determines the reader's device."""
 
 
 ARGUMENTS = list(inspect.signature(rebuild_cuda_tensor).parameters)
-"""The names of rebuild_cuda_tensor's arguments in the installed torch."""
+"""Names of the arguments of rebuild_cuda_tensor in the installed torch."""
 
 
 class FakeIpc:
-    """Handles of storages, each of which may be opened once."""
+    """Fake CUDA IPC: handles of storages, each of which may be opened once."""
 
     def __init__(self) -> None:
         self._published: dict[int, torch.Tensor] = {}
         self.readers: dict[tuple[bytes, int], int] = {}
-        """The readers as torch counts them: an owner's storage is kept while its counter, which has no sign, is not
-        zero."""
+        """torch's reference counters (unsigned): an owner's storage is kept while its counter is not zero."""
         self.opened: dict[int, int] = {}
-        """Handle -> the device that it was opened on."""
+        """handle -> device on which it was opened."""
         self._open: list[weakref.ref] = []
 
     def reduce_tensor(self, tensor: torch.Tensor) -> tuple:
         number = len(self._published)
         self._published[number] = tensor
         self.readers[b"/torch_of_owner", number] = 1
-        own = {"storage_device": "the owner's number", "storage_handle": number}
-        own |= {"ref_counter_handle": b"/torch_of_owner", "ref_counter_offset": number}
-        return None, tuple(own.get(name) for name in ARGUMENTS)
+        arguments = {"storage_device": "the owner's index", "storage_handle": number}
+        arguments |= {"ref_counter_handle": b"/torch_of_owner", "ref_counter_offset": number}
+        return None, tuple(arguments.get(name) for name in ARGUMENTS)
 
-    def rebuild(self, *arguments) -> torch.Tensor:
-        given = dict(zip(ARGUMENTS, arguments, strict=True))
-        number = given["storage_handle"]
+    def rebuild(self, *values) -> torch.Tensor:
+        arguments = dict(zip(ARGUMENTS, values, strict=True))
+        number = arguments["storage_handle"]
         assert number not in self.opened
-        self.opened[number] = given["storage_device"]
-        memory = self._published[number].numpy()[:]  # the storage of a tensor made from it keeps it
+        self.opened[number] = arguments["storage_device"]
+        memory = self._published[number].numpy()[:]  # kept alive by the storage of the tensor created from it
         self._open.append(weakref.ref(memory))
-        weakref.finalize(memory, self.release, given["ref_counter_handle"], given["ref_counter_offset"])
+        weakref.finalize(memory, self.release, arguments["ref_counter_handle"], arguments["ref_counter_offset"])
         return torch.from_numpy(memory)
 
     def release(self, handle: bytes, offset: int) -> None:
@@ -75,7 +73,7 @@ class FakeIpc:
 
 @pytest.fixture
 def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
-    """The owner's GPU is the reader's second."""
+    """Fake IPC in which the owner's GPU has index 1 in the reader."""
     fake = FakeIpc()
     monkeypatch.setattr(cuda_memory, "reduce_tensor", fake.reduce_tensor)
     monkeypatch.setattr(cuda_memory, "rebuild_cuda_tensor", fake.rebuild)
@@ -86,11 +84,11 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
 
 
 def live_weights() -> dict[str, torch.Tensor]:
-    """Half of them views of one buffer, as the trainer has them, some of these transposed."""
+    """Return weights of which half are views of one buffer, as in a trainer, and some of these transposed."""
     weights = random_checkpoint(CONFIG)
-    together = list(weights)[::2]
-    buffer, offset = torch.zeros(3 + sum(weights[name].numel() for name in together)), 3
-    for name in together:
+    buffered = list(weights)[::2]
+    buffer, offset = torch.zeros(3 + sum(weights[name].numel() for name in buffered)), 3
+    for name in buffered:
         shape = weights[name].shape
         view = buffer[offset : offset + shape.numel()].view(shape[::-1]).permute(*reversed(range(len(shape))))
         weights[name] = view.copy_(weights[name])
@@ -99,7 +97,7 @@ def live_weights() -> dict[str, torch.Tensor]:
 
 
 def channel(weights: dict[str, torch.Tensor], moving: bool) -> CudaMemory:
-    """Returns a channel on which the weights are published for all targets."""
+    """Return a channel with the weights published for all targets."""
     return CudaMemory({SOURCE.name: {target.name: publish(weights) for target in TARGETS}}, moving)
 
 
@@ -116,25 +114,25 @@ def check(transport, target, weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_reading_has_ended_on_every_device_when_it_is_said(
+def test_delivery_ends_after_synchronizing_all_devices(
     ipc: FakeIpc, moving: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the owners, and the reader's own, which is not the process's current one. Until then all is open."""
+    """Synchronizes the owners' devices and the reader's, which is not the current device, before closing handles."""
     weights, [target, _] = live_weights(), TARGETS
-    open_then: dict[torch.device, int] = {}
+    num_open: dict[torch.device, int] = {}
     reader = channel(weights, moving).open(target.name, {"any": torch.empty(1, device="meta")}, PLAN)
-    monkeypatch.setattr(device, "synchronize", lambda which: open_then.update({which: ipc.num_open}))
+    monkeypatch.setattr(device, "synchronize", lambda which: num_open.update({which: ipc.num_open}))
     written(reader, target)
-    assert open_then == dict.fromkeys(map(torch.device, ("meta", "cpu")), len(ipc.opened))
+    assert num_open == dict.fromkeys(map(torch.device, ("meta", "cpu")), len(ipc.opened))
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_every_storage_is_opened_once_by_each_reader(ipc: FakeIpc, moving: bool) -> None:
+def test_each_reader_opens_each_storage_once(ipc: FakeIpc, moving: bool) -> None:
     weights = live_weights()
     num_storages = len({tensor.untyped_storage().data_ptr() for tensor in weights.values()})
     assert 1 < num_storages < len(weights)
     shared = channel(weights, moving)
-    readers = [shared.open(target.name, OWN, PLAN) for target in TARGETS]
+    readers = [shared.open(target.name, READER_PARAMETERS, PLAN) for target in TARGETS]
     for reader, target in zip(readers, TARGETS, strict=True):
         check(reader, target, weights)
     assert ipc.unopened == set()
@@ -142,9 +140,9 @@ def test_every_storage_is_opened_once_by_each_reader(ipc: FakeIpc, moving: bool)
     assert ipc.num_open == (0 if moving else num_storages * len(TARGETS))
 
 
-def test_what_stays_in_its_place_is_read_again(ipc: FakeIpc) -> None:
+def test_unmoved_weights_are_read_again(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
-    reader = channel(weights, moving=False).open(target.name, OWN, PLAN)
+    reader = channel(weights, moving=False).open(target.name, READER_PARAMETERS, PLAN)
     for _ in range(2):
         check(reader, target, weights)
         for tensor in weights.values():
@@ -153,40 +151,42 @@ def test_what_stays_in_its_place_is_read_again(ipc: FakeIpc) -> None:
     assert ipc.num_open == 0
 
 
-def test_what_has_moved_is_published_anew(ipc: FakeIpc) -> None:
+def test_moved_weights_are_published_again(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
     for _ in range(2):
-        check(channel(weights, moving=True).open(target.name, OWN, PLAN), target, weights)
+        check(channel(weights, moving=True).open(target.name, READER_PARAMETERS, PLAN), target, weights)
         assert ipc.num_open == 0
         weights = {name: tensor.clone() + 1 for name, tensor in weights.items()}
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_an_owner_can_free_its_storages_whatever_becomes_of_their_readers(ipc: FakeIpc, moving: bool) -> None:
-    """One reads and closes, the other dies before."""
+def test_owner_can_free_storages_after_a_reader_died(ipc: FakeIpc, moving: bool) -> None:
+    """One reader reads and closes, the other dies before reading."""
     weights, [target, _] = live_weights(), TARGETS
-    reader = channel(weights, moving).open(target.name, OWN, PLAN)
-    assert not any(ipc.readers.values()), "nobody has opened anything"
+    reader = channel(weights, moving).open(target.name, READER_PARAMETERS, PLAN)
+    assert not any(ipc.readers.values()), "no storage has been opened yet"
     check(reader, target, weights)
     del reader
     assert (len(ipc.opened), ipc.num_open) == (len(ipc.readers) // 2, 0)
     assert not any(ipc.readers.values())
 
 
-def test_a_refit_that_fails_leaves_nothing_open(ipc: FakeIpc) -> None:
+def test_failed_refit_closes_all_handles(ipc: FakeIpc) -> None:
     weights, [target, _] = live_weights(), TARGETS
-    copies = channel(weights, moving=True).open(target.name, OWN, PLAN).deliver(PLAN.into(target.name).copies)
+    copies = (
+        channel(weights, moving=True).open(target.name, READER_PARAMETERS, PLAN).deliver(PLAN.into(target.name).copies)
+    )
     next(copies)
     assert ipc.num_open == 1
     copies.close()
     assert ipc.num_open == 0
 
 
-def test_a_gpu_that_the_reader_does_not_see_is_named(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_an_invisible_gpu(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_gpus", lambda: 1)
-    reader = channel(live_weights(), moving=False).open(TARGETS[0].name, OWN, PLAN)
-    message = r"^huggingface has its weights on GPU GPU-b, and this process sees GPU-a only$"
+    reader = channel(live_weights(), moving=False).open(TARGETS[0].name, READER_PARAMETERS, PLAN)
+    message = r"^huggingface has its weights on GPU GPU-b, but this process only sees GPU-a$"
     with pytest.raises(ValueError, match=message):
         written(reader, TARGETS[0])
-    with pytest.raises(ValueError, match="huggingface has published no parameter other"):
+    with pytest.raises(ValueError, match="huggingface has not published parameter other"):
         reader.dtype(SOURCE.name, "other")

@@ -31,7 +31,7 @@ def run(parameters, checkpoint, plan=PLAN) -> int:
     return execute(plan.into(RANK.name), parameters, LocalMemory({FOLDER.name: checkpoint}))
 
 
-def test_writes_in_place_into_leaves_that_require_gradients(parameters, checkpoint):
+def test_writes_in_place_into_trainable_leaves(parameters, checkpoint):
     addresses = {name: tensor.requires_grad_().data_ptr() for name, tensor in parameters.items()}
     run(parameters, checkpoint)
     assert torch.equal(parameters[NORM], checkpoint["model.norm.weight"])
@@ -39,14 +39,14 @@ def test_writes_in_place_into_leaves_that_require_gradients(parameters, checkpoi
     assert not any(tensor.isnan().any() for tensor in parameters.values())
 
 
-def test_padding_becomes_zero(parameters, checkpoint):
+def test_padding_is_zeroed(parameters, checkpoint):
     run(parameters, checkpoint)
     assert (parameters["chunk0.output_layer.weight"][CONFIG["vocab_size"] :] == 0).all()
 
 
-def test_a_cast_must_be_in_the_plan(parameters, checkpoint):
+def test_undeclared_cast_is_rejected(parameters, checkpoint):
     halved = {name: tensor.bfloat16() for name, tensor in checkpoint.items()}
-    with pytest.raises(ValueError, match=r"is float32, but .* as bfloat16; the plan is from float32 to float32"):
+    with pytest.raises(ValueError, match=r"is float32, but .* is bfloat16; the plan casts from float32 to float32"):
         run(parameters, halved)
     assert all(tensor.isnan().all() for tensor in parameters.values())
     run(parameters, halved, make_plan([huggingface_holder(CONFIG, "bfloat16")], [RANK]))
@@ -61,21 +61,21 @@ def test_a_cast_must_be_in_the_plan(parameters, checkpoint):
         (lambda p: p.update({NORM: torch.full((13,), torch.nan)}), rf"{NORM}: .* shape \(13,\), the plan's \(12,\)"),
     ],
 )
-def test_a_model_that_does_not_fit_is_left_untouched(parameters, checkpoint, change, message):
+def test_mismatched_model_is_not_modified(parameters, checkpoint, change, message):
     change(parameters)
     with pytest.raises(ValueError, match=message):
         run(parameters, checkpoint)
     assert all(tensor.isnan().all() for name, tensor in parameters.items() if name != "extra")
 
 
-def test_a_source_without_the_parameter(parameters, checkpoint):
+def test_missing_source_parameter_is_rejected(parameters, checkpoint):
     del checkpoint["model.norm.weight"]
     with pytest.raises(ValueError, match=r"huggingface has no parameter model.norm.weight"):
         run(parameters, checkpoint)
     assert all(tensor.isnan().all() for tensor in parameters.values())
 
 
-def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
+def test_assembly_combines_the_parts_of_ranks(checkpoint):
     layout = layout_of(tp=3, pp=2)
     ranks = megatron_holders(CONFIG, layout)
     shards = {rank.name: {n: torch.full(s, torch.nan) for n, s in rank.shapes.items()} for rank in ranks}
@@ -84,7 +84,7 @@ def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
         execute(into_ranks.into(name), shard, LocalMemory({FOLDER.name: checkpoint}))
     back = make_plan(ranks, [huggingface_holder(CONFIG, "bfloat16")], bucket_bytes=100).into("huggingface")
     cpu, doubles = torch.device("cpu"), {n: {k: t.double() for k, t in s.items()} for n, s in shards.items()}
-    with pytest.raises(ValueError, match=r"is bfloat16, but megatron:0 has .* as float64; the plan is from float32"):
+    with pytest.raises(ValueError, match=r"is bfloat16, but .* of megatron:0 is float64; the plan casts from float32"):
         next(Assembly(back, LocalMemory(doubles), cpu).parameters())
     assembly = Assembly(back, LocalMemory(shards), cpu)
     whole = list(assembly.parameters())
@@ -95,8 +95,7 @@ def test_whole_tensors_are_put_together_from_the_parts_of_ranks(checkpoint):
     assert largest <= assembly.staging_bytes < total
 
 
-def test_whole_tensors_are_put_together_on_the_device_that_wants_them(checkpoint):
-    """They are not put together on the device that they are read from."""
+def test_assembly_allocates_on_the_destination_device(checkpoint):
     writes = make_plan([FOLDER], [replace(FOLDER, name="engine")]).into("engine")
     assembly = Assembly(writes, LocalMemory({FOLDER.name: checkpoint}), torch.device("meta"))
     assert {tensor.device.type for _, tensor in assembly.parameters()} == {"meta"}

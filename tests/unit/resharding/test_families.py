@@ -25,7 +25,7 @@ CONFIG = load(BASE, ["model.path=m", "data.source=arithmetic"])
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4)
 
 
-def test_shape_fills_in_what_a_config_may_leave_out():
+def test_shape_uses_defaults_for_omitted_config_keys():
     config = config_of(hidden_size=12, num_attention_heads=6, head_dim=None, num_key_value_heads=None)
     del config["tie_word_embeddings"]
     shape = ModelShape.of(config)
@@ -34,15 +34,15 @@ def test_shape_fills_in_what_a_config_may_leave_out():
 
 
 @pytest.mark.parametrize("model", PARAMETERS)
-def test_the_checkpoint_has_the_published_number_of_parameters(model):
+def test_checkpoint_has_the_published_parameter_count(model):
     shapes = huggingface_holder(CONFIGS[model]).shapes
     assert sum(map(math.prod, shapes.values())) == PARAMETERS[model]
     assert ("lm_head.weight" in shapes) != CONFIGS[model]["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_checkpoint_has_as_many_elements_as_the_model_of_transformers(model_type):
-    """The sizes are those that transformers has as defaults: up to DeepSeek-V3's 671 thousand million."""
+def test_checkpoint_size_matches_transformers(model_type):
+    """Uses the default sizes in transformers, up to DeepSeek-V3 with 671 billion parameters."""
     config = AutoConfig.for_model(model_type, sliding_window=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -59,7 +59,7 @@ def test_the_checkpoint_has_as_many_elements_as_the_model_of_transformers(model_
         ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
     ],
 )
-def test_configs_that_are_refused(changes, message):
+def test_unsupported_configs_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelShape.of(config_of(**changes))
 
@@ -75,38 +75,39 @@ def test_configs_that_are_refused(changes, message):
         (4, layout_of(pp=1), [4]),
     ],
 )
-def test_stages_take_the_layers_in_order(num_layers, layout, counts):
+def test_stages_divide_the_layers_in_order(num_layers, layout, counts):
     assert stage_sizes(num_layers, layout) == counts
     [stages] = chunk_layers(num_layers, layout)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
 
 
-def test_virtual_stages_interleave():
+def test_virtual_stages_are_interleaved():
     chunks = chunk_layers(12, layout_of(pp=3, vpp=2, first=2, last=6))
     assert chunks == [[range(0, 1), range(1, 3), range(3, 6)], [range(6, 7), range(7, 9), range(9, 12)]]
 
 
-def test_virtual_stages_that_do_not_divide():
-    with pytest.raises(ValueError, match="the 3 layers of pipeline stage 0 do not divide into 2 virtual stages"):
+def test_indivisible_virtual_stages_are_rejected():
+    with pytest.raises(ValueError, match="the 3 layers of pipeline stage 0 cannot be divided into 2 virtual stages"):
         chunk_layers(6, layout_of(pp=2, vpp=2))
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "layout", "left"),
+    ("num_layers", "layout", "layers_left", "stages_left"),
     [
-        (5, layout_of(pp=2), "5 of 5 layers are left for 2 stages"),
-        (6, layout_of(pp=3, first=1), "5 of 6 layers are left for 2 stages"),
-        (5, layout_of(pp=2, first=2, last=2), "1 of 5 layers are left for 0 stages"),
-        (2, layout_of(pp=3, first=2), "0 of 2 layers are left for 2 stages"),
-        (5, layout_of(pp=1, last=3), "2 of 5 layers are left for 0 stages"),
+        (5, layout_of(pp=2), 5, 2),
+        (6, layout_of(pp=3, first=1), 5, 2),
+        (5, layout_of(pp=2, first=2, last=2), 1, 0),
+        (2, layout_of(pp=3, first=2), 0, 2),
+        (5, layout_of(pp=1, last=3), 2, 0),
     ],
 )
-def test_stages_that_do_not_divide(num_layers, layout, left):
-    with pytest.raises(ValueError, match=left):
+def test_indivisible_stages_are_rejected(num_layers, layout, layers_left, stages_left):
+    message = f"remaining {layers_left} of {num_layers} layers do not divide evenly among the remaining {stages_left} "
+    with pytest.raises(ValueError, match=message):
         stage_sizes(num_layers, layout)
 
 
-def test_transformer_engine_fuses_norms_into_the_linears():
+def test_transformer_engine_fuses_norms_into_linear_layers():
     plain, fused = (megatron_holder(config_of(), layout_of(), 0, transformer_engine=flag) for flag in (False, True))
     renamed = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -148,11 +149,11 @@ def test_transformer_engine_fuses_norms_into_the_linears():
             lambda: vllm_holder(
                 config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True
             ),
-            "rollout.tp=8: with whole experts on each worker, some of 8 would have none of the 4; choose at most 4",
+            "rollout.tp=8: with expert parallelism, 4 of 8 workers would have none of the 4 experts. Fix: set ",
         ),
         (
             lambda: vllm_holder(config_of(), 2, 0, 0),
-            "rollout.tp=2: num_key_value_heads 3 neither divides by 2 nor divides it",
+            "rollout.tp=2: must be a divisor or a multiple of num_key_value_heads=3",
         ),
         (
             lambda: vllm_holder(config_of(), 3, 0, 0),
@@ -160,7 +161,7 @@ def test_transformer_engine_fuses_norms_into_the_linears():
         ),
     ],
 )
-def test_sizes_that_do_not_divide(holder, message):
+def test_indivisible_sizes_are_rejected(holder, message):
     with pytest.raises(ValueError, match=message):
         holder()
 
@@ -170,8 +171,8 @@ def test_planning_imports_no_torch():
         "import sys; import megarl.resharding.families, megarl.resharding.planning.check;"
         "print({'torch', 'megatron', 'vllm', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "set()"
 
 
 MODELS = (
@@ -202,9 +203,9 @@ SIZES = dict(
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model_type"])
-def test_what_the_configs_rules_let_pass_every_rank_can_hold(model):
-    """The rules thus refuse first: in a run no message but theirs, which names the role's key, is ever seen."""
-    source, taken = random.Random(0), 0
+def test_layouts_accepted_by_config_rules_have_holders(model):
+    """The config rules reject all other layouts first, with messages that name the role's key."""
+    source, num_accepted = random.Random(0), 0
     for _ in range(1000):
         layout = layout_of(**{name: source.choice(sizes) for name, sizes in SIZES.items()})
         layout = layout.model_copy(update={"sequence_parallel": layout.tp > 1})
@@ -216,5 +217,5 @@ def test_what_the_configs_rules_let_pass_every_rank_can_hold(model):
             assert all(line.startswith("actor.layout.") for line in str(error).splitlines())
             continue
         assert len(megatron_holders(model, layout)) == layout.world_size
-        taken += 1
-    assert taken > 5
+        num_accepted += 1
+    assert num_accepted > 5

@@ -1,4 +1,4 @@
-"""Hugging Face folders as sources and as destinations."""
+"""Hugging Face folders as sources and destinations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def source(request, tmp_path_factory) -> Path:
 
 
 def loaded_ranks(source: Path) -> tuple[list, LocalMemory]:
-    """The folder's weights as two pipeline stages hold them."""
+    """Load the folder's weights into two pipeline stages."""
     config = read_config(source)
     ranks = [megatron_holder(config, layout_of(pp=2), rank) for rank in range(2)]
     weights = {}
     with SafetensorsFolder(source) as transport:
-        plan = make_plan([transport.described(huggingface_holder(config))], ranks)
+        plan = make_plan([transport.with_file_dtypes(huggingface_holder(config))], ranks)
         for rank in ranks:
             weights[rank.name] = {name: torch.full(shape, torch.nan) for name, shape in rank.shapes.items()}
             execute(plan.into(rank.name), weights[rank.name], transport)
@@ -47,8 +47,8 @@ def export(source: Path, out: Path, dtype: str | None = None, **options) -> int:
     return write_folder(plan, transport, config, source, out, **options)
 
 
-def test_every_tensor_keeps_its_own_dtype(tmp_path):
-    """A router's bias is float32 beside bfloat16; layers that are left out are not promised either."""
+def test_export_keeps_the_dtype_of_each_tensor(tmp_path):
+    """A router's bias stays float32 in a bfloat16 model. config.json does not announce layers that are not exported."""
     config = {
         **dict(model_type="deepseek_v3", vocab_size=32, hidden_size=8, num_attention_heads=2, num_hidden_layers=1),
         **dict(num_key_value_heads=2, intermediate_size=8, q_lora_rank=4, kv_lora_rank=4, first_k_dense_replace=0),
@@ -70,7 +70,7 @@ def test_every_tensor_keeps_its_own_dtype(tmp_path):
     assert (exported["dtype"], exported["num_nextn_predict_layers"]) == ("bfloat16", 0)
 
 
-def test_folder_to_megatron_to_folder_is_bit_exact(source, tmp_path):
+def test_export_of_an_imported_folder_is_bit_exact(source, tmp_path):
     out = tmp_path / "new" / "out"
     written = export(source, out)
     before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
@@ -81,7 +81,7 @@ def test_folder_to_megatron_to_folder_is_bit_exact(source, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_transformers_loads_shards_and_agrees(source, tmp_path):
+def test_transformers_loads_exported_shards(source, tmp_path):
     out = tmp_path / "out"
     export(source, out, shard_bytes=50_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -92,28 +92,28 @@ def test_transformers_loads_shards_and_agrees(source, tmp_path):
     assert all(len(c) == 1 or sum(t.nbytes for t in c.values()) <= 50_000 for c in contents.values())
 
     tokens = torch.tensor([AutoTokenizer.from_pretrained(out).encode("7+5?")])
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, out))
-    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    original, exported = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, out))
+    assert torch.equal(exported(tokens).logits, original(tokens).logits)
 
     export(out, tmp_path / "again")
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_another_dtype(source, tmp_path):
+def test_export_casts_to_another_dtype(source, tmp_path):
     export(source, tmp_path / "out", dtype="bfloat16")
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
 
 
-def test_an_existing_folder_is_kept(source, tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} exists already"):
+def test_export_does_not_overwrite_a_folder(source, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} already exists"):
         export(source, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_nothing(source, tmp_path):
+def test_failed_export_leaves_no_files(source, tmp_path):
     ranks, transport = loaded_ranks(source)
     config = read_config(source)
     plan = make_plan(ranks, [huggingface_holder(config)])
@@ -123,11 +123,11 @@ def test_a_failure_leaves_nothing(source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_incomplete_folders(source, tmp_path):
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+def test_incomplete_folders_are_rejected(source, tmp_path):
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    with pytest.raises(ValueError, match=r"model-1.safetensors, which .* names, is missing"):
+    with pytest.raises(ValueError, match=r"model-1.safetensors is listed in .* but missing"):
         SafetensorsFolder(tmp_path)
 
 
@@ -138,15 +138,15 @@ def test_incomplete_folders(source, tmp_path):
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), but config"),
     ],
 )
-def test_checkpoints_that_do_not_fit_their_config(source, tmp_path, change, message):
+def test_tensors_that_contradict_config_json_are_rejected(source, tmp_path, change, message):
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match=message):
-        folder.described(huggingface_holder(read_config(source)))
+        folder.with_file_dtypes(huggingface_holder(read_config(source)))
 
 
-def test_integer_weights_are_refused(tmp_path):
+def test_integer_weights_are_rejected(tmp_path):
     save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with SafetensorsFolder(tmp_path) as folder, pytest.raises(ValueError, match="w is I8; supported: F64, F32"):
         folder.dtype("huggingface", "w")

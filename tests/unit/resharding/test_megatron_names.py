@@ -1,4 +1,4 @@
-"""Names and shapes that megatron_holder declares, against the GPTModel that a rank of such a world really builds."""
+"""Compare names and shapes declared by megatron_holder with the GPTModel that a rank actually builds."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ PUBLISHED = (
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
 )
-"""Models with layouts of up to 1,024 ranks; those of Qwen3-235B-A22B but the last are what others have published for
-training it."""
+"""Models with layouts of up to 1,024 ranks. All layouts of Qwen3-235B-A22B except the last were published by others who
+trained it."""
 
 
 def label(value: str | Layout) -> str:
-    """Returns the label of a model, or of a layout: what differs from one process."""
+    """Return a test id for a model name or a layout."""
     if isinstance(value, str):
         return value
     return " ".join(
@@ -100,23 +100,23 @@ def label(value: str | Layout) -> str:
 
 @pytest.mark.newest
 @pytest.mark.parametrize("case", CASES)
-def test_holder_has_the_parameters_of_the_real_model(case):
+def test_holder_matches_the_built_model(case):
     changes, layout = CASES[case]
     for rank in range(layout.world_size):
         check_rank(config_of(**changes), layout, rank)
 
 
 @pytest.mark.parametrize(("model", "layout"), PUBLISHED, ids=label)
-def test_published_models_at_the_corners_of_the_layout(model, layout):
-    """The first rank of all, the last one of the second pipeline stage, and the last one of all."""
+def test_published_models_match_at_layout_corners(model, layout):
+    """Check the first rank, the last rank of the second pipeline stage, and the last rank."""
     for rank in (0, 2 * layout.world_size // layout.pp - 1, layout.world_size - 1):
         check_rank(CONFIGS[model], layout, rank)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "layout"), PUBLISHED, ids=label)
-def test_published_models_on_every_rank_that_differs(model, layout):
-    """One rank of each place in tensor, expert and pipeline parallelism: the others have the same."""
+def test_published_models_match_on_all_distinct_ranks(model, layout):
+    """Check one rank per position in tensor, expert and pipeline parallelism; all others are replicas."""
     places = {}
     for rank in range(layout.world_size):
         stage, within = divmod(rank, layout.world_size // layout.pp)
@@ -125,8 +125,8 @@ def test_published_models_on_every_rank_that_differs(model, layout):
         check_rank(CONFIGS[model], layout, rank)
 
 
-def test_layers_of_transformer_engine():
-    """The layers are built in a process of its own, in which Megatron finds Transformer Engine."""
+def test_transformer_engine_layers_match_the_holder():
+    """The layers are built in a separate process in which Megatron can import Transformer Engine."""
     cases = [
         (CONFIGS["SmolLM2-135M"], layout_of(tp=3, pp=2), 5),
         (CONFIGS["Llama-3.1-8B"] | {"attention_bias": True, "mlp_bias": True}, layout_of(tp=4), 1),
@@ -140,15 +140,15 @@ def test_layers_of_transformer_engine():
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.unit.resharding.transformer_engine_world"],
         cwd=ROOT,
         input=json.dumps([(config, layout.model_dump(), rank) for config, layout, rank in cases]),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    for (config, layout, rank), shapes in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    assert process.returncode == 0, process.stderr
+    for (config, layout, rank), shapes in zip(cases, json.loads(process.stdout.splitlines()[-1]), strict=True):
         holder = megatron_holder(config, layout, rank, transformer_engine=True)
         assert holder.shapes == {name: tuple(shape) for name, shape in shapes.items()}, config["model_type"]
 
@@ -161,11 +161,11 @@ def check_rank(config: dict, layout: Layout, rank: int) -> None:
     assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
 
 
-def assert_columns(holder: Holder, numbers: dict[str, int], name: str, kind: str, share: int) -> None:
-    """Each of these parameters has its share of the columns of what has its number in the checkpoint."""
+def assert_columns(holder: Holder, indices: dict[str, int], name: str, kind: str, share: int) -> None:
+    """Assert that each parameter holds its share of the columns of the layer or expert with its index."""
     pieces = {piece.local: piece for piece in holder.pieces}
-    for prefix, number in numbers.items():
+    for prefix, index in indices.items():
         piece = pieces[prefix + name]
-        assert f"{kind}.{number}." in piece.canonical, f"{holder.name}: {prefix} has {piece.canonical}"
+        assert f"{kind}.{index}." in piece.canonical, f"{holder.name}: {prefix} has {piece.canonical}"
         columns = holder.shapes[piece.local][1]
         assert piece.canonical_rectangle[1] == (share * columns, (share + 1) * columns), f"{holder.name}: {prefix}"

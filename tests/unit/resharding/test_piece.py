@@ -15,7 +15,7 @@ def points(rectangle) -> set[tuple[int, ...]]:
 
 
 @given(RECTANGLES, RECTANGLES)
-def test_rectangles_are_sets_of_points(a, b):
+def test_rectangle_operations_match_sets_of_points(a, b):
     common = intersect(a, b)
     assert (points(common) if common else set()) == points(a) & points(b)
     assert contains(a, b) == (points(b) <= points(a))
@@ -23,7 +23,7 @@ def test_rectangles_are_sets_of_points(a, b):
 
 
 @given(RECTANGLES, RECTANGLES)
-def test_difference_is_disjoint_and_complete(a, b):
+def test_subtract_is_disjoint_and_complete(a, b):
     common = intersect(a, b)
     if common is None:
         return
@@ -33,7 +33,7 @@ def test_difference_is_disjoint_and_complete(a, b):
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
-def test_a_span_of_a_flattened_tensor_is_made_of_few_rectangles_in_its_order(shape, data):
+def test_flat_span_is_few_rectangles_in_order(shape, data):
     elements = list(product(*map(range, shape)))
     start = data.draw(st.integers(0, len(elements)))
     stop = data.draw(st.integers(start, len(elements)))
@@ -42,17 +42,17 @@ def test_a_span_of_a_flattened_tensor_is_made_of_few_rectangles_in_its_order(sha
     assert len(parts) <= 2 * len(shape) - 1
 
 
-def test_a_part_of_a_piece_has_its_place_in_the_canonical_tensor():
+def test_to_canonical_maps_part_of_a_piece():
     piece = Piece("c", ((2, 6), (0, 3)), "l", ((10, 14), (5, 8)))
     assert piece.to_canonical(((11, 13), (6, 7))) == ((3, 5), (1, 2))
 
 
-def test_parameters_that_are_not_a_shards_are_named():
+def test_mismatched_params_names_each_difference():
     shard = Shard({"a": (2, 3), "b": (4,), "c": (1,)}, (), {"a": "float32", "b": "float32", "c": "bfloat16"})
     assert shard.mismatched_params({"c": ((1,), "bfloat16"), "b": ((4,), "float32"), "a": ((2, 3), "float32")}) == []
     assert shard.mismatched_params({"a": ((3, 2), "float32"), "b": ((4,), "float8_e4m3fn"), "d": ((), "float32")}) == [
-        "a is [3, 2] (float32), the family's [2, 3] (float32)",
-        "b is [4] (float8_e4m3fn), the family's [4] (float32)",
-        "d [] (float32) is none of the family's",
+        "a is [3, 2] (float32), but the family declares [2, 3] (float32)",
+        "b is [4] (float8_e4m3fn), but the family declares [4] (float32)",
+        "d [] (float32) does not belong to the family",
         "c is missing",
     ]

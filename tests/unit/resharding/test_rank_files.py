@@ -1,4 +1,4 @@
-"""Weights that ranks on other nodes have written, read by the one that exports."""
+"""Files with weights of ranks on other nodes, read by the exporting rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.resharding.transports.rank_files import RankFiles, write_parameters
 
 @pytest.fixture
 def ranks() -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of two ranks, of the same names: views of a buffer, one of them transposed."""
+    """The parameters of two ranks with equal names: views of a buffer, one of them transposed."""
     generator = torch.Generator().manual_seed(0)
 
     def parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -25,19 +25,19 @@ def ranks() -> dict[str, dict[str, torch.Tensor]]:
     return {"megatron:0": parameters(torch.bfloat16), "megatron:1": parameters(torch.float32)}
 
 
-def test_what_is_read_is_what_was_written_bit_for_bit(ranks: dict, tmp_path: Path) -> None:
+def test_read_parameters_equal_the_written_ones(ranks: dict, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ranks}
     for name, parameters in ranks.items():
         write_parameters(parameters, ["matrix", "row"], folders[name])
-    transport = pickle.loads(pickle.dumps(RankFiles(folders)))  # as it comes to the rank that exports
+    transport = pickle.loads(pickle.dumps(RankFiles(folders)))  # the transport is sent to the exporting rank
     for name, parameters in ranks.items():
         assert transport.dtype(name, "row") == parameters["row"].dtype
         assert torch.equal(transport.read(name, "row", ((2, 5),)), parameters["row"][2:5])
         assert torch.equal(transport.read(name, "matrix", ((1, 6), (0, 4))), parameters["matrix"][1:6, :4])
 
 
-def test_what_nobody_asks_for_is_not_written(ranks: dict, tmp_path: Path) -> None:
-    """An export takes a parameter that several ranks have from one of them."""
+def test_only_requested_parameters_are_written(ranks: dict, tmp_path: Path) -> None:
+    """An export reads a replicated parameter from one of its ranks."""
     parameters = ranks["megatron:0"]
     write_parameters(parameters, ["row"], tmp_path / "part")
     [file] = (tmp_path / "part").iterdir()
@@ -46,6 +46,6 @@ def test_what_nobody_asks_for_is_not_written(ranks: dict, tmp_path: Path) -> Non
         RankFiles({"megatron:0": tmp_path / "part"}).read("megatron:0", "matrix", ((0, 1), (0, 1)))
 
 
-def test_a_rank_of_which_nothing_is_taken_writes_an_empty_file(ranks: dict, tmp_path: Path) -> None:
+def test_rank_without_requested_parameters_writes_empty_file(ranks: dict, tmp_path: Path) -> None:
     write_parameters(ranks["megatron:1"], [], tmp_path / "part")
     assert [file.name for file in (tmp_path / "part").iterdir()] == ["model.safetensors"]

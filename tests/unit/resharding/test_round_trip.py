@@ -1,4 +1,4 @@
-"""Weights through the whole room, over random models and layouts: bit for bit what plain tensor algebra gives."""
+"""Resharding of random models and layouts is bit-exact with plain tensor algebra."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.unit.resharding.cases import NUM_EXPERTS, configs, layout_of, megatro
 VOCAB_MULTIPLE = 4
 
 Weights = dict[str, dict[str, torch.Tensor]]
-"""Holder name -> parameter -> tensor."""
+"""holder name -> parameter -> tensor."""
 
 
 def resharded(sources: list[Holder], weights: Weights, destinations: list[Holder]) -> Weights:
-    """Carries out a proven plan into tensors full of NaN, and returns the destinations' weights."""
+    """Execute a checked plan into tensors of NaN and return the weights of the destinations."""
     plan = make_plan(sources, destinations)
     check_plan(plan, sources, destinations)
     written = {}
@@ -34,14 +34,14 @@ def resharded(sources: list[Holder], weights: Weights, destinations: list[Holder
     return written
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different
 
 
 def experts_of(layout: Layout, rank: int) -> tuple[range, int, int]:
-    """Numbers of the rank's experts, and its place in the tensor parallelism of each: the stage's ranks as a grid."""
+    """Return the rank's expert indices, the expert tensor-parallel size and the rank in it, from the stage's grid."""
     stage_size = layout.tp * layout.cp * layout.dp
     grid = torch.arange(stage_size).reshape(-1, layout.ep, layout.expert_tp)
     [[_, ep_rank, etp_rank]] = (grid == rank % stage_size).nonzero().tolist()
@@ -51,7 +51,7 @@ def experts_of(layout: Layout, rank: int) -> tuple[range, int, int]:
 
 @settings(max_examples=60)
 @given(configs())
-def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
+def test_checkpoint_to_megatron_and_back_and_to_engines(case):
     config, layout, vllm_tp = case
     checkpoint = random_checkpoint(config)
     folder = huggingface_holder(config)
@@ -86,7 +86,7 @@ def test_checkpoint_to_megatron_and_back_and_to_vllm(case):
 
 @settings(max_examples=25)
 @given(configs())
-def test_megatron_to_another_megatron_layout(case):
+def test_megatron_to_another_megatron_layout_is_exact(case):
     config, layout, _ = case
     target_layout = layout_of(tp=config["num_key_value_heads"] if layout.tp == 1 else 1)
     config["intermediate_size"] *= target_layout.tp

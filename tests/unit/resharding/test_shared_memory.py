@@ -1,4 +1,4 @@
-"""Weights of a live trainer process, read by another one."""
+"""Reading the weights of a live trainer process from another process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
+from tests.timing import WAIT_S
 
 
 def train(connection: Connection) -> None:
-    """A trainer's process: sends what it publishes, and updates whenever it is asked to."""
+    """Run a trainer process: publish the parameters, then perform an update per request."""
     torch.set_num_threads(1)
-    buffer = torch.zeros(1000)  # as Megatron keeps them: parameters are views of one buffer
+    buffer = torch.zeros(1000)  # as in Megatron, parameters are views of one buffer
     parameters = {"row": torch.nn.Parameter(torch.empty(0)), "matrix": torch.nn.Parameter(torch.empty(0))}
     parameters["row"].data = buffer[3:10]
     parameters["matrix"].data = buffer[16:46].view(5, 6).t()
@@ -37,10 +38,10 @@ def train(connection: Connection) -> None:
 class Trainer:
     def __init__(self):
         context = multiprocessing.get_context("fork")
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=train, args=(there,), daemon=True)
+        self.connection, remote = context.Pipe()
+        self.process = context.Process(target=train, args=(remote,), daemon=True)
         self.process.start()
-        there.close()  # so that a trainer that has died is noticed
+        remote.close()  # so that recv fails if the trainer has died
         self.published = self.connection.recv()
 
     def update(self) -> None:
@@ -49,7 +50,7 @@ class Trainer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(timeout=10)
+        self.process.join(timeout=WAIT_S)
         self.connection.close()
 
 
@@ -60,7 +61,7 @@ def trainer():
     trainer.kill()
 
 
-def test_updates_are_visible_to_the_reader(trainer):
+def test_reader_sees_in_place_updates(trainer):
     transport = pickle.loads(pickle.dumps(SharedMemory({"megatron:0": trainer.published})))
     assert transport.dtype("megatron:0", "row") == torch.float32
     row = transport.read("megatron:0", "row", ((2, 5),))
@@ -73,7 +74,7 @@ def test_updates_are_visible_to_the_reader(trainer):
     assert torch.equal(matrix, torch.arange(30.0).view(6, 5) / 2)
 
 
-def test_a_later_transport_uses_the_same_mapping(trainer):
+def test_later_transport_reuses_the_mapping(trainer):
     first, second = (
         SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),)).untyped_storage().data_ptr()
         for _ in range(2)
@@ -81,15 +82,15 @@ def test_a_later_transport_uses_the_same_mapping(trainer):
     assert first == second
 
 
-def test_a_killed_trainer_leaves_nothing_behind(trainer):
+def test_killed_trainer_leaves_no_shared_memory(trainer):
     before = set(os.listdir("/dev/shm"))
     row = SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
     trainer.kill()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")]
-    assert row.tolist() == [0] * 7  # what the reader has mapped stays readable
+    assert row.tolist() == [0] * 7  # mapped memory stays readable
 
 
-def test_the_memory_of_a_trainer_that_is_gone_is_released(trainer):
+def test_memory_of_a_dead_trainer_is_released(trainer):
     SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
     inode = trainer.published["row"].segment.inode
     assert maps(inode)
@@ -100,37 +101,37 @@ def test_the_memory_of_a_trainer_that_is_gone_is_released(trainer):
 
 
 def maps(inode: int) -> bool:
-    """Returns whether this process has a mapping of that file."""
+    """Return whether this process maps the file with this inode."""
     return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_a_trainer_that_is_gone_is_named(trainer):
+def test_error_names_the_dead_trainer(trainer):
     trainer.kill()
-    with pytest.raises(RuntimeError, match=f"process {trainer.process.pid} no longer shares its weights"):
+    with pytest.raises(RuntimeError, match=f"process {trainer.process.pid} has exited or released its shared weights"):
         SharedMemory({"t": trainer.published}).read("t", "row", ((0, 7),))
 
 
-def test_a_descriptor_that_came_to_mean_another_file_is_noticed(tmp_path: Path):
+def test_reused_descriptor_is_detected(tmp_path: Path):
     tensor = torch.zeros(4)
     published = publish({"w": tensor})
     descriptor = published["w"].segment.descriptor
     kept = os.dup(descriptor)
     with open(tmp_path / "other", "wb") as other:
         os.dup2(other.fileno(), descriptor)
-    with pytest.raises(RuntimeError, match="no longer shares its weights"):
+    with pytest.raises(RuntimeError, match="has exited or released its shared weights"):
         SharedMemory({"t": published}).read("t", "w", ((0, 4),))
     os.dup2(kept, descriptor)
     os.close(kept)
 
 
-def test_an_unknown_parameter_is_named():
-    with pytest.raises(ValueError, match="t has published no parameter w"):
+def test_error_names_an_unknown_parameter():
+    with pytest.raises(ValueError, match="t has not published parameter w"):
         SharedMemory({"t": {}}).read("t", "w", ((0, 1),))
 
 
-def test_a_small_dev_shm_is_refused_before_anything_moves(monkeypatch):
+def test_full_dev_shm_is_detected_before_moving_weights(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     tensor = torch.zeros(2**20)
-    with pytest.raises(ValueError, match="/dev/shm has 1 MiB free, but the weights need 4 MiB; enlarge it"):
+    with pytest.raises(ValueError, match=r"/dev/shm has 1 MiB free, but the weights need 4 MiB\. Fix: enlarge it"):
         publish({"w": tensor})
     assert not tensor.is_shared()

@@ -1,4 +1,4 @@
-"""Checksums that trainer and engine compute apart: equal where the weights are, in any layouts, and only there."""
+"""Independent checksums of trainer and engine are equal exactly if the weights are, in any layouts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megarl.resharding.verification import (
     Region,
     check_weights,
     checksum,
-    own_checksums,
     regions,
     sample,
+    source_checksums,
 )
 from tests.unit.resharding.cases import NUM_EXPERTS, config_of, configs, layout_of, random_checkpoint, vllm_shard
 from tests.unit.resharding.test_round_trip import Weights, resharded
@@ -30,7 +30,7 @@ VOCAB_MULTIPLE = 4
 
 
 def trained(config, layout) -> tuple[list[Holder], Weights]:
-    """A trainer's ranks and what they hold of a random checkpoint."""
+    """Return a trainer's ranks and their parameters from a random checkpoint."""
     folder = huggingface_holder(config)
     ranks = megatron_holders(config, layout, vocab_multiple=VOCAB_MULTIPLE)
     return ranks, resharded([folder], {folder.name: random_checkpoint(config)}, ranks)
@@ -39,19 +39,19 @@ def trained(config, layout) -> tuple[list[Holder], Weights]:
 def expected_of(
     config, ranks: list[Holder], weights: Weights, engines: list[Holder], wanted: list[Region] | None = None
 ) -> dict[Region, Checksum]:
-    """wanted: all that the engines hold, unless it is given."""
+    """Sum the checksums of all ranks for the wanted regions; by default, for all regions of the engines."""
     plan = make_plan(ranks, [huggingface_holder(config)])
     expected = dict.fromkeys(regions(engines) if wanted is None else wanted, NOTHING)
     for rank in ranks:
-        for region, part in own_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
+        for region, part in source_checksums(list(expected), plan, rank.name, weights[rank.name]).items():
             expected[region] += part
     return expected
 
 
 @settings(max_examples=25)
 @given(configs())
-def test_an_engine_that_holds_the_weights_is_found_right(case):
-    """The weights that it should hold are computed by plain tensor algebra, not by a plan."""
+def test_correct_engine_weights_pass(case):
+    """The expected weights are computed by plain tensor algebra, without a plan."""
     config, layout, tp = case
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
@@ -63,7 +63,7 @@ def test_an_engine_that_holds_the_weights_is_found_right(case):
 @pytest.mark.exhaustive
 @settings(max_examples=25)
 @given(configs(), st.integers(1, 40))
-def test_a_sample_of_the_weights_is_found_right(case, num_elements):
+def test_sample_of_correct_engine_weights_passes(case, num_elements):
     config, layout, tp = case
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
@@ -76,29 +76,29 @@ def test_a_sample_of_the_weights_is_found_right(case, num_elements):
 @pytest.mark.exhaustive
 @settings(max_examples=25)
 @given(configs(), st.integers(0, 5))
-def test_padding_of_experts_is_written_and_checked(case, extra):
-    """vLLM's kernel wants more rows and columns than an expert has, in every layout of both sides."""
+def test_expert_padding_is_written_and_verified(case, extra):
+    """vLLM's CPU kernels need experts padded to more rows and columns, in any layouts."""
     config, layout, tp = case
     ranks, weights = trained(config, layout)
     for rank in range(tp):
-        own = with_padded_experts(vllm_shard(config, random_checkpoint(config), tp, rank), extra)
-        padded = padded_experts({name: (tuple(tensor.shape), "float32") for name, tensor in own.items()})
+        params = with_padded_experts(vllm_shard(config, random_checkpoint(config), tp, rank), extra)
+        padded = padded_experts({name: (tuple(tensor.shape), "float32") for name, tensor in params.items()})
         engine = vllm_holder(config, tp, rank, 0, padded_experts=padded)
         written = resharded(ranks, weights, [engine])[engine.name]
-        assert written.keys() == own.keys() and all(torch.equal(written[name], own[name]) for name in own)
+        assert written.keys() == params.keys() and all(torch.equal(written[name], params[name]) for name in params)
         expected = expected_of(config, ranks, weights, [engine])
         check_weights(engine, written, expected)
         if padded is not None and extra:
-            stack = next(name for name in own if name.endswith("w2_weight"))
+            stack = next(name for name in params if name.endswith("w2_weight"))
             written[stack][0, -1] = 1.0
             with pytest.raises(RuntimeError, match=f"padding of vllm:0.{rank} {stack} is not zero"):
                 check_weights(engine, written, expected)
 
 
-def with_padded_experts(own: Weights, extra: int) -> Weights:
-    """Returns the weights with the stacks of experts padded as vLLM's CPU build pads them."""
-    padded = dict(own)
-    for name, stack in own.items():
+def with_padded_experts(params: Weights, extra: int) -> Weights:
+    """Pad the stacked expert weights as vLLM's CPU build does."""
+    padded = dict(params)
+    for name, stack in params.items():
         if name.endswith("w2_weight"):
             padded[name] = torch.nn.functional.pad(stack, (0, extra))
         elif name.endswith("w13_weight"):
@@ -133,49 +133,49 @@ def swap_halves(tensor: torch.Tensor) -> None:
         ("model.norm.weight", torch.Tensor.neg_, "model.norm.weight[0:12]", 1),
     ],
 )
-def test_a_difference_names_the_tensor_and_both_sides(parameter, damage, region, count):
+def test_mismatch_names_the_tensor_and_both_sides(parameter, damage, region, count):
     ranks, weights = trained(CONFIG, LAYOUT)
     engines = vllm_holders(CONFIG, 2, replicas=2)
     expected = expected_of(CONFIG, ranks, weights, engines)
-    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 2, rank=1)
-    damage(own[parameter])
+    params = vllm_shard(CONFIG, random_checkpoint(CONFIG), 2, rank=1)
+    damage(params[parameter])
     with pytest.raises(RuntimeError) as error:
-        check_weights(engines[3], own, expected)
-    found = re.fullmatch(
-        r"the engine's weights are not the trainer's: (.*) \(float32\) is (\w{16}) in vllm:1.1 (\S+), but (\w{16}) in "
-        r"megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*; regions that differ: (\d+)",
+        check_weights(engines[3], params, expected)
+    match = re.fullmatch(
+        r"engine and trainer weights differ in (\d+) regions; the first: (.*) \(float32\): checksum (\w{16}) in "
+        r"vllm:1.1 (\S+), expected (\w{16}) in megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*",
         str(error.value),
     )
-    assert found, error.value
-    assert (found[1], found[3], int(found[6])) == (region, parameter, count)
-    assert found[2] != found[4]
+    assert match, error.value
+    assert (int(match[1]), match[2], match[4]) == (count, region, parameter)
+    assert match[3] != match[5]
 
 
-def test_older_weights_of_an_engine_differ_in_a_sample():
-    """One update later: every engine has what it had before."""
+def test_stale_engine_weights_differ_in_a_sample():
+    """The trainer has made one more update than the engine."""
     ranks, weights = trained(CONFIG, LAYOUT)
     [engine] = vllm_holders(CONFIG, 1, replicas=1)
     wanted = sample(regions([engine]), 4, 10)
     assert len(wanted) == 4 and all(num_elements(region.rectangle) <= 10 for region in wanted)
     assert wanted == sample(regions([engine]), 4, 10), "the same elements every time"
-    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
-    check_weights(engine, own, expected_of(CONFIG, ranks, weights, [engine], wanted))
+    params = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
+    check_weights(engine, params, expected_of(CONFIG, ranks, weights, [engine], wanted))
     updated = {rank: {name: weight + 1e-6 for name, weight in part.items()} for rank, part in weights.items()}
-    with pytest.raises(RuntimeError, match=r"the engine's weights are not the trainer's: .*; regions that differ: 4"):
-        check_weights(engine, own, expected_of(CONFIG, ranks, updated, [engine], wanted))
+    with pytest.raises(RuntimeError, match=r"engine and trainer weights differ in 4 regions; the first: "):
+        check_weights(engine, params, expected_of(CONFIG, ranks, updated, [engine], wanted))
 
 
-def test_padding_is_zero():
+def test_nonzero_padding_is_detected():
     ranks, weights = trained(CONFIG, LAYOUT)
     [engine] = vllm_holders(CONFIG, 1, replicas=1)
-    own = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
-    own["lm_head.weight"][-1] = 1.0
+    params = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
+    params["lm_head.weight"][-1] = 1.0
     with pytest.raises(RuntimeError, match=r"padding of vllm:0.0 lm_head.weight is not zero"):
-        check_weights(engine, own, expected_of(CONFIG, ranks, weights, [engine]))
+        check_weights(engine, params, expected_of(CONFIG, ranks, weights, [engine]))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_parts_add_up(rows, columns, cut, dtype):
+def test_checksums_of_parts_add_up(rows, columns, cut, dtype):
     tensor = torch.randn(rows, columns).to(dtype)
     cut = min(cut, rows)
     above = checksum(tensor[:cut], ((5, 5 + cut), (7, 7 + columns))) if cut else 0
@@ -185,7 +185,7 @@ def test_parts_add_up(rows, columns, cut, dtype):
     assert checksum(tensor, ((6, 6 + rows), (7, 7 + columns))) != whole
 
 
-def test_a_large_tensor_is_looked_at_in_chunks():
+def test_checksum_of_a_tensor_larger_than_a_chunk():
     tensor = torch.randn(2500, 1000)
     halves = [checksum(tensor[i : i + 1250], ((i, i + 1250), (0, 1000))) for i in (0, 1250)]
     assert checksum(tensor, ((0, 2500), (0, 1000))) == sum(halves) % 2**64

@@ -1,4 +1,4 @@
-"""The declarations of vllm_holder, against the models that vLLM's own classes build and load."""
+"""Compare the declarations of vllm_holder with models that vLLM's own classes build and load."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TINY = {
     "DeepSeek-V3": ("DeepSeek-V3", LATENT | dict(q_lora_rank=24)),
     "DeepSeek-V3, direct queries": ("DeepSeek-V3", LATENT | dict(q_lora_rank=None)),
 }
-"""Changes of published models, beside the sizes below."""
+"""Changes to published models, in addition to SIZES."""
 
 SIZES = dict(
     hidden_size=96,
@@ -57,12 +57,12 @@ SIZES = dict(
     vocab_size=131,
 )
 TP = {1: (0,), 2: (1,), 4: (0, 3), 8: (5,), 12: (7,), 16: (0, 10, 15)}
-"""Tensor-parallel sizes up to four times the number of KV heads -> ranks that are looked at."""
+"""Tensor-parallel size, up to four times the number of KV heads -> tested ranks."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_published_models_on_up_to_16_workers(name, tmp_path):
-    """Names, shapes and dtypes; a size that one side refuses is refused by the other. Four layers have all kinds."""
+def test_published_models_match_vllm_up_to_tp16(name, tmp_path):
+    """Names, shapes and dtypes are equal, and both sides reject the same sizes. Four layers include all kinds."""
     config = CONFIGS[name] | {"num_hidden_layers": 4}
     for tp in range(1, 17):
         try:
@@ -76,7 +76,7 @@ def test_published_models_on_up_to_16_workers(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "tp"), [("Llama-3.1-405B", 8), ("Qwen3-235B-A22B", 16), ("DeepSeek-V3", 16)])
-def test_the_largest_models_with_all_their_layers(name, tp, tmp_path):
+def test_largest_models_match_vllm_with_all_layers(name, tp, tmp_path):
     holder = vllm_holder(CONFIGS[name], tp, 3, replica=0, dtype="bfloat16")
     with worker(tmp_path, CONFIGS[name], tp, 3) as model:
         assert_declared(holder, model)
@@ -84,7 +84,7 @@ def test_the_largest_models_with_all_their_layers(name, tp, tmp_path):
 
 @pytest.mark.parametrize("name", ["Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V3"])
 @pytest.mark.parametrize("tp", [2, 8])
-def test_workers_with_whole_experts(name, tp, tmp_path):
+def test_expert_parallel_workers_match_vllm(name, tp, tmp_path):
     config = CONFIGS[name] | {"num_hidden_layers": 4}
     holder = vllm_holder(config, tp, 1, replica=0, dtype="bfloat16", expert_parallel=True)
     with worker(tmp_path, config, tp, 1, expert_parallel=True) as model:
@@ -99,20 +99,20 @@ def assert_declared(holder: Holder, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("tp", TP)
 @pytest.mark.parametrize("name", TINY)
-def test_vllm_loads_every_number_to_where_the_holder_has_it(name, tp, tmp_path):
-    check_numbers(name, tp, TP[tp], tmp_path)
+def test_vllm_loads_every_element_where_declared(name, tp, tmp_path):
+    check_loaded_elements(name, tp, TP[tp], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3, experts", "DeepSeek-V3"])
-def test_vllm_loads_whole_experts_to_where_the_holder_has_them(name, tmp_path):
-    """18 experts on four workers: five on each of the first two, four on each of the others."""
-    check_numbers(name, 4, range(4), tmp_path, expert_parallel=True)
+def test_vllm_loads_whole_experts_where_declared(name, tmp_path):
+    """18 experts on four workers: five on each of the first two, four on each of the other two."""
+    check_loaded_elements(name, 4, range(4), tmp_path, expert_parallel=True)
 
 
-def check_numbers(name, tp, ranks, folder, expert_parallel=False):
+def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False):
     published, changes = TINY[name]
     config = CONFIGS[published] | SIZES | changes
-    checkpoint = distinct_numbers(config)
+    checkpoint = distinct_elements(config)
     for rank in ranks:
         holder = vllm_holder(config, tp, rank, replica=0, dtype="float32", expert_parallel=expert_parallel)
         place = dict(expert_parallel=expert_parallel, dtype=torch.float32, device="cpu")
@@ -126,8 +126,8 @@ def check_numbers(name, tp, ranks, folder, expert_parallel=False):
         assert not [name for name, weight in real.items() if not torch.equal(weight, declared[name])], f"rank {rank}"
 
 
-def distinct_numbers(config) -> dict[str, torch.Tensor]:
-    """A checkpoint in which no two numbers are equal, all exact in float32, and none is zero."""
+def distinct_elements(config) -> dict[str, torch.Tensor]:
+    """Return a checkpoint with distinct nonzero elements that are exact in float32."""
     tensors, start = {}, 1
     for name, shape in huggingface_holder(config).shapes.items():
         stop = start + math.prod(shape)
@@ -140,9 +140,9 @@ def distinct_numbers(config) -> dict[str, torch.Tensor]:
 def held(holder: Holder, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = {name: torch.full(shape, math.nan) for name, shape in holder.shapes.items()}
     for piece in holder.pieces:
-        here = view(tensors[piece.local], piece.local_rectangle)
+        target = view(tensors[piece.local], piece.local_rectangle)
         if piece.canonical is None:
-            here.zero_()
+            target.zero_()
         else:
-            here.copy_(view(checkpoint[piece.canonical], piece.canonical_rectangle))
+            target.copy_(view(checkpoint[piece.canonical], piece.canonical_rectangle))
     return tensors

@@ -1,4 +1,4 @@
-"""Models of Transformer Engine's layers, as ranks build them on GPUs, in a process in which Megatron finds it."""
+"""Build models with Transformer Engine layers, as GPU ranks do, in a process in which Megatron can import it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Reads a list of (config.json, layout, rank), and prints the shapes of each rank's parameters."""
+    """Read a list of (config.json, layout, rank) from stdin and print the shapes of each rank's parameters."""
     from tests import transformer_engine
 
     transformer_engine.install()

@@ -1,8 +1,7 @@
-"""The model that a worker of a vLLM engine of any size builds, in one process: others are only asked for their number.
+"""Build the model of one worker of a vLLM engine of any size, in a single process without the other workers.
 
-All families can be built without a GPU, by the classes that a GPU engine has too. What GPU back ends do to weights
-after they are loaded (transposed or padded experts) is not seen here; the engine is started with the one that leaves
-them as they are.
+All families can be built without a GPU from the classes that GPU engines use. Post-processing of loaded weights by GPU
+back ends (transposed or padded experts) is not covered; engines use the back end that does not change weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 
 class Group:
-    """A process group with as much as model classes ask of one."""
+    """A fake process group with the attributes that model classes read."""
 
     def __init__(self, size: int, rank: int):
         self.world_size, self.rank_in_group, self.rank = size, rank, lambda: rank
@@ -34,12 +33,13 @@ class Group:
 
 
 @contextmanager
-def groups(tp: int, rank: int) -> Iterator[None]:
-    """Experts are spread over the tensor-parallel ranks, if they are."""
-    ours, alone = Group(tp, rank), Group(1, 0)
-    found = {"_TP": ours, "_EP": ours, "_WORLD": ours, "_PP": alone, "_DP": alone, "_DCP": alone, "_PCP": alone}
+def process_groups(tp: int, rank: int) -> Iterator[None]:
+    """Patch vLLM's process groups. The expert-parallel group is the tensor-parallel group."""
+    tp_group, single = Group(tp, rank), Group(1, 0)
+    fakes = {"_TP": tp_group, "_EP": tp_group, "_WORLD": tp_group}
+    fakes |= dict.fromkeys(("_PP", "_DP", "_DCP", "_PCP"), single)
     with ExitStack() as patches:
-        for name, group in found.items():
+        for name, group in fakes.items():
             patches.enter_context(mock.patch.object(parallel_state, name, group))
         yield
 
@@ -54,15 +54,15 @@ def worker(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "meta",
 ) -> Iterator[torch.nn.Module]:
-    """Its model, while its place in the engine is pretended. folder: for the config.json."""
+    """Build the model of a worker and yield it while the process groups are patched. config.json goes into `folder`."""
     (folder / "config.json").write_text(json.dumps(config))
     model = ModelConfig(str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
-    # Given to the constructor, sizes would be checked against this machine's devices.
+    # Set after construction, because the constructor checks sizes against the devices of this machine.
     parallel = ParallelConfig()
     parallel.tensor_parallel_size = parallel.world_size = tp
     parallel.rank, parallel.enable_expert_parallel = rank, expert_parallel
     engine = VllmConfig(model_config=model, parallel_config=parallel, cache_config=CacheConfig(block_size=16))
-    with groups(tp, rank), set_current_vllm_config(engine):
+    with process_groups(tp, rank), set_current_vllm_config(engine):
         on_host = mock.patch.object(expert_map_manager, "determine_expert_map", expert_map_on_host)
         with on_host, set_default_torch_dtype(dtype), torch.device(device):
             built = initialize_model(engine)
@@ -70,13 +70,13 @@ def worker(
 
 
 def expert_map_on_host(*args, **kwargs):
-    """vLLM reads the numbers in this tensor while it builds the model."""
+    """Create the map on CPU: vLLM reads its values while it builds the model on the meta device."""
     with torch.device("cpu"):
         return determine_expert_map(*args, **kwargs)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Stacks of experts, [experts, rows, columns], with two axes, as the refit has them."""
+    """Return the parameters by name; stacked experts are flattened to two axes, as refits see them."""
     return {
         name: parameter.data.flatten(0, 1) if parameter.dim() == 3 else parameter.data
         for name, parameter in model.named_parameters()

@@ -34,7 +34,7 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("run.seed=1", r"^run.seed=1: .*/a is of a run with 0; set it back"),
+        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore it"),
         ("run.steps=2", r"^run.steps=2: .*/a has 3 steps done; set run.steps to at least 3"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_finished_run_whose_model_was_moved_is_finished(tmp_path: Path) -> Non
     run = start(settings, PROMPTS, {"model.path": identity})
     run.folder.finish(settings.run.steps)
     assert "already at step" in check_beginning(config(runs, "resume=auto", paths["here"]))
-    with pytest.raises(UserError, match=r"^model.path=.*/other: .* is of a run with .*/there; set it back"):
+    with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore it"):
         check_beginning(config(runs, "resume=auto", paths["other"]))
 
 

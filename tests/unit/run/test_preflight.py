@@ -12,6 +12,7 @@ import pytest
 from megarl import cli
 from megarl.cluster.supervision import supervisor
 from tests.e2e.run import write_recipe
+from tests.timing import LIMIT_S
 
 REWARDS = """
 import time
@@ -106,13 +107,13 @@ def test_functions_get_the_columns_of_the_row(recipe: Path, tmp_path: Path, capf
         ("nothing", "returned NoneType, not a finite number or a bool, on sample prompts.jsonl:1"),
         ("turns", "returned a list of 1, not a finite number or a bool, on sample prompts.jsonl:1"),
         ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
-        ("hangs", "did not return within rewards.timeout_s=1 on sample prompts.jsonl:1"),
+        ("hangs", f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1"),
     ],
 )
 def test_a_reward_that_fails_on_the_first_answer_is_a_warning(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
 ) -> None:
-    rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), "rewards.timeout_s=1")
+    rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
     warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure}, whose response is the"
     assert errors.splitlines()[-1].startswith(warning)
     assert rows["rewards"] == "nothing for the first row's answer"
@@ -166,5 +167,5 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
         cli.main()
     assert exit.value.code == 2
     a, b = capfd.readouterr().err.splitlines()
-    assert a.startswith("megarl: error: evaluation.sets: a: data.source: no.jsonl is not a file; check the path")
+    assert a.startswith("megarl: error: evaluation.sets: a: data.source=no.jsonl: not a file (working directory")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: no function 'exact_mach'; did you mean")

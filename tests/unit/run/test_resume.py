@@ -218,7 +218,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(root: Path) -> None:
         (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: there is no such folder; give never, auto or"),
         (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
         (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
-        (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 is of a run with 0;"),
+        (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 was saved with 0. Fix"),
         (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 has 2 steps done;"),
         (
             lambda path: "resume=auto",
@@ -261,7 +261,7 @@ def test_a_model_that_was_moved_is_known_by_its_weights(root: Path, capsys: pyte
     save(start(config(root), PROMPTS), config(root), 2)
     elsewhere = config(root, "resume=auto", "model.path=/new/m")
     before = sorted(root.rglob("*"))
-    with pytest.raises(UserError, match=r"^model.path=/new/m: .* is of a run with m; set it back"):
+    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore it"):
         start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": "of others"}})
     assert sorted(root.rglob("*")) == before
     assert capsys.readouterr().out == ""

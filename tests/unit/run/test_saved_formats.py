@@ -60,7 +60,7 @@ def test_a_checkpoint_without_the_keys_that_came_since_goes_on(tmp_path: Path) -
 
 def test_a_key_that_came_since_has_the_value_of_the_runs_before_it(tmp_path: Path) -> None:
     rewrite(put(SAVED[0], tmp_path), remove_keys)
-    with pytest.raises(ValueError, match=r"^rewards.judge_order=seeded: .* is of a run with both; set it back"):
+    with pytest.raises(ValueError, match=r"^rewards.judge_order=seeded: .* was saved with both. Fix: restore it"):
         start(config(tmp_path, "resume=auto", "rewards.judge_order=seeded"), PROMPTS)
 
 
@@ -68,7 +68,7 @@ def test_the_format_is_saved_and_a_later_one_refused(tmp_path: Path) -> None:
     checkpoint = put(SAVED[0], tmp_path)
     rewrite(checkpoint, lambda content: content.update(format=FORMAT + 1))
     with pytest.raises(
-        ValueError, match=rf"a later megarl saved it, in format {FORMAT + 1}; .* up to {FORMAT}: update"
+        ValueError, match=rf"saved in format {FORMAT + 1} by a later version of megarl; .* up to {FORMAT}. Fix: update"
     ):
         start(config(tmp_path, "resume=auto"), PROMPTS)
 

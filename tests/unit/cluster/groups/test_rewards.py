@@ -20,6 +20,7 @@ from megarl.config.load import load
 from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
 from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
+from tests.timing import LIMIT_S, POLL_S, WAIT_S
 
 FUNCTIONS = """
 import os, time
@@ -28,7 +29,7 @@ def score(prompt, response, answer, bonus=0):
     with open(__file__ + ".calls", "a") as file:
         file.write(ascii(response) + "\\n")
     if response == "hang":
-        time.sleep(60)
+        time.sleep(3600)
     return len(response) / 10 + bonus
 
 def judge(prompt, first, second, answer, *, row=None):
@@ -36,6 +37,8 @@ def judge(prompt, first, second, answer, *, row=None):
         return first == row["favourite"]
     return 0.75 if len(first) > len(second) else 0.25
 """
+
+TIMEOUT = f"rewards.timeout_s={LIMIT_S}"
 
 
 def sample(name: str, text: str) -> Sample:
@@ -53,7 +56,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def worker(file) -> Iterator[RewardWorker]:
     functions = f"rewards.functions=[{{function: '{file}:score', weight: 2.0}}]"
-    config = load(QUICKSTART, [functions, f"rewards.judge={file}:judge", "rewards.timeout_s=4", "run.token_samples=0"])
+    config = load(QUICKSTART, [functions, f"rewards.judge={file}:judge", TIMEOUT, "run.token_samples=0"])
     worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=2)
     yield worker
     worker.close()
@@ -83,10 +86,10 @@ def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp
     async def step():
         for item in samples[:2]:
             worker.begin(item)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_S
         while len(called(calls)) < 2:  # the engine samples the third
             assert time.monotonic() < deadline, "nothing is scored before all are sampled"
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(POLL_S)
         return await worker.score(samples, {}, 3, tmp_path / "rollouts.jsonl")
 
     scores, by_token = asyncio.run(step())
@@ -150,7 +153,7 @@ def test_functions_and_the_judge_get_the_columns_of_the_prompts_row(worker, tmp_
 def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_path):
     samples = [sample("0.0", "hang"), sample("0.1", "x")]
     scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
-    failure = f"rewards.functions: {file}:score did not return within rewards.timeout_s=4 on sample 0.0"
+    failure = f"rewards.functions: {file}:score did not return within {TIMEOUT} on sample 0.0"
     assert [score.failure for score in scores] == [failure, None]
     assert scores[1].value == pytest.approx(0.2 + 0.25)
     row, _ = (tmp_path / "rollouts.jsonl").read_text().splitlines()

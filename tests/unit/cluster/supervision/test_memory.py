@@ -3,6 +3,7 @@
 import threading
 
 from megarl.cluster.supervision import memory
+from tests.timing import WAIT_S
 
 
 def test_it_keeps_the_highest_until_its_end(monkeypatch):
@@ -18,7 +19,7 @@ def test_it_keeps_the_highest_until_its_end(monkeypatch):
     monkeypatch.setattr(memory.processes, "memory_gb", memory_gb)
     with memory.MemorySampler() as sampler:
         [thread] = [thread for thread in threading.enumerate() if thread.name == "memory"]
-        assert taken_up.wait(60)
+        assert taken_up.wait(WAIT_S)
         assert sampler.peak_gb() == (2.0, 3.0)
-    thread.join(60)
+    thread.join(WAIT_S)
     assert not thread.is_alive()

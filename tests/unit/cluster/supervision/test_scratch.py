@@ -9,6 +9,7 @@ import pytest
 
 from megarl.cluster.supervision import scratch, segments
 from megarl.cluster.supervision.scratch import make_scratch, sweep
+from tests.timing import HANG_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +27,9 @@ def begin_and_be_killed(place: Path) -> None:
         file = os.open(f"/dev/shm/{name}", os.O_CREAT | os.O_RDWR)
         (folder / f"{segments.NOTE}.1").write_text(f"{os.fstat(file).st_ino} {name}\n")
         (place / "ready").touch()
-        time.sleep(60)
+        time.sleep(HANG_S)
         os._exit(0)
-    while not (place / "ready").exists():
-        time.sleep(0.01)
+    wait_until((place / "ready").exists)
     (place / "ready").unlink()
     sweep()
     assert list(place.glob("megarl-*")), "it is in use"

@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 
 from megarl.cluster.supervision import segments
+from tests.timing import HANG_S
 
 CHILD = """
 import mmap, os, sys
@@ -38,7 +39,7 @@ def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: lis
     earlier.touch()
     segments.note_earlier(tmp_path)
     unmapped.touch()
-    with served.open("a+b") as file, subprocess.Popen(["sleep", "60"], stdin=file) as server:
+    with served.open("a+b") as file, subprocess.Popen(["sleep", str(HANG_S)], stdin=file) as server:
         held = [str(path) for path in (unlinked, noted, late, earlier, served)]
         with subprocess.Popen(
             [sys.executable, "-c", CHILD, *held], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -72,6 +73,7 @@ import multiprocessing, os, signal, sys
 from multiprocessing import resource_tracker
 from pathlib import Path
 from megarl.cluster.supervision import segments
+from tests.timing import HANG_S
 
 segments.name_semaphores(Path(sys.argv[1]))
 context = multiprocessing.get_context("spawn")

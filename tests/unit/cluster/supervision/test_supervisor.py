@@ -20,10 +20,12 @@ import psutil
 import pytest
 
 from megarl.cluster.supervision import supervisor
+from tests.timing import GRACE_S, SHORT_S, WAIT_S, wait_until
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from megarl.cluster.supervision import interrupts, supervisor
+from tests.timing import HANG_S, SHORT_S
 supervisor.DEADLINE_S = {deadline_s}
 supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
@@ -35,7 +37,7 @@ def wait():
 
 with supervisor.supervised({grace_s}) as scratch:
     (scratch / "file").touch()
-    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    helper = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({{HANG_S}})"], start_new_session=True)
     print(os.getpid(), helper.pid, scratch, flush=True)
     {body}
 """
@@ -50,11 +52,8 @@ class Program:
 
     def end(self) -> tuple[int, str]:
         """Exit status and stderr, once nothing is left."""
-        code = self.process.wait(50)
-        deadline = time.monotonic() + 30
-        while _runs(self.child) or _runs(self.helper) or self.scratch.exists():
-            assert time.monotonic() < deadline, f"something is left after exit status {code}: {self.left()}"
-            time.sleep(0.01)
+        code = self.process.wait(WAIT_S)
+        wait_until(lambda: not (_runs(self.child) or _runs(self.helper) or self.scratch.exists()), self.left)
         return code, self.process.stderr.read()
 
     def left(self) -> list:
@@ -121,7 +120,7 @@ def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
     """Slurm sends signals so."""
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
-    with program(clean_up) as run:
+    with program(clean_up, repeat_s=WAIT_S) as run:
         assert run.process.stdout.readline() == "waiting\n"
         for _ in range(3):
             os.killpg(run.process.pid, number)
@@ -140,7 +139,7 @@ def test_a_signal_before_the_child_can_handle_it_interrupts() -> None:
 def test_an_impatient_ctrl_c_interrupts_once() -> None:
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
-    with program(clean_up) as run:
+    with program(clean_up, repeat_s=WAIT_S) as run:
         assert run.process.stdout.readline() == "waiting\n"
         for _ in range(5):
             os.killpg(run.process.pid, signal.SIGINT)
@@ -151,7 +150,7 @@ def test_an_impatient_ctrl_c_interrupts_once() -> None:
 
 def test_a_child_that_does_not_end_is_killed() -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
-    with program(deaf, deadline_s=1) as run:
+    with program(deaf, deadline_s=SHORT_S) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         code, errors = run.end()
@@ -160,8 +159,8 @@ def test_a_child_that_does_not_end_is_killed() -> None:
 
 
 def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
-    late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2)"))
-    with program(late, deadline_s=1, grace_s=20) as run:
+    late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2 * SHORT_S)"))
+    with program(late, deadline_s=SHORT_S, grace_s=WAIT_S) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         run.end()
@@ -169,11 +168,11 @@ def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
 
 
 def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_grace_time() -> None:
-    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
-    with program(deaf, deadline_s=1, grace_s=60) as run:
+    deaf = "signal.signal(signal.SIGINT, lambda *_: print('told', flush=True)); print(flush=True); wait()"
+    with program(deaf, deadline_s=SHORT_S, grace_s=GRACE_S, repeat_s=0.0) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
-        time.sleep(1.2)
+        assert run.process.stdout.readline() == "told\n"
         os.kill(run.process.pid, signal.SIGTERM)
         code, errors = run.end()
     assert (code, "was ended by SIGKILL" in errors) == (1, True)
@@ -181,7 +180,7 @@ def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_g
 
 def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
     """Ray's processes end by it, and with them what is to be saved."""
-    starting = "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"
     with program("\n    ".join((starting, waiting, looking))) as run:
@@ -202,10 +201,7 @@ def test_it_stops_and_goes_on_as_one_under_job_control() -> None:
 
 
 def _wait_for(run: Program, status: str) -> None:
-    deadline = time.monotonic() + 30
-    while {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} != {status}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} == {status})
 
 
 def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
@@ -217,11 +213,11 @@ def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
         settings = termios.tcgetattr(0)
         settings[3] |= termios.TOSTOP
         termios.tcsetattr(0, termios.TCSANOW, settings)
-        command = PROGRAM.format(body=body, deadline_s=5, grace_s=0.0, repeat_s=supervisor.REPEAT_S)
+        command = PROGRAM.format(body=body, deadline_s=WAIT_S, grace_s=0.0, repeat_s=supervisor.REPEAT_S)
         os.execv(sys.executable, [sys.executable, "-c", command])
     output = b""
     while b"cannot read" not in output:
-        assert select.select([terminal], [], [], 20)[0], output
+        assert select.select([terminal], [], [], WAIT_S)[0], output
         output += os.read(terminal, 1000)
     os.write(terminal, b"\x03")
     with suppress(OSError):  # all that wrote have ended

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.timing import WAIT_S
+
 PROGRAM = """
 import subprocess, sys, time
 from megarl.cluster.supervision.watchdog import Watchdog
+from tests.timing import HANG_S
 names = ("raylet", "gcs_server")
-ray = {name: subprocess.Popen([f"{sys.argv[1]}/{name}", "60"]) for name in names}
+ray = {name: subprocess.Popen([f"{sys.argv[1]}/{name}", str(HANG_S)]) for name in names}
 watchdog = Watchdog()
 watchdog.phase = "update"
 """
@@ -29,7 +32,7 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
     with output.open("w") as stdout, errors.open("w") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
-        code = process.wait(60)
+        code = process.wait(WAIT_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -37,7 +40,7 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-@pytest.mark.parametrize("then", ["time.sleep(30)", "ray[NAME].wait(); watchdog.check()"])
+@pytest.mark.parametrize("then", ["time.sleep(HANG_S)", "ray[NAME].wait(); watchdog.check()"])
 def test_a_loss_ends_the_process_with_its_phase(name: str, then: str, tmp_path: Path) -> None:
     body = f"ray['{name}'].kill(); {then.replace('NAME', repr(name))}; print('goes on')"
     assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; the run ends\n")
@@ -49,7 +52,7 @@ import os, signal
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     os.killpg(0, signal.SIGTERM)
-    time.sleep(20)
+    time.sleep(HANG_S)
 except KeyboardInterrupt:
     for process in ray.values():
         process.wait()
@@ -67,9 +70,9 @@ import os, signal
 from megarl.cluster.supervision.interrupts import interrupts
 interrupts.listen([signal.SIGTERM])
 try:
-    with interrupts.grace(60, is_awaited=True):
+    with interrupts.grace(HANG_S, is_awaited=True):
         os.killpg(0, signal.SIGTERM)
-        time.sleep(15)
+        time.sleep(HANG_S)
         print("goes on")
 except KeyboardInterrupt:
     watchdog.stop()

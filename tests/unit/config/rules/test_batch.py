@@ -17,27 +17,25 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
             "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
-            "batch.samples_per_prompt=1 that is each of them; set batch.sampling_rounds=1",
+            "batch.samples_per_prompt=1 that is each of them. Fix: set batch.sampling_rounds=1",
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
-            "batch.epochs=3: with data.format=messages nothing is sampled for a step, and rows come again when all have "
-            "been; set batch.epochs=1, and run.steps for as many epochs of the data",
+            "batch.epochs=3: has no effect unless data.format=prompts. Fix: set data.format=prompts, or remove the key",
         ),
         (
             ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
-            "batch.epochs_kl_limit=0.1: it limits the divergence from the old policy, and algorithm.objective.name=dpo "
-            "has none; set batch.epochs_kl_limit=null",
+            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective that learns from",
         ),
         (
             ["batch.epochs_kl_limit=0.1"],
-            "batch.epochs_kl_limit=0.1: nothing reads it without batch.epochs above 1; set that, or "
-            "batch.epochs_kl_limit=null",
+            "batch.epochs_kl_limit=0.1: has no effect unless batch.epochs=2. Fix: set batch.epochs=2, or remove the "
+            "key, which is null by default",
         ),
         (
             ["batch.oversampling=1.5"],
             "batch.oversampling=1.5: the one step that may train on a sample with rollout.max_staleness=0 has no room "
-            "for more than 1 times the prompts of one; set rollout.on_stale=drop, which ends the rest, or",
+            "for more than 1 times the prompts of one. Fix: set rollout.on_stale=drop, which ends the rest, or",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
@@ -45,7 +43,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
-            "rollout.max_staleness=2 changes nothing; set batch.oversampling=null, for 3",
+            "rollout.max_staleness=2: has no effect unless batch.oversampling=null. Fix: set batch.oversampling=null",
         ),
     ],
 )

@@ -10,14 +10,14 @@ APART = "cluster.placement=disaggregated"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing; give devices to all of actor, rollout"),
+        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: give devices to all of actor, rollout"),
         (
             [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
-            "cluster.roles: the run has no critic; give devices to all of actor, rollout and to no other, or to none",
+            "cluster.roles: the run has no critic. Fix: give devices to all of actor, rollout and to no other, or to none",
         ),
         (
             [APART, "cluster.roles={actor: 0-3, rollout: 4}"],
-            "cluster.roles.actor=0-3: 4 devices, and actor.layout makes 2 ranks, one on each; set "
+            "cluster.roles.actor=0-3: 4 devices, and actor.layout makes 2 ranks, one on each. Fix: set "
             "cluster.roles.actor=0-1, or another layout",
         ),
         (

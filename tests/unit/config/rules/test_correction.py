@@ -13,15 +13,15 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["algorithm.correction={old: rollout, mask: sequence}"],
-            "algorithm.correction.mask=sequence: with algorithm.correction.old=rollout the old policy is the one that",
+            "algorithm.correction.mask=sequence: has no effect unless algorithm.correction.old=trainer. Fix",
         ),
         (
             ["algorithm.correction={weight: token, weight_floor: 2}"],
-            "algorithm.correction.weight_floor=2: every weight is raised to it and cut down to weight_limit=2; set",
+            "algorithm.correction.weight_floor=2: every weight is raised to it and cut down to weight_limit=2. Fix: set",
         ),
         (
             ["algorithm.correction={mask: token, mask_low: 5}"],
-            "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5; set mask_low below 5",
+            "algorithm.correction.mask_low=5: no ratio is between it and mask_high=5. Fix: set mask_low below 5",
         ),
     ],
 )

@@ -10,11 +10,11 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
     [
         (
             [GAE, "run.steps=3", "critic.warmup_steps=3"],
-            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3; set",
+            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3. Fix: set",
         ),
         (
             [GAE, "critic.shared_backbone=true", "critic.warmup_steps=1"],
-            "critic.warmup_steps=1: with critic.shared_backbone=true the critic is not trained without the actor; set",
+            "critic.warmup_steps=1: has no effect unless critic.shared_backbone=false. Fix: set",
         ),
     ],
 )

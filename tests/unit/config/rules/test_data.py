@@ -12,11 +12,11 @@ FILE = "data.source=rows.jsonl"
     [
         (
             ["data.sort_column=level", "data.shuffle=false"],
-            "data.sort_column=level: data.source=arithmetic has no columns",
+            "data.sort_column=level: has no effect unless data.source=FILE",
         ),
         (
             ["data.weight_column=level"],
-            "data.weight_column=level: data.source=arithmetic has no columns; set it to null",
+            "data.weight_column=level: has no effect unless data.source=FILE",
         ),
         ([FILE, "data.sort_column=level"], "data.sort_column=level: with data.shuffle=true rows would not come in its"),
         (
@@ -25,7 +25,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             ["data.more_sources=[b.jsonl]"],
-            "data.source=arithmetic: several sources are files, and its rows are made; set",
+            "data.source=arithmetic: several sources are files, and its rows are made. Fix: set",
         ),
         (
             [FILE, "data.more_sources=[rows.jsonl]"],
@@ -37,9 +37,9 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "it has a weight for each file, which are rows.jsonl, b.jsonl; name these, or the column",
+            "it has a weight for each file, which are rows.jsonl, b.jsonl. Fix: name these, or the column",
         ),
-        (["data.solved_above=1"], "data.solved_above=1.0: nothing reads it without data.solved_weight; set that, or"),
+        (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
@@ -49,7 +49,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 
 def test_orders_are_of_prompts() -> None:
     lines = errors(FILE, "data.format=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
-    assert "data.solved_weight=0.1: it is of prompts, and data.format=preferences; set it to null" in lines[0]
+    assert "data.solved_weight=0.1: has no effect unless data.format=prompts. Fix" in lines[0]
 
 
 def test_a_curriculum_is_one_of_these() -> None:
@@ -68,7 +68,7 @@ def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
         (["data.source=environment", "environment.class=calculator"], "with data.source=environment there are none"),
         (
             ["algorithm.objective.name=sft", "data.format=messages"],
-            "with data.format=messages there are none; remove it",
+            "with data.format=messages there are none. Fix: remove it",
         ),
     ],
 )

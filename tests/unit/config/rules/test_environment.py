@@ -13,7 +13,7 @@ def test_own_tasks_need_an_environment() -> None:
 
 def test_keys_of_an_environment_need_one() -> None:
     [line] = errors("environment.max_turns=3")
-    assert line.startswith("environment.max_turns=3: nothing reads it without environment.class; ")
+    assert line.startswith("environment.max_turns=3: has no effect unless environment.class=NAME. Fix")
 
 
 def test_rewards_may_be_the_environments_alone() -> None:
@@ -38,4 +38,4 @@ def test_a_turn_fits_into_a_response() -> None:
 
 def test_nothing_answers_given_responses() -> None:
     lines = errors(ECHO, "data.format=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
-    assert any(line.startswith(f"{ECHO}: with data.format=messages nothing is sampled") for line in lines)
+    assert any(line.startswith(f"{ECHO}: has no effect unless data.format=prompts") for line in lines)

@@ -20,10 +20,13 @@ def sets(*items: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ([sets("name: a", "name: b", "name: a")], "evaluation.sets: a is the name of two; give each one of its own"),
+        (
+            [sets("name: a", "name: b", "name: a")],
+            "evaluation.sets: a is the name of two. Fix: give each one of its own",
+        ),
         (
             [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
-            "evaluation.sets: a would never be evaluated, with at_start and at_end false; set evaluation.every_steps=",
+            "evaluation.sets: a would never be evaluated, with at_start and at_end false. Fix: set evaluation.every_steps=",
         ),
         (
             [sets("name: a, samples_per_prompt: 2")],
@@ -48,11 +51,11 @@ def sets(*items: str) -> str:
         ),
         (
             [sets("name: a, source: environment")],
-            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none; give it an",
+            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none. Fix: give it an",
         ),
         (
             ["environment.class=text_game", "data.source=environment", sets("name: a, environment: {class: null}")],
-            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none; give it an",
+            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none. Fix: give it an",
         ),
         (
             [sets("name: a, functions: [{function: 'f.py:f', per_turn: true}], environment: {class: text_game}")],
@@ -65,19 +68,19 @@ def sets(*items: str) -> str:
         ),
         (
             ["environment.options={width: 4}", sets("name: a, environment: {class: text_game}")],
-            "environment.options={'width': 4}: nothing reads it without environment.class; set that, or ",
+            "environment.options={width: 4}: has no effect unless environment.class=NAME. Fix",
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/turns_mean"],
             "evaluation.best.metric=evaluation/a/turns_mean: no set has it; did you mean",
         ),
-        (["environment.max_turns=3"], "environment.max_turns=3: nothing reads it without environment.class; set that"),
+        (["environment.max_turns=3"], "environment.max_turns=3: has no effect unless environment.class=NAME"),
         (
             [sets("name: a, max_new_tokens: 256")],
             "evaluation.sets: a has max_new_tokens=256, which leaves 0 of rollout.context_length=256 tokens for the "
             "prompt (256 - 256)",
         ),
-        (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets; list some"),
+        (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets. Fix: list some"),
         (
             [SET, "evaluation.best.metric=evaluation/a/pass@8"],
             "evaluation.best.metric=evaluation/a/pass@8: no set has it; did you mean evaluation/a/pass@4? All: "
@@ -85,7 +88,7 @@ def sets(*items: str) -> str:
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/avg@4", "checkpoint.every_steps=null"],
-            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null none is saved; set "
+            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null none is saved. Fix: set "
             "checkpoint.every_steps=50",
         ),
         (
@@ -96,10 +99,10 @@ def sets(*items: str) -> str:
                 "checkpoint.every_steps=10",
             ],
             "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved every "
-            "10, so that some evaluations would have none; set checkpoint.every_steps=5",
+            "10, so that some evaluations would have none. Fix: set checkpoint.every_steps=5",
         ),
-        (["evaluation.every_steps=5"], "evaluation.every_steps=5: nothing reads it without evaluation.sets; set that"),
-        ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: nothing reads it without evaluation.best.metr"),
+        (["evaluation.every_steps=5"], "evaluation.every_steps=5: has no effect unless evaluation.sets="),
+        ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),
     ],
 )
 def test_what_is_refused(overrides: list[str], line: str) -> None:

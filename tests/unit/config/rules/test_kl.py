@@ -10,7 +10,7 @@ from tests.unit.config.rules.recipes import errors
     [
         (
             ["algorithm.kl.adaptive_target=0.1"],
-            "algorithm.kl.adaptive_target=0.1: algorithm.kl.coefficient=0 stays 0 whatever it is multiplied with",
+            "algorithm.kl.adaptive_target=0.1: has no effect unless algorithm.kl.coefficient=0.001. Fix",
         ),
         (
             ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1, adaptive_horizon: 127}"],
@@ -18,11 +18,11 @@ from tests.unit.config.rules.recipes import errors
         ),
         (
             ["algorithm.kl.renew_steps=2"],
-            "algorithm.kl.renew_steps=2: with algorithm.kl.coefficient=0 there is no reference to renew; set",
+            "algorithm.kl.renew_steps=2: has no effect unless algorithm.kl.coefficient=0.001. Fix",
         ),
         (
             ["algorithm.kl.coefficient=0.1", "algorithm.kl.renew_share=0.1"],
-            "algorithm.kl.renew_share=0.1: with algorithm.kl.renew_steps=null the reference is never renewed; set",
+            "algorithm.kl.renew_share=0.1: has no effect unless algorithm.kl.renew_steps=1. Fix",
         ),
     ],
 )

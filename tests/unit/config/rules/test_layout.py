@@ -14,12 +14,12 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         (
             ["actor.layout.ep=3", "actor.layout.dp=4"],
             "actor.layout.ep=3: a pipeline stage has tp x cp x dp = 1 x 1 x 4 = 4 ranks, which do not divide by etp x "
-            "ep = 1 x 3 = 3 (4 / 3 = 1.333); choose ep from 1, 2, 4",
+            "ep = 1 x 3 = 3 (4 / 3 = 1.333). Fix: choose ep from 1, 2, 4",
         ),
         (
             ["actor.layout={tp: 2, etp: 1}"],
             "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1) experts are sharded like the other "
-            "layers (tp=2); set actor.layout.etp=null or raise ep",
+            "layers (tp=2). Fix: set actor.layout.etp=null or raise ep",
         ),
         ([GAE, "critic.layout.vpp=2"], "critic.layout.vpp=2: virtual stages interleave the layers of several"),
     ],

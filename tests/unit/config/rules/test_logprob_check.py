@@ -11,7 +11,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["logprob_check.action=mask", "algorithm.correction.old=rollout"],
             "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare "
-            "the engine's with; set old=trainer, or action=warn or stop",
+            "the engine's with. Fix: set old=trainer, or action=warn or stop",
         ),
         (
             ["logprob_check.action=mask", "algorithm.objective={name: dpo, aggregation: sequence_mean_of_token_means}"],
@@ -23,7 +23,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["logprob_check.mask=sample"],
-            "logprob_check.mask=sample: nothing reads it without logprob_check.action=mask",
+            "logprob_check.mask=sample: has no effect unless logprob_check.action=mask",
         ),
     ],
 )

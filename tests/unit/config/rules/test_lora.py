@@ -55,4 +55,4 @@ def test_broken_rule_is_reported(overrides: list[str], message: str) -> None:
 
 def test_keys_of_adapters_are_read_with_a_rank_only() -> None:
     (line,) = errors("actor.lora.alpha=16")
-    assert "actor.lora.alpha=16.0: nothing reads it without actor.lora.rank" in line
+    assert "actor.lora.alpha=16.0: has no effect unless actor.lora.rank" in line

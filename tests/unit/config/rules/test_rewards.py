@@ -8,15 +8,15 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples; list a function"),
+        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples. Fix: list a function"),
         (
             ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
-            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response; set "
+            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response. Fix: set "
             "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list",
         ),
         (
             ["rewards.overlong_buffer=17"],
-            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16; set it to at most 16",
+            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16. Fix: set it to at most 16",
         ),
     ],
 )

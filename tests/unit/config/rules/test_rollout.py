@@ -11,7 +11,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
-            "rollout.quantization=fp8_block: engines with fp8 blocks compute in bfloat16, and model.dtype=float32; set",
+            "rollout.quantization=fp8_block: engines with fp8 blocks compute in bfloat16, and model.dtype=float32. Fix: set",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
@@ -27,7 +27,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.kv_cache_on_update=recompute"],
-            "rollout.kv_cache_on_update=recompute: nothing reads it without rollout.max_staleness; set that, or",
+            "rollout.kv_cache_on_update=recompute: has no effect unless rollout.max_staleness=1. Fix",
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
@@ -35,7 +35,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.on_stale=drop"],
-            "rollout.on_stale=drop: no prompt is begun ahead; set rollout.on_stale=wait, or rollout.max_staleness=1 or",
+            "rollout.on_stale=drop: has no effect unless rollout.max_staleness=1 or batch.oversampling=1.25. Fix",
         ),
         (
             ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],

@@ -14,11 +14,11 @@ from tests.unit.config.rules.recipes import errors, recipe
             ["run.profile={steps: [1], ranks: [0, 2]}"],
             "run.profile.ranks: no trained model has a rank 2, as the largest",
         ),
-        (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: nothing reads it without run.profile.steps"),
-        (["trackers.project=a"], "trackers.project=a: nothing reads it without run.trackers=[wandb]"),
+        (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: has no effect unless run.profile.steps"),
+        (["trackers.project=a"], "trackers.project=a: has no effect unless run.trackers=[wandb]"),
         (
             ["run.trackers=[mlflow]", "trackers.wandb.entity=a"],
-            "trackers.wandb.entity=a: nothing reads it without run.trackers=[wandb]",
+            "trackers.wandb.entity=a: has no effect unless run.trackers=[wandb]",
         ),
     ],
 )

@@ -10,11 +10,11 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["sandbox.provider=apptainer"],
-            "sandbox.image=null: sandbox.provider=apptainer runs programs in an image; set it to one that has a",
+            "sandbox.image=null: sandbox.provider=apptainer runs programs in an image. Fix: set it to one that has a",
         ),
         (
             ["sandbox.provider=bubblewrap", "sandbox.image=python.sif"],
-            "sandbox.image=python.sif: sandbox.provider=bubblewrap reads no image; set sandbox.image=null",
+            "sandbox.image=python.sif: has no effect unless sandbox.provider=apptainer. Fix",
         ),
     ],
 )

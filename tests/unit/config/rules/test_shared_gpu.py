@@ -50,14 +50,14 @@ def test_no_gpu_sends_to_itself_where_engines_read_what_is_near(layout: dict, ea
     placed = [[replace(holder, node=i // each, device=i) for i, holder in enumerate(side)] for side in sides]
     plan = ordered(make_plan(*placed))
     device = dict(zip(range(32), plan.devices, strict=True))
-    for hop in plan.far.order:
+    for hop in plan.remote.order:
         assert device[hop.link.source] != device[hop.link.destination]
-        bucket = plan.far.buckets[hop.bucket]
-        assert (hop.link in bucket.links) != (hop.link in bucket.onward)
-    sent = sum(len(bucket.links) + len(bucket.onward) for bucket in plan.far.buckets)
-    assert len(plan.far.order) == sent and not plan.near.order
+        bucket = plan.remote.buckets[hop.bucket]
+        assert (hop.link in bucket.links) != (hop.link in bucket.forwards)
+    sent = sum(len(bucket.links) + len(bucket.forwards) for bucket in plan.remote.buckets)
+    assert len(plan.remote.order) == sent and not plan.node_local.order
     for name in plan.destinations:
-        parts = (*plan.near.into(name).copies, *plan.far.into(name).copies)
+        parts = (*plan.node_local.into(name).copies, *plan.remote.into(name).copies)
         assert sorted(parts) == sorted(plan.into(name).copies)
         node = plan.nodes[plan.holders.index(name)]
-        assert {plan.nodes[plan.holders.index(copy.source)] for copy in plan.near.into(name).copies} <= {node}
+        assert {plan.nodes[plan.holders.index(copy.source)] for copy in plan.node_local.into(name).copies} <= {node}

@@ -20,23 +20,26 @@ def test_what_it_needs_is_enough() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.objective.name=clip", "it bounds the surrogate that has no clip; set algorithm.objective.name=unc"),
+        (
+            "algorithm.objective.name=clip",
+            "it bounds the surrogate that has no clip. Fix: set algorithm.objective.name=unc",
+        ),
         (
             "batch.prompts_per_update=8",
             "it bounds the one update of a step, at whose start the policy is the old one; ",
         ),
         (
             "batch.epochs=2",
-            "it bounds the one update of a step; set batch.epochs=1, or algorithm.trust_region.kl_limit",
+            "it bounds the one update of a step. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
         ),
         ("model.dtype=bfloat16", "it differentiates between weights that lie closer together than those of bfloat16; "),
         (
             "actor.lora.rank=8",
-            "its vectors are of whole weights; set actor.lora.rank=null, or algorithm.trust_region.kl",
+            "its vectors are of whole weights. Fix: set actor.lora.rank=null, or algorithm.trust_region.kl",
         ),
         (
             "algorithm.correction.old=rollout",
-            "the divergence from the old policy begins at 0; set algorithm.correction.",
+            "the divergence from the old policy begins at 0. Fix: set algorithm.correction.",
         ),
     ],
 )
@@ -55,4 +58,4 @@ def test_a_value_head_on_the_actor_is_refused() -> None:
 
 def test_its_keys_are_read_with_a_limit_only() -> None:
     (line,) = errors("algorithm.trust_region.damping=0.01")
-    assert "algorithm.trust_region.damping=0.01: nothing reads it without algorithm.trust_region.kl_limit" in line
+    assert "algorithm.trust_region.damping=0.01: has no effect unless algorithm.trust_region.kl_limit" in line

@@ -8,9 +8,9 @@ from tests.unit.config.rules.recipes import errors, recipe
 def test_arguments_of_vllm_have_one_home() -> None:
     extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
     assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
-        "reward_model.vllm_overrides.tensor_parallel_size=2: this follows from reward_model.layout.tp; set it there",
-        "rollout.vllm_overrides.dtype=float16: this follows from model.dtype; set it there",
-        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl relies on its own value; leave it out",
+        "reward_model.vllm_overrides.tensor_parallel_size=2: this follows from reward_model.layout.tp. Fix: set it there",
+        "rollout.vllm_overrides.dtype=float16: this follows from model.dtype. Fix: set it there",
+        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl relies on its own value. Fix: leave it out",
     ]
 
 
@@ -24,7 +24,7 @@ def test_weights_stay_where_refits_write_them() -> None:
     assert offload.startswith(
         "rollout.vllm_overrides.offload_group_size=2: a layer's parameters would be read from copies"
     )
-    assert placement.endswith("; leave it out")
+    assert placement.endswith(". Fix: leave it out")
     as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
     recipe(f"rollout.vllm_overrides={as_ever}")
     recipe(f"reward_model.vllm_overrides={extra}")  # nothing is written into it

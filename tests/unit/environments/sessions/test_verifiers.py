@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megarl.environments.hosts import HostArguments, HostFailure, HostPool
 from megarl.environments.sessions import RecordedSample, SessionLimits, SessionServer
 from tests.paths import VERIFIERS
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
+from tests.timing import WAIT_S, wait_until
 
 PACKAGES = Path(__file__).with_name("verifiers_packages")
 TOKENIZER = hermes_tokenizer()
@@ -86,7 +86,7 @@ def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Pa
     async def main() -> list[tuple[Any, list[RecordedSample]]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools))
         await server.start("127.0.0.1")
-        pool = await HostPool.start(HostArguments("verifiers", options, 30, {}), 1)
+        pool = await HostPool.start(HostArguments("verifiers", options, WAIT_S, {}), 1)
         assert pool.is_agent and not pool.tools
         played = await asyncio.gather(*(play(server, pool, idx) for idx in scripts))
         assert any("riddles.tool" in " ".join(process.cmdline()) for process in processes_of(surroundings))
@@ -107,10 +107,7 @@ def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Pa
         answer = ["amber", "birch"][idx]
         assert f"<tool_response>{answer}</tool_response>" in TOKENIZER.decode(made.response_ids[~made.response_mask])
 
-    deadline = time.monotonic() + 30
-    while left := processes_of(surroundings):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.2)
+    wait_until(lambda: not processes_of(surroundings), lambda: processes_of(surroundings))
 
 
 @pytest.mark.slow
@@ -118,11 +115,11 @@ def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
     options = {"env": {"taskset": {"id": "riddels"}}, "path": [str(VERIFIERS)]}
 
     async def main() -> None:
-        pool = await HostPool.start(HostArguments("verifiers", options, 30, {}), 1)
+        pool = await HostPool.start(HostArguments("verifiers", options, WAIT_S, {}), 1)
         host = await pool.take()
         given = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "policy"}
         try:
-            await host.call("run", "a", 300, task=asdict(Task("a", [], None, {}, 3)), **given)
+            await host.call("run", "a", WAIT_S, task=asdict(Task("a", [], None, {}, 3)), **given)
         finally:
             await pool.close()
 

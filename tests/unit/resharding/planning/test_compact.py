@@ -1,4 +1,4 @@
-"""A plan comes back from its arrays; members take from them all that is theirs, in order, and nothing of others'."""
+"""Compact plans decode to the original plan; members decode exactly their own part, in order."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def plan_of(config, layout, vllm_tp: int, replicas: int) -> Plan:
 
 @settings(max_examples=25)
 @given(configs(), st.integers(1, 3), st.integers(1, 3))
-def test_a_part_has_the_hops_and_writes_of_its_members_and_no_others(case, together, replicas):
+def test_part_has_only_the_hops_and_writes_of_its_members(case, members_per_part, replicas):
     plan = plan_of(*case, replicas)
     names = plan.holders
     sent = pickle.loads(pickle.dumps(CompactPlan.of(plan)))
     assert sent.part(names) == plan
-    for group in (names[i : i + together] for i in range(0, len(names), together)):
-        part, members = sent.part(group), {names.index(name) for name in group}
+    for member_names in (names[i : i + members_per_part] for i in range(0, len(names), members_per_part)):
+        part, members = sent.part(member_names), {names.index(name) for name in member_names}
 
         def contents(any_plan, members=members):
-            """Returns of each hop of the members the link, and what travels over it."""
+            """Return the link and the contents of each hop of the members."""
             hops = ((any_plan.buckets[hop.bucket], hop.link) for hop in any_plan.order if members & {*hop.link})
-            return [(link, link in b.onward, b.moves, b.num_bytes) for b, link in hops]
+            return [(link, link in b.forwards, b.moves, b.num_bytes) for b, link in hops]
 
         assert contents(part) == contents(plan)
         assert len(part.order) == len(contents(part))
-        assert all(members & {*link} for bucket in part.buckets for link in (*bucket.links, *bucket.onward))
-        for name in {*group} & {*plan.destinations}:
+        assert all(members & {*link} for bucket in part.buckets for link in (*bucket.links, *bucket.forwards))
+        for name in {*member_names} & {*plan.destinations}:
             assert part.into(name) == plan.into(name)
 
 
-def test_a_plan_in_which_nothing_moves():
+def test_empty_plan_round_trips():
     nothing = Plan(("megatron:0", "vllm:0.0"), nodes=(0, 1), num_sources=1, buckets=(), padding=(), devices=(3, None))
     assert CompactPlan.of(nothing).part(["vllm:0.0"]) == nothing
 
 
-def test_a_plan_without_an_order():
+def test_plan_without_order_round_trips():
     plan = replace(plan_of(config_of(), layout_of(tp=3), 1, 2), order=())
     assert CompactPlan.of(plan).part(plan.holders) == plan
 
 
-def test_names_and_rectangles_are_said_once():
-    """Twice the replicas add links and hops, which are small, and no moves."""
+def test_terms_are_stored_once():
+    """Doubling the replicas adds links and hops, but no moves or terms."""
     one, two = (CompactPlan.of(plan_of(config_of(), layout_of(tp=3), 1, replicas)) for replicas in (1, 2))
     assert len(two.links) > len(one.links) and two.moves.shape == one.moves.shape
     assert sorted(map(str, two.terms)) == sorted(map(str, one.terms))

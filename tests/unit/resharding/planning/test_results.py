@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.resharding.planning import results
-from megarl.resharding.planning.results import kept
+from megarl.resharding.planning.results import cached
 
 VALUE = {"a": 1 / 3, "b": {"c": 2**60}, "d": True}
 
@@ -21,25 +21,25 @@ class Computation:
         return VALUE
 
 
-def test_the_same_inputs_are_computed_once(tmp_path: Path):
+def test_equal_inputs_are_computed_once(tmp_path: Path):
     compute = Computation()
-    assert [kept(tmp_path / "new", inputs, compute) for inputs in ([1, "a"], [1, "a"], [1, "b"])] == [VALUE] * 3
+    assert [cached(tmp_path / "new", inputs, compute) for inputs in ([1, "a"], [1, "a"], [1, "b"])] == [VALUE] * 3
     assert compute.times == 2
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
-def test_other_code_computes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_changed_code_recomputes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compute = Computation()
-    kept(tmp_path, 0, compute)
+    cached(tmp_path, 0, compute)
     package = tmp_path / "package"
     (package / "config").mkdir(parents=True)
     (package / "config" / "a.py").write_text("pass")
-    monkeypatch.setattr(results, "PACKAGE", package)
+    monkeypatch.setattr(results, "ROOT", package)
     for text in ("pass", "pass", "1"):
         (package / "config" / "a.py").write_text(text)
-        results._code.cache_clear()
-        kept(tmp_path, 0, compute)
-    results._code.cache_clear()
+        results._code_hash.cache_clear()
+        cached(tmp_path, 0, compute)
+    results._code_hash.cache_clear()
     assert compute.times == 3
 
 
@@ -53,19 +53,19 @@ def test_other_code_computes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         lambda text: json.dumps({"content": json.loads(text)["content"]}),
     ],
 )
-def test_a_damaged_file_is_computed_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage):
+def test_damaged_file_is_recomputed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage):
     compute = Computation()
-    kept(tmp_path, 0, compute)
+    cached(tmp_path, 0, compute)
     [file] = tmp_path.iterdir()
     file.write_text(damage(file.read_text()))
-    assert kept(tmp_path, 0, compute) == VALUE
-    assert caplog.messages == [f"{file} is damaged: its content is computed again"]
-    assert kept(tmp_path, 0, compute) == VALUE
+    assert cached(tmp_path, 0, compute) == VALUE
+    assert caplog.messages == [f"{file} is damaged; recomputing its content"]
+    assert cached(tmp_path, 0, compute) == VALUE
     assert compute.times == 2 and len(caplog.messages) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unwritable_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").touch()
-    assert kept(tmp_path / "file", 0, Computation()) == VALUE
+    assert cached(tmp_path / "file", 0, Computation()) == VALUE
     [message] = caplog.messages
-    assert "not kept for the next time" in message
+    assert "result not cached" in message

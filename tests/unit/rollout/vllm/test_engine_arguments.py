@@ -1,5 +1,4 @@
-"""The arguments that engines on vLLM are started with, in a process of its own, as vLLM changes the one that imports
-it."""
+"""Arguments of vLLM engines, tested in a separate process because importing vLLM modifies the process."""
 
 from __future__ import annotations
 
@@ -14,38 +13,38 @@ import pytest
 from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, REFITTABLE
 
 
-def found(folder: Path) -> dict[str, object]:
+def collect_arguments(folder: Path) -> dict[str, object]:
     from vllm import EngineArgs
 
     from megarl.rollout.vllm.engine_arguments import engine_arguments
 
-    given = ("rollout", folder, "float32", 1, 64, 0.5)
+    common = ("rollout", folder, "float32", 1, 64, 0.5)
     refusals = []
     for name in ("no_such_key", "max_num_seq"):
         try:
-            engine_arguments(*given, {name: 1})
+            engine_arguments(*common, {name: 1})
         except ValueError as error:
             refusals.append(str(error))
     return {
-        "of vLLM": {field.name for field in dataclasses.fields(EngineArgs)},
+        "known": {field.name for field in dataclasses.fields(EngineArgs)},
         "defaults": {name: getattr(EngineArgs("model"), name) for name in REFITTABLE},
-        "changed": engine_arguments(*given, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
+        "changed": engine_arguments(*common, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
         "refusals": refusals,
     }
 
 
 @pytest.mark.slow
-def test_an_extra_is_passed_on_or_refused_by_name(tmp_path):
+def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        seen = process.submit(found, tmp_path).result()
-    assert {name for given in GIVEN.values() for name in given} | ADJUSTABLE <= seen["of vLLM"]
-    assert seen["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
-    changed = seen["changed"]
+        collected = process.submit(collect_arguments, tmp_path).result()
+    assert {name for given in GIVEN.values() for name in given} | ADJUSTABLE <= collected["known"]
+    assert collected["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
+    changed = collected["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
-    unknown, misspelt = seen["refusals"]
-    assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: vLLM has no such engine argument; ")
+    unknown, misspelt = collected["refusals"]
+    assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: not a vLLM engine argument. Fix: ")
     assert misspelt.startswith(
-        "rollout.vllm_overrides.max_num_seq=1: vLLM has no such engine argument; did you mean max_num_seqs"
+        "rollout.vllm_overrides.max_num_seq=1: not a vLLM engine argument. Fix: use max_num_seqs"
     )

@@ -1,5 +1,4 @@
-"""What engines use of vLLM on GPUs is there, by its sources, which are the same for all devices: no CPU run calls
-it."""
+"""Check GPU-only parts of vLLM that engines depend on by reading its sources, because CPU runs do not execute them."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
-"""vLLM takes one of them, by the model and the configuration."""
+"""vLLM chooses one of these depending on the model and the configuration."""
 
 
 @cache
@@ -43,8 +42,8 @@ def tree(file: str) -> ast.Module:
 
 
 def class_of(file: str, name: str) -> ast.ClassDef:
-    [found] = [node for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name]
-    return found
+    [node] = [node for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return node
 
 
 def parameters(file: str, name: str, method: str) -> list[str]:
@@ -53,9 +52,9 @@ def parameters(file: str, name: str, method: str) -> list[str]:
 
 
 def strings(file: str, name: str) -> set[str]:
-    """Returns the strings of what a module gives this name."""
-    given = [node for node in tree(file).body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    [value] = [node.value for node in given if ast.unparse(_target(node)) == name]
+    """Return the strings in the value that a module assigns to this name."""
+    assignments = [node for node in tree(file).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    [value] = [node.value for node in assignments if ast.unparse(_target(node)) == name]
     return {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
 
 
@@ -64,7 +63,7 @@ def _target(node: ast.Assign | ast.AnnAssign) -> ast.expr:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_runners_have_what_a_refit_reads(runner: str) -> None:
+def test_runners_have_the_attributes_that_refits_use(runner: str) -> None:
     assert parameters(runner, "GPUModelRunner", "get_model") == ["self"]
     assigned = {
         ast.unparse(n.targets[0]) for n in ast.walk(class_of(runner, "GPUModelRunner")) if isinstance(n, ast.Assign)
@@ -82,21 +81,24 @@ def test_workers_sleep_by_level_and_wake_by_tag() -> None:
         for call in calls
         if ast.unparse(call.func).endswith("_maybe_get_memory_pool_context") and call.keywords
     }
-    assert {"weights", "kv_cache"} <= pools  # the tags that VllmEngine wakes, one after the other
-    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}  # others would sleep on
+    assert {"weights", "kv_cache"} <= pools  # VllmEngine wakes these tags separately
+    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {
+        "weights",
+        "kv_cache",
+    }  # other tags would never be woken
 
 
-def test_what_is_neither_weights_nor_cache_is_woken_with_either() -> None:
-    """Graphs and buffers of a worker must be there when the weights are, and no tag of ours names them."""
+def test_other_memory_is_woken_with_weights_or_cache() -> None:
+    """Graphs and buffers of a worker must be woken with the weights; they have no tag of their own."""
     assert strings("device_allocator/__init__.py", "DEFERRABLE_TAGS") == {"weights", "kv_cache"}
 
 
-def test_experts_have_the_kernel_that_leaves_their_weights_in_place() -> None:
+def test_moe_backend_without_repacking_exists() -> None:
     assert "triton" in strings("config/kernel.py", "MoEBackend")
 
 
-def test_a_head_in_float32_multiplies_bfloat16_on_cuda() -> None:
-    """Else each step would copy the head's weight."""
+def test_float32_head_multiplies_bfloat16_on_cuda() -> None:
+    """Otherwise each step would copy the head's weight."""
     [apply] = [
         node
         for node in class_of("model_executor/layers/logits_processor.py", "LogitsProcessor").body
@@ -106,20 +108,20 @@ def test_a_head_in_float32_multiplies_bfloat16_on_cuda() -> None:
 
 
 @pytest.mark.parametrize(("head_dtype", "dtype"), [("float32", "float32"), ("model", "bfloat16")])
-def test_engines_have_the_head_s_precision_that_the_recipe_gives(tmp_path: Path, head_dtype, dtype) -> None:
+def test_engines_use_the_head_dtype_of_the_recipe(tmp_path: Path, head_dtype, dtype) -> None:
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
     config = load(BASE, [*keys, "model.dtype=bfloat16", f"model.head_dtype={head_dtype}"])
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, seed=0, head_dtype=config.model.head_dtype
     )
-    made = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
-    assert str(made.model_config.head_dtype) == f"torch.{dtype}" == f"torch.{config.model.logits_dtype}"
+    engine_config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    assert str(engine_config.model_config.head_dtype) == f"torch.{dtype}" == f"torch.{config.model.logits_dtype}"
 
 
-def test_seeds_of_requests_are_numbers_in_a_tensor() -> None:
-    """The newer runner draws for all requests in one kernel. The older one has a generator for each seed, and loops
-    over them in every step; vLLM takes it where the newer one lacks something."""
+def test_request_seeds_are_stored_in_a_tensor() -> None:
+    """The V2 runner samples all requests in one kernel. The V1 runner, vLLM's fallback for unsupported features, loops
+    over one generator per seed in every step."""
     states = ast.unparse(class_of("v1/worker/gpu/sample/states.py", "SamplingStates"))
     assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states
     sampler = (VLLM / "v1/worker/gpu/sample").glob("*.py")
@@ -127,7 +129,7 @@ def test_seeds_of_requests_are_numbers_in_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["null", "fp8_block"])
-def test_engines_have_the_newer_runner(tmp_path: Path, quantization: str) -> None:
+def test_engines_use_the_v2_model_runner(tmp_path: Path, quantization: str) -> None:
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
     keys += ["model.dtype=bfloat16", f"rollout.quantization={quantization}"]
@@ -136,45 +138,48 @@ def test_engines_have_the_newer_runner(tmp_path: Path, quantization: str) -> Non
     assert config._get_v2_model_runner_unsupported_features() == []
 
 
-def test_kernels_for_fp8_blocks_that_are_written_in_place_leave_weights_as_they_are() -> None:
-    """Those of a layer do nothing of their own after loading, and experts' weights are the ones that were given."""
-    whole = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
+def test_in_place_fp8_kernels_do_not_change_weights() -> None:
+    """Linear kernels do not override post-processing, and the MoE kernel returns the given weights unchanged."""
+    default = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
     for kernel in (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel):
-        assert kernel in worker_extension.PLAIN and kernel.process_weights_after_loading is whole
+        assert kernel in worker_extension.CHECKPOINT_LAYOUT_KERNELS and kernel.process_weights_after_loading is default
     parameters = [torch.empty(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)]
     layer = SimpleNamespace(weight=parameters[0], weight_scale_inv=parameters[1], weight_scale=None)
-    given = process_fp8_weight_block_strategy(*parameters)
-    assert [a.data_ptr() for a in given] == [b.data_ptr() for b in parameters]
+    processed = process_fp8_weight_block_strategy(*parameters)
+    assert [a.data_ptr() for a in processed] == [b.data_ptr() for b in parameters]
     experts = [torch.empty(2, 4, 4).to(torch.float8_e4m3fn) for _ in range(2)] + [torch.ones(2, 1, 1) for _ in range(2)]
-    kept = convert_to_fp8_moe_kernel_format(Fp8MoeBackend.TRITON, layer, *experts, None, None)
-    assert all(a is b for a, b in zip(kept, experts, strict=True))
+    converted = convert_to_fp8_moe_kernel_format(Fp8MoeBackend.TRITON, layer, *experts, None, None)
+    assert all(a is b for a, b in zip(converted, experts, strict=True))
 
 
-def test_deepgemm_packs_weights_only_for_scales_that_are_powers_of_two() -> None:
-    for rounded in (False, True):
+def test_deepgemm_packs_weights_only_with_rounded_scales() -> None:
+    for rounds_scales in (False, True):
         kernel = object.__new__(DeepGemmFp8BlockScaledMMKernel)
-        kernel.use_deep_gemm_e8m0 = rounded
-        mixed = object.__new__(FlashInferFp8DeepGEMMDynamicBlockScaledKernel)
-        mixed.fallback = kernel
-        assert worker_extension._is_plain(kernel) == worker_extension._is_plain(mixed) == (not rounded)
+        kernel.use_deep_gemm_e8m0 = rounds_scales
+        wrapper = object.__new__(FlashInferFp8DeepGEMMDynamicBlockScaledKernel)
+        wrapper.fallback = kernel
+        for each in (kernel, wrapper):
+            assert worker_extension._reads_checkpoint_layout(each) == (not rounds_scales)
 
 
 def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
     folder = write_tiny_experts(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.quantization=fp8_block"]
-    with pytest.raises(UserError, match="has experts, and on CPU no kernel of vLLM for their blocks "):
+    with pytest.raises(
+        UserError, match="has experts, and vLLM's CPU kernels for quantised experts do not support refits"
+    ):
         rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (8, 9), (9, 0)])
-def test_batch_invariant_engines_want_a_gpu_that_vllm_has_kernels_for(monkeypatch, tmp_path: Path, capability) -> None:
+def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Path, capability) -> None:
     [needed] = re.findall(r"Requires NVIDIA GPU with compute capability >= (\d)\.(\d)", (VLLM / "envs.py").read_text())
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
     rollout = load(BASE, [*keys, "rollout.batch_invariant=true"]).rollout
     monkeypatch.setattr("megarl.rollout.vllm.engine.device.capability", lambda: capability)
     refusal = pytest.raises(
-        UserError, match=r"rollout.batch_invariant=true: vLLM has .* 9\.0 on, .*, and none for this"
+        UserError, match=r"rollout.batch_invariant=true: vLLM's batch-invariant kernels need .* 9\.0 or higher"
     )
     with nullcontext() if capability >= tuple(map(int, needed)) else refusal:
         assert rollout_arguments(rollout, folder, "bfloat16", seed=0)["model"] == str(folder)

@@ -1,4 +1,4 @@
-"""The text of a response, held to vLLM's own, which it makes token by token."""
+"""The text of a response equals vLLM's, which is decoded token by token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ TEXT = "Grüße, 世界! 🙂🙂 a b  c\n1 + 1 = 2"
 
 
 def sentences() -> PreTrainedTokenizerFast:
-    """A tokenizer as SentencePiece makes them: a text's first token has a space that its text has not, and what has no
-    token is written in bytes."""
+    """Return a tokenizer like SentencePiece's: it prepends a space and encodes unknown characters as bytes."""
     words = ["▁", "▁a", "a", "b", "▁b", "c", "▁1", "1", "▁+", "▁=", "▁2"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
@@ -38,8 +37,8 @@ def streamed(tokenizer: PreTrainedTokenizerFast, prompt_ids: list[int], response
 
 
 @pytest.mark.parametrize("make", [merging_tokenizer, lambda: merging_tokenizer("a Ġ", "Ġ b"), sentences])
-def test_a_response_reads_as_vllm_streams_it(make) -> None:
-    """Whole texts, texts that end within a character, and special tokens in between."""
+def test_response_text_equals_vllms_stream(make) -> None:
+    """Covers whole texts, texts that end within a character, and special tokens in between."""
     tokenizer, chance = make(), random.Random(0)
     prompt_ids, ids = tokenizer.encode(TEXT, add_special_tokens=False), tokenizer.encode(TEXT)
     assert response_text(tokenizer, prompt_ids, ids).strip() == TEXT

@@ -16,6 +16,7 @@ from megarl.config.load import load
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import Tracker, end_all
 from tests.paths import BASE, ROOT
+from tests.timing import WAIT_S
 
 PACKAGES = Path(sys.prefix) / "trackers"
 """What `make test` installs of tools/environment/trackers.lock, beside the environment."""
@@ -89,7 +90,7 @@ def attempt(tracker: str, folder: Path, log: Path, steps: range) -> None:
     if tracker == "wandb":
         overrides.append("trackers.wandb.mode=offline")
     config = load(BASE, overrides).model_dump(mode="json")
-    run = Tracker(Settings(tracker, "tiny", str(folder), steps[0] - 1, config), log, timeout_s=60)
+    run = Tracker(Settings(tracker, "tiny", str(folder), steps[0] - 1, config), log, timeout_s=WAIT_S)
     for step in steps:
         run.write(step, {"reward/mean": step / 4, "reward//a/b.py:f": 1.0, "reward/|x| (é)": 1.0})
     end_all([run], 60)

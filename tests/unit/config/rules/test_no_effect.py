@@ -21,43 +21,47 @@ def recipe(*overrides: str) -> Config:
         (
             "algorithm.value.clip=0.2",
             [GAE],
-            "algorithm.value.clip=0.2: nothing reads it without algorithm.advantage.estimator=gae; set that, or "
-            "algorithm.value.clip=null",
+            "algorithm.value.clip=0.2: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
+            "algorithm.advantage.estimator=gae, or remove the key, which is null by default",
         ),
         (
             "algorithm.value.aggregation=sequence_mean_of_token_means",
             [GAE],
-            "algorithm.value.aggregation=sequence_mean_of_token_means: nothing reads it without algorithm.adv",
+            "algorithm.value.aggregation=sequence_mean_of_token_means: has no effect unless algorithm.adv",
         ),
         (
             "critic.optimizer.lr=1.0",
             [GAE],
-            "critic.optimizer.lr=1.0: nothing reads it without algorithm.advantage.estimator=gae; set that, or "
-            "critic.optimizer.lr=1.0e-06",
+            "critic.optimizer.lr=1.0: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
+            "algorithm.advantage.estimator=gae, or remove the key, which is 1.0e-06 by default",
         ),
-        ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: nothing reads it without algorithm.advantage.estimator=gae"),
+        ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: has no effect unless algorithm.advantage.estimator=gae"),
         (
             "critic.shared_backbone=true",
             [GAE],
-            "critic.shared_backbone=true: nothing reads it without algorithm.advantage.estimator=gae",
+            "critic.shared_backbone=true: has no effect unless algorithm.advantage.estimator=gae",
         ),
-        ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: nothing reads it without algorithm.adv"),
-        ("reward_model.weight=2", ["reward_model.path=r"], "reward_model.weight=2.0: nothing reads it without"),
+        ("critic.offload=[gradients]", [GAE], "critic.offload=[gradients]: has no effect unless algorithm.adv"),
+        (
+            "reward_model.weight=2",
+            ["reward_model.path=r"],
+            "reward_model.weight=2.0: has no effect unless reward_model.path=PATH",
+        ),
         (
             "algorithm.correction.weight_limit=null",
             ["algorithm.correction.weight=token"],
-            "algorithm.correction.weight_limit=null: nothing reads it without algorithm.correction.weight; set that, "
-            "or algorithm.correction.weight_limit=2",
+            "algorithm.correction.weight_limit=null: has no effect unless "
+            "algorithm.correction.weight=token. Fix: set algorithm.correction.weight=token, or remove the key, which is 2.0",
         ),
         (
             "algorithm.correction.mask_low=0.9",
             ["algorithm.correction.mask=token"],
-            "algorithm.correction.mask_low=0.9: nothing reads it without algorithm.correction.mask; set that, or",
+            "algorithm.correction.mask_low=0.9: has no effect unless algorithm.correction.mask=token. Fix:",
         ),
         (
             "algorithm.kl.adaptive_horizon=2048",
             ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1}"],
-            "algorithm.kl.adaptive_horizon=2048: nothing reads it without algorithm.kl.adaptive_target; set that, or",
+            "algorithm.kl.adaptive_horizon=2048: has no effect unless algorithm.kl.adaptive_target=0.1. Fix:",
         ),
     ],
 )
@@ -75,9 +79,7 @@ def test_a_critic_on_the_actor_has_neither_a_model_nor_a_mean_of_its_own(key):
     recipe(GAE, key)
     if "aggregation" in key:  # that is the base recipe's
         key = "algorithm.value.aggregation=sequence_mean_of_token_sums"
-    with pytest.raises(
-        ValueError, match=rf"^{key}: nothing reads it without critic.shared_backbone=false; set that, or"
-    ):
+    with pytest.raises(ValueError, match=rf"^{key}: has no effect unless critic.shared_backbone=false. Fix: set"):
         recipe(*on_actor, key)
 
 

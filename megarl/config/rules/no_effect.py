@@ -1,0 +1,268 @@
+"""Keys that have no effect in a run: a table of conditions, and the one check that reads it.
+
+A key is refused if its condition is not met and its value differs from the base recipe's. A coefficient of 0 is a value
+like others, which a sweep may contain: keys that only scale with it may stay, and the startup log names skipped passes.
+Options that an estimator or an objective does not have are not listed here: they are unknown keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+from megarl.config.algorithm_schema import VARIANTS
+from megarl.config.document import show
+from megarl.config.model_schema import Critic
+from megarl.config.run_schema import TrackerName
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRequirement:
+    """Keys that have an effect only under a condition.
+
+    Args:
+        unless: the condition, in the form `key=value`.
+        is_met: whether a run meets the condition.
+        keys: keys, or sections of keys, which may differ from the base recipe's values only if the condition is met.
+        neutral: keys that are compared with these values instead, whatever the base recipe has.
+    """
+
+    unless: str
+    is_met: Callable[[Config], bool]
+    keys: tuple[str, ...] = ()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _tracker(name: TrackerName) -> KeyRequirement:
+    return KeyRequirement(f"run.trackers=[{name}]", lambda config: name in config.run.trackers, (f"trackers.{name}",))
+
+
+def _schedule(section: str) -> tuple[KeyRequirement, KeyRequirement]:
+    """Return the requirements of a trained model's learning-rate schedule."""
+    prefix = f"{section}.optimizer.schedule"
+
+    def name(config: Config) -> str:
+        return getattr(config, section).optimizer.schedule.name
+
+    return (
+        KeyRequirement(f"{prefix}.name=wsd", lambda config: name(config) == "wsd", (f"{prefix}.decay",)),
+        KeyRequirement(f"{prefix}.name=cosine", lambda config: name(config) != "constant", (f"{prefix}.min_lr",)),
+    )
+
+
+KEY_REQUIREMENTS = (
+    KeyRequirement(
+        "data.format=prompts",
+        lambda config: not config.is_offline,
+        ("logprob_check",),
+        {
+            "rollout.temperature": 1.0,
+            "rollout.top_p": 1.0,
+            "rollout.top_k": None,
+            "rollout.max_staleness": 0,
+            "rollout.on_stale": "wait",
+            "actor.offload": [],
+            "actor.experts.replay_routes": False,
+            "reward_model.path": None,
+            "rewards.judge": None,
+            "rewards.overlong_buffer": None,
+            "environment.class": None,
+            "batch.epochs": 1,
+            "batch.oversampling": None,
+            "data.sort_column": None,
+            "data.weight_column": None,
+            "data.solved_weight": None,
+            "data.source_weights": {},
+        },
+    ),
+    KeyRequirement(
+        "algorithm.objective.name=clip (or another objective that learns from advantages)",
+        lambda config: config.algorithm.objective.spec.is_policy_objective,
+        ("algorithm.advantage",),
+        {
+            "algorithm.advantage.estimator": "grpo",
+            "algorithm.objective.entropy_coefficient": 0.0,
+            "algorithm.objective.imitation_coefficient": 0.0,
+            "algorithm.objective.skip_truncated": False,
+            "algorithm.correction.old": "trainer",
+            "algorithm.correction.weight": None,
+            "algorithm.correction.mask": None,
+            "algorithm.kl.coefficient": 0.0,
+            "implicit_reward.coefficient": 0.0,
+            "batch.epochs_kl_limit": None,
+        },
+    ),
+    KeyRequirement(
+        "algorithm.objective.name=clip (or another objective with a loss for each token)",
+        lambda config: not config.algorithm.objective.spec.is_pairwise,
+        neutral={
+            "algorithm.objective.aggregation": "sequence_mean_of_token_means",
+            "algorithm.objective.empty_samples": "include",
+        },
+    ),
+    KeyRequirement(
+        "algorithm.advantage.estimator=gae",
+        lambda config: config.has_critic or config.actor_has_values,
+        ("algorithm.value", "critic"),
+    ),
+    KeyRequirement(
+        "critic.shared_backbone=false",
+        lambda config: not config.actor_has_values,
+        (
+            "algorithm.value.aggregation",
+            *(f"critic.{name}" for name in Critic.model_fields if name != "shared_backbone"),
+        ),
+    ),
+    KeyRequirement(
+        "algorithm.correction.old=trainer",
+        lambda config: config.algorithm.correction.old == "trainer",
+        neutral={"algorithm.correction.weight": None, "algorithm.correction.mask": None},
+    ),
+    KeyRequirement(
+        "algorithm.correction.weight=token",
+        lambda config: config.algorithm.correction.weight is not None,
+        ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
+    ),
+    KeyRequirement(
+        "algorithm.correction.mask=token",
+        lambda config: config.algorithm.correction.mask is not None,
+        ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
+    ),
+    KeyRequirement(
+        "algorithm.kl.coefficient=0.001",
+        lambda config: config.algorithm.kl.coefficient > 0,
+        neutral={"algorithm.kl.adaptive_target": None},
+    ),
+    KeyRequirement(
+        "algorithm.kl.adaptive_target=0.1",
+        lambda config: config.algorithm.kl.adaptive_target is not None,
+        ("algorithm.kl.adaptive_horizon",),
+    ),
+    KeyRequirement(
+        "algorithm.kl.coefficient=0.001",
+        lambda config: config.has_reference,
+        neutral={"algorithm.kl.renew_steps": None},
+    ),
+    KeyRequirement(
+        "algorithm.kl.renew_steps=1",
+        lambda config: config.algorithm.kl.renew_steps is not None,
+        neutral={"algorithm.kl.renew_share": 1.0},
+    ),
+    KeyRequirement(
+        "algorithm.trust_region.kl_limit=0.01",
+        lambda config: config.algorithm.trust_region.kl_limit is not None,
+        ("algorithm.trust_region",),
+    ),
+    *(requirement for section in ("actor", "critic", "implicit_reward") for requirement in _schedule(section)),
+    KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
+    KeyRequirement("reward_model.path=PATH", lambda config: config.has_reward_model, ("reward_model",)),
+    KeyRequirement(
+        "reward_model.engine=megatron",
+        lambda config: config.reward_model.engine == "megatron",
+        neutral={"reward_model.offload": []},
+    ),
+    KeyRequirement(
+        "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
+    ),
+    KeyRequirement(
+        "reward_model.input_format=ids",
+        lambda config: not config.reward_model.judges,
+        neutral={"reward_model.step_end": None, "reward_model.aggregation": None},
+    ),
+    KeyRequirement(
+        "reward_model.input_format=text",
+        lambda config: config.reward_model.input_format != "ids",
+        neutral={"reward_model.context_length": None},
+    ),
+    KeyRequirement(
+        "rollout.max_staleness=1", lambda config: config.rollout.max_staleness > 0, ("rollout.kv_cache_on_update",)
+    ),
+    KeyRequirement(
+        "rollout.max_staleness=1 or batch.oversampling=1.25",
+        lambda config: config.prompts_ahead > 0,
+        neutral={"rollout.on_stale": "wait"},
+    ),
+    KeyRequirement(
+        "batch.oversampling=null", lambda config: config.prompts_ahead > 0, neutral={"rollout.max_staleness": 0}
+    ),
+    KeyRequirement(
+        "logprob_check.action=mask", lambda config: config.logprob_check.action == "mask", ("logprob_check.mask",)
+    ),
+    KeyRequirement("environment.class=NAME", lambda config: config.plays_in_environments, ("environment",)),
+    KeyRequirement(
+        "environment.class=NAME", lambda config: config.has_environment, neutral={"environment.options": {}}
+    ),
+    KeyRequirement(
+        "sandbox.provider=apptainer",
+        lambda config: config.sandbox.provider != "bubblewrap",
+        neutral={"sandbox.image": None},
+    ),
+    KeyRequirement(
+        "evaluation.sets=[{name: NAME}]",
+        lambda config: bool(config.evaluation.sets),
+        ("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end"),
+    ),
+    KeyRequirement(
+        "evaluation.best.metric=METRIC",
+        lambda config: config.evaluation.best.metric is not None,
+        ("evaluation.best.mode",),
+    ),
+    KeyRequirement("batch.epochs=2", lambda config: config.batch.epochs > 1, ("batch.epochs_kl_limit",)),
+    KeyRequirement(
+        "data.source=reasoning_gym:TASK",
+        lambda config: config.data.reasoning_task is not None,
+        neutral={"data.options": {}, "data.stages": []},
+    ),
+    KeyRequirement(
+        "data.source=FILE", lambda config: config.data.source != "arithmetic", neutral={"data.source_column": None}
+    ),
+    KeyRequirement(
+        "data.source=FILE",
+        lambda config: not config.data.is_procedural or config.data.reasoning_task is not None,
+        neutral={"data.sort_column": None, "data.weight_column": None},
+    ),
+    KeyRequirement(
+        "data.solved_weight=0.05", lambda config: config.data.solved_weight is not None, ("data.solved_above",)
+    ),
+    KeyRequirement(
+        "run.trackers=[wandb]", lambda config: bool(config.run.trackers), ("trackers.timeout_s", "trackers.project")
+    ),
+    *(_tracker(name) for name in ("wandb", "mlflow", "trackio")),
+    KeyRequirement("run.profile.steps=[2]", lambda config: bool(config.run.profile.steps), ("run.profile.ranks",)),
+)
+
+
+def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key that has no effect and asks for one. base: the values of the base recipe."""
+    values, lines = config.model_dump(), {}
+    for requirement in KEY_REQUIREMENTS:
+        if requirement.is_met(config):
+            continue
+        defaults = {key: _at(base, key) for key in requirement.keys} | dict(requirement.neutral)
+        for section, default in defaults.items():
+            for key, value, unset in _changed(section, _at(values, section), default):
+                lines.setdefault(
+                    key,
+                    f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, "
+                    f"or remove the key, which is {show(unset)} by default",
+                )
+    return list(lines.values())
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    return reduce(lambda section, name: section[name], key.split("."), values)
+
+
+def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value and default of each value that differs. In a variant section with another entry only the key
+    that names the entry is compared, because its options are not those of the default entry."""
+    if isinstance(value, dict) and default:
+        names = {variant.key.rpartition(".")[0]: variant.discriminator for variant in VARIANTS}
+        chooser = names.get(key)
+        for name in value if chooser is None or value[chooser] == default[chooser] else (chooser,):
+            yield from _changed(f"{key}.{name}", value[name], default[name])
+    elif value != default:
+        yield key, value, default

@@ -1,0 +1,141 @@
+"""`.ci/run` and `make test-all`, in a repository with a `make` that only prints its arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
+ALWAYS = ["lint", "test", "test-sandbox", "test-cluster", "resolve-gpu"]
+PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser"]
+
+
+class Repository:
+    def __init__(self, folder: Path):
+        self.folder, self._bin = folder / "repository", folder / "bin"
+        (self.folder / ".ci").mkdir(parents=True)
+        self._bin.mkdir()
+        shutil.copy(CI, self.folder / ".ci" / "run")
+        shutil.copy(MAKEFILE, self.folder)
+        self.git("init", "--quiet")
+        self.commit("README.md")
+
+    def git(self, *words: str) -> str:
+        who = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+        return subprocess.run(
+            ["git", *who, *words], cwd=self.folder, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(self, path: str, text: str = "changed\n") -> str:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", f"--message={path}")
+        return self.git("rev-parse", "HEAD")
+
+    def verify(self) -> None:
+        self.commit(".ci/verified", self.git("rev-parse", "HEAD") + "\n")
+
+    def ci(self) -> list[list[str]]:
+        """Returns the arguments of each call of make."""
+        make = self._bin / "make"
+        make.write_text('#!/bin/sh\necho "$@"\n')
+        make.chmod(0o755)
+        path = f"{self._bin}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [".ci/run"], cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return [line.split() for line in done.stdout.splitlines()]
+
+    def due(self) -> list[str]:
+        calls = self.ci()
+        assert calls[: len(ALWAYS)] == [[target] for target in ALWAYS]
+        if len(calls) == len(ALWAYS):
+            return []
+        [[jobs, share, *due]] = calls[len(ALWAYS) :]
+        assert jobs == "--jobs=2" and re.fullmatch("PART=[0-7]/8", share)
+        return due
+
+    def test_all(self, passes: bool = True) -> str:
+        """Runs `make test-all` with a recursive make that passes or fails."""
+        done = subprocess.run(
+            [shutil.which("make"), "test-all", f"MAKE={'true' if passes else 'false'}"],
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+        )
+        assert (done.returncode == 0) == passes
+        file = self.folder / ".ci" / "verified"
+        return file.read_text() if file.exists() else ""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path)
+
+
+def test_everything_is_due_without_a_verified_commit(repository: Repository) -> None:
+    assert repository.due() == PARTS
+
+
+def test_everything_is_due_if_the_verified_commit_is_unknown(repository: Repository) -> None:
+    repository.commit(".ci/verified", "0123456789abcdef0123456789abcdef01234567\n")
+    assert repository.due() == PARTS
+
+
+@pytest.mark.parametrize(
+    ("path", "due"),
+    [
+        ("LICENSE", []),
+        ("megarl/planner/plan.py", []),
+        ("megarl/report/plots.py", ["test-browser"]),
+        ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive"]),
+        ("megarl/megatron/step.py", ["test-learn", "test-exhaustive", "test-newest"]),
+        ("tests/e2e/run.py", ["test-learn", "test-exhaustive"]),
+        ("tests/distributed/test_layouts.py", ["test-exhaustive", "test-newest"]),
+        ("tools/environment/cpu-py311.lock", PARTS),
+    ],
+)
+def test_a_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
+    repository.verify()
+    assert repository.due() == []
+    repository.commit(path)
+    repository.commit("README.md", "changed again\n")
+    assert repository.due() == due
+
+
+def test_each_commit_runs_a_share_by_its_hash(repository: Repository) -> None:
+    for number in range(5):
+        commit = repository.commit("README.md", f"{number}\n")
+        assert f"PART={int(commit[:7], 16) % 8}/8" in repository.ci()[-1]
+
+
+def test_paths_of_the_table_exist() -> None:
+    """A renamed folder would silently be covered by no part."""
+    named = re.findall(r"(?:megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
+    assert len(named) > 8
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_all_parts_are_in_test_all() -> None:
+    targets = re.search(r"\$\(MAKE\) (lint test .*) &&", MAKEFILE.read_text()).group(1).split()
+    assert set(targets) == {*ALWAYS, *PARTS, "soak"} - {"test-cluster"}, "soak includes test-cluster"
+
+
+def test_all_writes_the_commit_only_if_it_passes_on_a_clean_tree(repository: Repository) -> None:
+    assert repository.test_all(passes=False) == ""
+    (repository.folder / "new.py").touch()
+    assert repository.test_all() == ""
+    commit = repository.commit("new.py")
+    assert repository.test_all() == f"{commit}\n"
+    repository.commit("README.md", "later\n")
+    assert repository.due() == []

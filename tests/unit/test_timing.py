@@ -1,0 +1,26 @@
+"""No test has a time limit of its own beside those of tests/timing.py."""
+
+from __future__ import annotations
+
+import re
+
+from tests.paths import ROOT
+
+LIMITS = [
+    r"^(DEADLINE|END|RUN|START|TIMEOUT|WAIT)\w*_S = [\d.]+$",
+    r"\btimeout=\d{2,}\b",
+    r"\.(wait|join|poll|result)\((timeout=)?\d+\)",
+    r"monotonic\(\) \+ \d{2,}",
+    r"monotonic\(\) - \w+ <=? [\d.]+$",
+]
+
+
+def test_every_limit_is_in_one_file() -> None:
+    files = [file for file in (ROOT / "tests").rglob("*.py") if file.name not in ("timing.py", "test_timing.py")]
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for file in files
+        for line in file.read_text().splitlines()
+        if any(re.search(limit, line) for limit in LIMITS)
+    ]
+    assert found == []
