@@ -44,7 +44,10 @@ class TrainedModels:
                 if other in under_way:
                     under_way[other].result()
             self.offload_others(role)
-            under_way[role] = self._begin(role, task, parts)
+            group = self.groups[role]
+            # A rank runs one call after the other: the task waits for its state.
+            returning = [group.onload(parts)] if group.offloads.intersection(parts) else []
+            under_way[role] = join([*returning, task()]).then(lambda results: results[-1])
         return {role: pending.result() for role, pending in under_way.items()}
 
     def offload_others(self, role: Role) -> None:
@@ -53,12 +56,6 @@ class TrainedModels:
         leaving = [self.groups[other].offload(PARTS) for other in self.sharing[role]]
         for pending in leaving:
             pending.result()
-
-    def _begin(self, role: Role, task: Callable[[], Pending[Any]], parts: Collection[str]) -> Pending[Any]:
-        """Submits the task behind the return of its parts: a rank does one call after the other."""
-        group = self.groups[role]
-        returning = [group.onload(parts)] if group.offloads.intersection(parts) else []
-        return join([*returning, task()]).then(lambda results: results[-1])
 
     def stage_actor_for_sync(self) -> None:
         """Has the actor's weights on its devices, to be read, and the gradients and optimizers away that keys name:

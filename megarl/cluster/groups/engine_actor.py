@@ -6,10 +6,10 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -22,6 +22,14 @@ from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, SampleInfo
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.turns import EngineTurns, Turns
+
+if TYPE_CHECKING:
+    from megarl.resharding.piece import Holder
+    from megarl.resharding.planning.compact import CompactPlan
+    from megarl.resharding.transports.transport import Channel
+
+Parameters = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each parameter of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +63,23 @@ class EngineProcess(VllmActor):
         """The calls of `generate` under way, by the names of their first requests."""
         return engine
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
+    def call(self, method: str, *arguments: Any) -> TimedResult:
         with self._whole():
-            return super().call(function, *arguments)
+            return super().call(method, *arguments)
+
+    def take_work(self) -> tuple[float, int]:
+        """Return the seconds and the steps of sampling since the last call."""
+        return self._worker.take_seconds(), self._worker.take_num_steps()
+
+    def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
+        """Return each worker's parameters, and what packs them, if anything does."""
+        return self._worker.parameters(), self._worker.repacking()
+
+    def connect(
+        self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
+    ) -> None:
+        """Connect the engine for the following refits. holders: those of every engine, by its name."""
+        self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
@@ -102,7 +124,7 @@ class EngineProcess(VllmActor):
         try:
             yield
         except Exception:
-            if self._worker.has_lost_a_rank or self._has_lost_a_part():
+            if self._worker is not None and (self._worker.has_lost_a_rank or self._has_lost_a_part()):
                 end_process()
             raise
 

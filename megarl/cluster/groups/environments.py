@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from megarl.cluster.groups.engines import EngineGroup, RemoteSample
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
+from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 Complete = Callable[[TurnRequest], Awaitable[Completion]]
 """An engine: returns the tokens of a turn."""
-
-Ask = Callable[[ActorHandle, Sequence[SamplingRequest], ActorHandle], ray.ObjectRef]
-"""Has a process make the rollouts of requests with an engine."""
 
 
 class EnvironmentWorker:
@@ -121,37 +119,37 @@ def _at_once(config: Config) -> int:
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
-class EnvironmentActor(ProcessActor):
+class EnvironmentActor(AsyncProcessActor):
     """A process that makes rollouts. Its worker is an EnvironmentWorker."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
 
-    async def start(self, config: Config, model_folder: Path) -> TimedResult:
-        begin = time.time()
+    async def start(self, config: Config, model_folder: Path) -> None:
         address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
         self._worker = EnvironmentWorker(config, load_tokenizer(model_folder), self._process.threads, address)
         await self._worker.start()
-        return TimedResult(None, begin, time.time())
 
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> TimedResult:
-        """Makes rollouts with this engine. Returns the samples of each, or None if the engine was lost. The listener
-        gets them as they come."""
+    ) -> list[list[RemoteSample]] | None:
+        """Run rollouts on this engine. Return the samples of each, or None if the engine was lost. The listener
+        receives them as they finish."""
 
         def made(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
             return _put(samples)
 
         turns = self._turns_in(engine)
-        return await _answer(self._worker.train(requests, turns.sample, made), turns)
+        return await _finish(self._worker.train(requests, turns.sample, made), turns)
 
-    async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> TimedResult:
-        """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
+    async def evaluate(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+    ) -> list[list[RemoteSample]] | None:
+        """Run the rollouts of an evaluation set, whose recipe is of_set. The result is like that of `train`."""
         turns = self._turns_in(engine)
-        return await _answer(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
+        return await _finish(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
         """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
@@ -160,23 +158,25 @@ class EnvironmentActor(ProcessActor):
         return self._turns[engine]
 
 
-async def _answer(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> TimedResult:
-    begin = time.time()
+async def _finish(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> list[list[RemoteSample]] | None:
+    """Return the samples, or None if the engine was lost."""
     try:
         samples = await rollouts
         await turns.end_abandoned()
-        return TimedResult(samples, begin, time.time())
+        return samples
     except RayActorError:
-        return TimedResult(None, begin, time.time())
+        return None
 
 
 def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
     return [RemoteSample.put(sample) for sample in samples]
 
 
-class EnvironmentGroup(Group[EnvironmentWorker]):
-    """The processes that make rollouts, each with the engine of its number. Groups of rollouts are assigned out as those
-    of single responses are, so that they share a prefix cache."""
+class EnvironmentGroup(WorkerGroup):
+    """The processes that run rollouts in environments, each on the engine of its number. The rollouts of one prompt go
+    to the same engine, like those of single responses, so that they share a prefix cache."""
+
+    title = "EnvironmentActor"
 
     def __init__(
         self,
@@ -186,46 +186,49 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
         processes: Sequence[Process],
         engines: EngineGroup,
     ):
-        super().__init__(
-            session,
-            "EnvironmentActor",
-            {p.name: session.on_node(EnvironmentActor, p).remote(p, session.logs) for p in processes},
-        )
+        actors = {p.name: session.on_node(EnvironmentActor, p).remote(p, session.logs) for p in processes}
+        super().__init__(session, "environments", actors)
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
 
+    @remote(timeout="start")
+    def _start(self, config: Config, model_folder: Path) -> None: ...
+
+    @remote(timeout="rollout", phase="rollout")
+    def _train(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
+    ) -> list[list[RemoteSample]] | None: ...
+
+    @remote(timeout="rollout", phase="rollout")
+    def _evaluate(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+    ) -> list[list[RemoteSample]] | None: ...
+
     def start(self) -> Pending[list[None]]:
-        calls = {name: actor.start.remote(self._config, self._model_folder) for name, actor in self._actors.items()}
-        return self._read("environments: start", "start", "start", calls)
+        return self._start(self._config, self._model_folder)
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle
     ) -> Pending[list[list[RemoteSample]]]:
-        """Makes the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
-        Rollouts of an engine that is lost meanwhile are made anew by the others. listener: an actor whose method
-        `begin` gets the samples of each rollout as soon as it is over."""
-
-        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
-            return actor.train.options(name=f"{self._title}.train").remote(requests, engine, listener)
-
-        return self._generate(groups, ask, {})
+        """Run the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
+        Rollouts of an engine that is lost meanwhile start again on the others. listener: an actor whose method `begin`
+        receives the samples of each rollout as soon as it is over."""
+        return self._generate(groups, self._train, listener, {})
 
     def evaluate(
         self, groups: Sequence[Sequence[SamplingRequest]], of_set: Config
     ) -> Pending[list[list[RemoteSample]]]:
-        """Makes the rollouts of an evaluation set likewise, of_set being its recipe."""
-
-        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
-            return actor.evaluate.options(name=f"{self._title}.evaluate").remote(requests, engine, of_set)
-
-        return self._generate(groups, ask, {})
+        """Run the rollouts of an evaluation set, whose recipe is of_set, like `generate`."""
+        return self._generate(groups, self._evaluate, of_set, {})
 
     def _generate(
         self,
         groups: Sequence[Sequence[SamplingRequest]],
-        ask: Ask,
+        call: RemoteCall[list[list[RemoteSample]] | None, Any, Sequence[SamplingRequest], ActorHandle, A],
+        argument: A,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
+        """Run the rollouts of the prompts that are not done. argument: the call's last one."""
         left = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
         by_engine = self._engines.assign({i: len(groups[i]) for i in left})
@@ -234,7 +237,7 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
         for (_, engine), (name, actor) in pairs:
             if name in assigned:
                 requests = [request for i in assigned[name] for request in groups[i]]
-                calls[name] = ask(actor, requests, engine)
+                calls[name] = call.on(actor, requests, engine, argument)
         engine_of = {name: engine for (engine, _), (name, _) in pairs}
         load = self._engines.add_load(
             {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in assigned.items()}
@@ -253,6 +256,6 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
             if not lost:
                 return [done[i] for i in range(len(groups))]
             self._engines.drop(load.still_there(lost), "rollout")
-            return self._generate(groups, ask, done)
+            return self._generate(groups, call, argument, done)
 
-        return self._session.submit(calls, "rollout", "rollout").then(collect)
+        return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(collect)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.evaluation import EvaluationScorer
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
+from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.pending import Pending
@@ -44,14 +44,11 @@ if TYPE_CHECKING:
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
-class RewardActor(ProcessActor):
-    """The process that scores samples. Its worker is a RewardWorker. As its methods are async, Ray runs all of them in
-    one event loop: samples come in while others are scored."""
+class RewardActor(AsyncProcessActor):
+    """The process that scores samples. Its worker is a RewardWorker. Samples arrive while others are scored."""
 
-    async def start(self, config: Config, models: ModelFolders) -> TimedResult:
-        begin = time.time()
+    async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
-        return TimedResult(None, begin, time.time())
 
     async def begin(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -61,15 +58,12 @@ class RewardActor(ProcessActor):
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
 
-    async def score(self, *arguments: Any) -> TimedResult:
-        begin = time.time()
-        value = await self._worker.score(*arguments)
-        return TimedResult(value, begin, time.time())
 
-    async def evaluate(self, *arguments: Any) -> TimedResult:
-        begin = time.time()
-        value = await self._worker.evaluate(*arguments)
-        return TimedResult(value, begin, time.time())
+WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
+"""The row of a prompt, the weight version that its samples started with, and the samples."""
+
+WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
+"""The same with references to the samples' tokens."""
 
 
 class RewardWorker:
@@ -165,6 +159,18 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
+    def save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord:
+        read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+        file.parent.mkdir()
+        file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
+        return seal(file, file.parent.parent)
+
+    def load_groups(self, file: Path) -> list[WaitingGroup]:
+        groups = pickle.loads(file.read_bytes())
+        return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
+
+    write_advantages = staticmethod(write_advantages)
+
     def _token_texts(self, sample: Sample) -> list[str] | None:
         """Returns the texts of the tokens of a sample whose line lists them."""
         if not has_token_details(sample.id, self._num_detailed_groups):
@@ -198,22 +204,6 @@ class RewardWorker:
             return ModelReward(None, failure=str(reading))
         assert scores is not None, f"the reward model left out sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
-
-
-WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
-"""The row of a prompt, the version of the weights that began its samples, and these."""
-
-
-def _save_groups(groups: Sequence[tuple[int, int, Sequence[ray.ObjectRef]]], file: Path) -> FileRecord:
-    read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
-    file.parent.mkdir()
-    file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
-    return seal(file, file.parent.parent)
-
-
-def _load_groups(file: Path) -> list[WaitingGroup]:
-    groups = pickle.loads(file.read_bytes())
-    return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
@@ -253,8 +243,10 @@ def _kind(folder: Path) -> Kind:
     return head.kind
 
 
-class RewardGroup(Group[RewardWorker]):
+class RewardGroup(WorkerGroup):
     """The process that scores samples, and the reward model that scores them first, if there is one."""
+
+    title = "RewardActor"
 
     def __init__(
         self,
@@ -264,69 +256,73 @@ class RewardGroup(Group[RewardWorker]):
         model: RewardModelGroup | RewardEngineGroup | None,
         models: ModelFolders,
     ):
-        super().__init__(
-            session, "RewardActor", {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
-        )
+        actors = {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
+        super().__init__(session, "rewards", actors)
         session.watch(self._actors)
         self._model, self._config, self._models = model, config, models
         self._reads_ids = config.reward_model.input_format == "ids"
 
+    @remote(timeout="start")
+    def _start(self, config: Config, models: ModelFolders) -> None: ...
+
+    @remote(timeout="rewards")
+    def _read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]: ...
+
+    @remote(timeout="rewards", phase="rewards")
+    def _score(
+        self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
+    ) -> tuple[list[Score], Scores]: ...
+
+    @remote(timeout="rewards", phase="evaluation")
+    def _evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]: ...
+
+    @remote(timeout="checkpoint")
+    def _save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord: ...
+
+    @remote(timeout="checkpoint")
+    def _load_groups(self, file: Path) -> list[WaitingGroup]: ...
+
+    @remote(timeout="update")
+    def _write_advantages(
+        self, path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None: ...
+
     @property
     def listener(self) -> ActorHandle:
-        """The process that begins to score samples when it is told of them."""
+        """The actor that starts to score samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Tells the process that nobody will ask for the samples of these rollouts."""
+        """Drop the samples of these rollouts, whose scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:
-        calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}
-        return self._read("reward start", "start", "start", calls)
+        return self._start(self._config, self._models)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Scores the samples by the reward model, then by the functions. The result has their scores, and references to
-        the rewards of single tokens, float32 [R], if one of them gives such."""
+        """Score the samples by the reward model, then by the functions. The result has their scores, and references to
+        per-token rewards, float32 [R], if the model or a function returns them."""
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
-
-        def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
-            [(name, actor)] = self._actors.items()
-            call = actor.score.options(name=f"{self._title}.score").remote(refs, model_scores, step, path)
-            return self._read("rewards", "rewards", "score", {name: call}).then(lambda answers: answers[0])
-
-        return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+        if self._model is None:
+            return self._score.on_first(refs, {}, step, path)
+        scored = self._model_scores(self._model, samples)
+        return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
-        """Scores samples of the evaluation set of this name, and writes them into the file. version: that of the
-        weights that made them."""
-        [(process, actor)] = self._actors.items()
-        call = actor.evaluate.options(name=f"{self._title}.evaluate").remote(
-            [sample.ref for sample in samples], name, version, file.resolve()
-        )
-        return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
+        """Score samples of the evaluation set of this name, and write them into the file. version: that of the weights
+        that generated them."""
+        return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Writes groups of samples that wait for a step into a file of a checkpoint, in a new folder of it. Returns its
-        record."""
-        return self._submit_to_first(
-            "samples for the checkpoint",
-            "checkpoint",
-            "save_groups",
-            lambda _, *given: _save_groups(*given),
-            [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups],
-            file.resolve(),
-        ).result()
+        """Write groups of samples that wait for a step into a checkpoint's file, in a new folder of the checkpoint.
+        Return the file's record."""
+        refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
+        return self._save_groups.on_first(refs, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
-        """Reads what `save_groups` has written."""
-        return self._submit_to_first(
-            "samples of the checkpoint",
-            "checkpoint",
-            "load_groups",
-            lambda _, path: _load_groups(path),
-            file.resolve(),
-        ).result()
+        """Read the groups that `save_groups` has written."""
+        return self._load_groups.on_first(file.resolve()).result()
 
     def write_advantages(
         self,
@@ -334,28 +330,14 @@ class RewardGroup(Group[RewardWorker]):
         advantages: Mapping[str, float],
         details: Mapping[str, Mapping[str, Sequence[float]]],
     ) -> Pending[None]:
-        """Writes the advantages, by sample id, into the step's file of rollouts, and the values of single tokens."""
-        return self._submit_to_first(
-            "advantages for the rollouts' file",
-            "update",
-            "write_advantages",
-            lambda _, path, *by_sample: write_advantages(path, *by_sample),
-            rollouts.resolve(),
-            advantages,
-            details,
-        )
+        """Write the advantages, by sample id, and the per-token details into the step's file of rollouts."""
+        return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
     ) -> Pending[Scores]:
-        """Submits scoring of the samples that the reward model can read."""
+        """Submit scoring of the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
-        read = self._submit_to_first(
-            "reading for the reward model",
-            "rewards",
-            "read",
-            lambda worker, refs: worker.read(refs),
-            [sample.ref for sample in samples],
-        )
-        return read.then(lambda readable: model.scores(readable) if readable else {})
+        readable = self._read.on_first([sample.ref for sample in samples])
+        return readable.then(lambda samples: model.scores(samples) if samples else {})

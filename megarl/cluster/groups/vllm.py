@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.groups.group import Group, ProcessActor, TimedResult, W
+from megarl.cluster.groups.group import ProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.nodes.gathering import VERDICT_S
 from megarl.cluster.pending import Pending, outcome
 from megarl.cluster.placement import Process
@@ -58,14 +58,12 @@ class VllmActor(ProcessActor):
         """Returns whether what it computes of a sequence must not depend on the others of a batch."""
         return False
 
-    def start(self) -> TimedResult:
-        """Starts the engine, which is the actor's worker."""
-        begin = time.time()
+    def start(self) -> None:
+        """Start the engine, which is the actor's worker."""
         with imports():
             arguments = self._arguments()
         self._worker = self._load(arguments | self._start_others(arguments))
         segments.note(own_scratch())
-        return TimedResult(None, begin, time.time())
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:
@@ -150,13 +148,12 @@ def _prepare(process: Process, batch_invariant: bool) -> None:
     segments.name_semaphores(scratch)
 
 
-class VllmGroup(Group[W]):
+class VllmGroup(WorkerGroup):
     """All engines of one kind."""
 
     actor_class: ClassVar[Any]
     """A class derived from VllmActor, as a Ray actor."""
-    title: ClassVar[str]
-    """The name of that class."""
+    role: str
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         def launch(process: Process) -> ActorHandle:
@@ -165,13 +162,15 @@ class VllmGroup(Group[W]):
 
         self._launch = launch
         self._processes = {process.name: process for process in processes}
-        super().__init__(session, self.title, {process.name: launch(process) for process in processes})
+        super().__init__(session, self.role, {process.name: launch(process) for process in processes})
         self._watch()
 
+    @remote(timeout="start")
+    def _start(self) -> None: ...
+
     def start(self) -> Pending[Any]:
-        calls = {name: actor.start.remote() for name, actor in self._actors.items()}
-        return self._read(f"{next(iter(calls)).rpartition('-')[0]} start", "start", "start", calls)
+        return self._start()
 
     def _watch(self) -> None:
-        """Makes the loss of an engine end the run, from now on."""
+        """Make the loss of an engine end the run, from now on."""
         self._session.watch(self._actors)

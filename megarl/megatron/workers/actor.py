@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +27,13 @@ from megarl.megatron.advantages import (
     sum_over_replicas,
     with_advantages,
 )
+from megarl.megatron.configured_losses import (
+    configured_imitation_loss,
+    configured_policy_loss,
+    configured_preference_loss,
+)
 from megarl.megatron.lora.attach import adapters_off
-from megarl.megatron.losses import Loss, imitation_loss, policy_loss, preference_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
@@ -72,28 +76,26 @@ class ActorWorker(TrainerWorker):
         """The moments of all updates and of all ranks, once the first update has begun."""
 
     @property
-    def objective(self) -> Loss:
-        algorithm, spec = self._config.algorithm, self._config.algorithm.objective.spec
-        if self._penalty is not None:
-            objective = algorithm.objective.model_copy(update={"penalty": self._penalty})
-            algorithm = algorithm.model_copy(update={"objective": objective})
+    def loss(self) -> Loss:
+        config, has_moved = self._config, self._has_moved
+        algorithm, spec = config.algorithm, config.algorithm.objective.spec
         if spec.is_policy_objective:
-            loss = partial(
-                policy_loss, algorithm, self._config.tolerance, self.kl_coefficient, has_moved=self._has_moved
+            loss = configured_policy_loss(
+                algorithm, config.tolerance, self.kl_coefficient, has_moved=has_moved, penalty=self._penalty
             )
             is_first = not self._has_moved and not self._repeats
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
             return self._token_details.watch(loss) if makes_no_pass else loss
         if spec.is_pairwise:
-            tolerance = None if self._config.is_offline else self._config.tolerance
-            return partial(preference_loss, algorithm.objective, tolerance, has_moved=self._has_moved)
-        return partial(imitation_loss, algorithm.objective)
+            tolerance = None if config.is_offline else config.tolerance
+            return configured_preference_loss(algorithm.objective, tolerance, has_moved=has_moved)
+        return configured_imitation_loss(algorithm.objective)
 
-    def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """Adds the share of the trained elements that change in the parameters, and so for the engines, where these
+    def _take_rounding_metrics(self) -> dict[str, Metric]:
+        """Return the fraction of the trained elements that changed in the parameters, and so for the engines, if these
         are rounded from main weights."""
-        metrics, share = super().update(batch), self._changed_share.take()
-        return metrics | {"update/changed_frac": Metric(share)} if metrics and share is not None else metrics
+        share = self._changed_share.take()
+        return {} if share is None else {"update/changed_frac": Metric(share)}
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         limits = self._config.algorithm.trust_region
@@ -103,7 +105,7 @@ class ActorWorker(TrainerWorker):
         grad_norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):
             return grad_norm, {}
-        taken = take_step(self.chunks, self.optimizer, self.objective, batches, sums, limits)
+        taken = take_step(self.chunks, self.optimizer, self.loss, batches, sums, limits)
         return grad_norm, {
             "policy/lr": Metric(taken.rate),
             "trust_region/kl": Metric(taken.divergence),

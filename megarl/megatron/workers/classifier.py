@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store
 
 from megarl.config.schema import Config
-from megarl.megatron.losses import Loss, label_loss, reward_model_loss
+from megarl.megatron.configured_losses import configured_reward_model_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
@@ -25,6 +25,5 @@ class ClassifierWorker(TrainerWorker):
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Loss:
-        objective = self._config.algorithm.objective
-        return partial(reward_model_loss if objective.spec.is_pairwise else label_loss, objective)
+    def loss(self) -> Loss:
+        return configured_reward_model_loss(self._config.algorithm.objective)

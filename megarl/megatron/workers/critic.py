@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +10,8 @@ from torch.distributed import Store
 from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.losses import Loss, value_loss
+from megarl.megatron.configured_losses import configured_value_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
@@ -27,8 +27,8 @@ class CriticWorker(TrainerWorker):
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Loss:
-        return partial(value_loss, self._config.algorithm.value)
+    def loss(self) -> Loss:
+        return configured_value_loss(self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Returns sample id -> value of the state before each response token, float32 [R] on the host, by a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,8 @@ from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.losses import Loss, implicit_reward_loss
+from megarl.megatron.configured_losses import configured_implicit_reward_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.folder import read_config
 
@@ -29,8 +29,8 @@ class ImplicitRewardWorker(TrainerWorker):
         self._weight_snapshots.keep("reference")
 
     @property
-    def objective(self) -> Loss:
-        return partial(implicit_reward_loss, self._config.implicit_reward)
+    def loss(self) -> Loss:
+        return configured_implicit_reward_loss(self._config.implicit_reward)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Returns sample id -> reward of each response token, float32 [R] on the host, by two forward-only passes.

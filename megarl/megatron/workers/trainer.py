@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Store
 
-from megarl.cluster.memory.rank import EXPERTS
 from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
 from megarl.config.model_schema import Role
@@ -43,6 +42,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
@@ -50,7 +50,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
-from megarl.resharding.transports.p2p import Rendezvous, Sent
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.rank_files import write_parameters
 from megarl.resharding.transports.transport import Transport
@@ -100,7 +100,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     @property
     @abstractmethod
-    def objective(self) -> Loss:
+    def loss(self) -> Loss:
         """The loss of the next update."""
 
     def prepare_refit(self) -> None:
@@ -157,7 +157,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Makes this plan the one of which `send` sends this rank's part to others at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
-    def send(self) -> Sent:
+    def send(self) -> int:
         """Sends this rank's part of a refit."""
         return self._transport.send()
 
@@ -178,13 +178,14 @@ class TrainerWorker(ModelWorker, ABC):
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         biases, self._is_complete = RouterBiases(self.chunks), False
-        sums = step.accumulate_gradients(self.chunks, self.objective, batches)
+        sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         self._loss_scale.take_out()
         grad_norm, found = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped, self._loss_scale.is_least)
         self._loss_scale.update(is_skipped)
+        found |= self._take_rounding_metrics()
         if is_skipped:
             biases.restore()
             self._check_limit(batch, sums, grad_norm)
@@ -207,6 +208,10 @@ class TrainerWorker(ModelWorker, ABC):
         batches, sums: the microbatches, and the objective's metrics of them
         """
         return step.apply_gradients(self.optimizer), {}
+
+    def _take_rounding_metrics(self) -> dict[str, Metric]:
+        """Return metrics of parameters that are rounded from main weights. All ranks call it together."""
+        return {}
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""
@@ -262,9 +267,9 @@ class TrainerWorker(ModelWorker, ABC):
         if self._rank in ranks:
             self._profiler.start()
 
-    def stop_profile(self, ranks: Sequence[int], folder: Path, role: Role) -> None:
+    def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
         if self._rank in ranks:
-            self._profiler.stop(folder / f"{role}-{self._rank}.json.gz")
+            self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
         """Returns what an export reads, as it is now."""
@@ -290,18 +295,18 @@ class TrainerWorker(ModelWorker, ABC):
         moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
         write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
 
-    def check_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
         wrote: what it loads next is then in memory already. Raises UserError that names a damaged one."""
-        files = [record for record in checkpoint.files if record.path.startswith(f"{role}/")]
-        own_files, num_ranks = self._has_layout_of(checkpoint, role), self._settings.layout.world_size
+        files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
+        own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
             record
             for number, record in enumerate(files)
             if (record.rank if own_files else number) % num_ranks == self._rank
         )
 
-    def load_checkpoint(self, checkpoint: Checkpoint, role: Role) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference
         that does not change is the model that the run started from, in its folder.
 
@@ -309,17 +314,17 @@ class TrainerWorker(ModelWorker, ABC):
         updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
         megatron_overrides asks for it.
         """
-        same_layout = self._has_layout_of(checkpoint, role)
-        folder, adapters = checkpoint.path / role, self._sharded_adapters()
+        same_layout = self._has_layout_of(checkpoint)
+        folder, adapters = checkpoint.path / self.role, self._sharded_adapters()
         counters = sharded.load(self.chunks, self.optimizer, self._weight_snapshots, folder, same_layout, adapters)
         self._restore_counters(counters)
         if not same_layout:
             random_state.seed_anew(self._config.run.seed, self.num_updates)
 
-    def _has_layout_of(self, checkpoint: Checkpoint, role: Role) -> bool:
-        return checkpoint.state["config"][role]["layout"] == self._settings.layout.model_dump()
+    def _has_layout_of(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()
 
-    def save_checkpoint(self, checkpoint: Path, role: Role) -> None:
+    def save_checkpoint(self, checkpoint: Path) -> None:
         """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on. An
         optimizer's state that is away comes back parameter by parameter: an engine may be awake on the device."""
         self._saving = sharded.save(
@@ -327,7 +332,7 @@ class TrainerWorker(ModelWorker, ABC):
             self.optimizer,
             self._weight_snapshots,
             self._counters(),
-            checkpoint / role,
+            checkpoint / self.role,
             self._offload.on_device,
             self._sharded_adapters(),
         )
