@@ -73,10 +73,13 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.config.explain import explain
     from megarl.config.load import load
     from megarl.models.run_models import check_models_here
+    from megarl.resharding.selection import check_all_selections
 
     config = load(file, overrides or ())
     typer.echo(explain(config))
-    for line in check_models_here(config):
+    lines, hf_configs = check_models_here(config)
+    check_all_selections(config, hf_configs)
+    for line in lines:
         typer.echo(f"model       {line}")
 
 

@@ -15,11 +15,12 @@ from megarl.core.metrics import values
 from megarl.core.timing import ElapsedTime
 from megarl.core.types import Sample
 from megarl.models.folder import model_paths
-from megarl.models.paths import find_model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import trained_hf_config
+from megarl.report.early_end import early_end
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
+from megarl.run.beginning import find_model_paths
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
@@ -36,7 +37,7 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with RunContext.prepare(config, found.models, found.data, given) as context:
+    with RunContext.prepare(config, found.models, found.data, given) as context, early_end(context.folder):
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
             elapsed.print("Ray: started")

@@ -15,7 +15,8 @@ from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
 from megarl.models.folder import model_paths
-from megarl.models.paths import find_model_paths
+from megarl.report.early_end import early_end
+from megarl.run.beginning import find_model_paths
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
@@ -35,7 +36,10 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with RunContext.prepare(config, found.models, found.data, given, found.evaluation) as context:
+    with (
+        RunContext.prepare(config, found.models, found.data, given, found.evaluation) as context,
+        early_end(context.folder),
+    ):
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes, found.models.experts) as session:
             elapsed.print("Ray: started")

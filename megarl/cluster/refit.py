@@ -22,9 +22,8 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.cuda_memory import CudaMemory
-from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.hybrid import HybridTransport, RemoteRendezvous
-from megarl.resharding.transports.p2p import Rendezvous, Sent
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region, regions
@@ -81,7 +80,8 @@ class Refit:
             self._engines.drop(answers.lost, "refit")
         values = self._session.trace.add("refit", answers)
         workers = [worker for name in self._engines.names for worker in values[name]]
-        return self._sent([values[name] for name in sending]) | {
+        sent = {"refit/sent_gb": Metric(sum(values[name] for name in sending) / 1e9)} if sending else {}
+        return sent | {
             "refit/gb": Metric(sum(worker.num_bytes for worker in workers) / 1e9),
             "refit/staging_mib": Metric(max(worker.staging_bytes for worker in workers) / 2**20),
             "engines/alive": Metric(len(self._engines.names)),
@@ -93,13 +93,6 @@ class Refit:
         if self._engines.by_loader:
             return dict.fromkeys(self._engines.names)
         return self._engines.differing(self._checksums(regions(self._engines.holders))).result()
-
-    def _sent(self, parts: Sequence[Sent]) -> dict[str, Metric]:
-        """Return metrics of the sent bytes. parts: the reports of the trainer ranks that send."""
-        metrics = {"refit/sent_gb": Metric(sum(part.num_bytes for part in parts) / 1e9)} if parts else {}
-        if compared := sum(part.compared for part in parts):
-            metrics["refit/changed_frac"] = Metric(sum(part.changed for part in parts) / compared)
-        return metrics
 
     @property
     def transport(self) -> str:
@@ -162,10 +155,5 @@ class Refit:
         self._connections += 1
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
-        if not self._config.sends_weights:
-            return RemoteRendezvous(host, port, name, timeout_s)
-        sends_deltas = self._config.rollout.refit_delta and not self._engines.by_loader
-        if self._config.rollout.refit_delta and not sends_deltas:
-            print("refit: sends all weights each time, because vLLM's loader does not keep them unchanged", flush=True)
-        rendezvous = DeltaRendezvous if sends_deltas else Rendezvous
-        return rendezvous(host, port, name, timeout_s)
+        kind = Rendezvous if self._config.sends_weights else RemoteRendezvous
+        return kind(host, port, name, timeout_s)

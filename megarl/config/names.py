@@ -129,6 +129,11 @@ RENAMED = {
 }
 """Former key -> current key."""
 
+REMOVED = {
+    "rollout.refit_delta": "a refit sends all weights; it was refused on GPUs and where engines share the actor's devices",
+}
+"""Keys that are gone -> the reason."""
+
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all keys in the order of the schema, sections before their keys. Keys of a variant
@@ -155,6 +160,8 @@ def suggest(key: str) -> str:
     for name in (*_suffixes(key), key.partition(".")[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
+        if name in REMOVED:
+            return f"{name} was removed: {REMOVED[name]}. Leave it out"
         if name in VERL:
             return f"verl's {name} is {VERL[name]} here"
         if name in WITHOUT_KEY:

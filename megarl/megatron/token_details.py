@@ -42,9 +42,9 @@ class TokenDetails:
                 self._record(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
-        """Wrap the loss so that its metrics record the log-prob differences of a step's first update if no pass computed old
-        log-probs. Microbatches arrive in order. Not supported for rows split over context-parallel ranks, which are
-        skipped."""
+        """Wrap the loss so that its metrics record the log-prob differences of a step's first update if no pass
+        computed old log-probs. Microbatches arrive in order. Not supported for rows split over context-parallel ranks,
+        which are skipped."""
         if not self._num_groups:
             return loss
         numbers = iter(range(len(self._members)))

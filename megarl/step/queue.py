@@ -17,8 +17,8 @@ from megarl.core.metrics import Metric
 from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.schedule import RolloutSchedule
-from megarl.run.resume import PendingPrompt, RunState
 from megarl.step.requests import requests
+from megarl.step.state import PendingPrompt, RunState
 
 WAITING = "rollouts/waiting.pickle"
 """File of a checkpoint with the samples that wait for a step."""

@@ -43,7 +43,6 @@ from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holders
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.transports.p2p import Sent
 from megarl.rollout.engine import SyncStats
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
@@ -89,8 +88,8 @@ class StubWorker:
         shards = self._shards
         return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in shards], []
 
-    def send(self) -> Sent:
-        return Sent()
+    def send(self) -> int:
+        return 0
 
     def refit(self, *_: Any) -> list[SyncStats]:
         return [SyncStats(0, 0) for _ in self._shards]

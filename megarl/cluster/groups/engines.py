@@ -136,7 +136,7 @@ class EngineGroup(VllmGroup):
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp = config.rollout.tp
         super().__init__(session, config, model_folder, processes)
-        self._sleeps, self._takes_deltas = config.rollout.sleep, config.rollout.refit_delta
+        self._sleeps = config.rollout.sleep
         self._pauses = config.pauses_rollouts
         self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._starts_again = not (config.is_colocated and device.on_cuda())
@@ -211,9 +211,8 @@ class EngineGroup(VllmGroup):
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
         """Free the devices' memory until the next refit, if rollout.sleep is set: see Engine.sleep. Weights that a
-        refit replaces as a whole need not be kept. A refit that sends changes needs them, as does vLLM's own loader,
-        which may leave some of them as they are."""
-        return self._switch(self._sleep, self._sleeps, keeps_weights or self._takes_deltas or self.by_loader)
+        refit replaces as a whole need not be kept, but vLLM's own loader may leave some of them as they are."""
+        return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
         """Run a method by which engines give up or take back their devices, if it applies to this run."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Store
 
-from megarl.cluster.memory.rank import EXPERTS
 from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
 from megarl.config.model_schema import Role
@@ -43,6 +42,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
@@ -50,7 +50,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.quantised_copy import QuantisedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
-from megarl.resharding.transports.p2p import Rendezvous, Sent
+from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.published import Published
 from megarl.resharding.transports.rank_files import write_parameters
 from megarl.resharding.transports.transport import Transport
@@ -155,7 +155,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Set the plan of which `send` sends this rank's part, and meet the receivers at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
-    def send(self) -> Sent:
+    def send(self) -> int:
         """Send this rank's part of a refit."""
         return self._transport.send()
 

@@ -52,6 +52,11 @@ from tests.readme import text_of
         ),
         ("actor.megatron_extra", "megatron_extra was renamed to megatron_overrides"),
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
+        (
+            "rollout.refit_delta",
+            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines share "
+            "the actor's devices. Leave it out",
+        ),
         ("agreement.limit", "agreement was renamed to logprob_check"),
         ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
         ("rollout.vllm_extra", "vllm_extra was renamed to vllm_overrides"),
