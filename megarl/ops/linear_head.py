@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megarl.cluster.memory.rank import TILE
 from megarl.core import device
 from megarl.ops import head_tile
 from megarl.ops.head_tile import NEVER
 from megarl.ops.products import add_product, put_product
+from megarl.ops.tile import TILE
 
 CPU_TILE = (1024, 4096)
 """Tokens × vocabulary of a tile on CPU. CPU caches favor smaller tiles than GPU matrix products."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
+from megarl.rewards.exact import exact_match
+from megarl.rewards.options import NUM_TOKENS, SINGLE
 from megarl.rewards.overlong import overlong_penalty
 
 
@@ -46,28 +48,18 @@ class CosineLength:
     def __init__(
         self,
         max_tokens: int,
-        verifier: str | Mapping[str, Any] = "exact_match",
+        verifier: Callable[..., Any] = exact_match,
         right_start: float = 2.0,
         right_end: float = 1.0,
         wrong_start: float = -10.0,
         wrong_end: float = 0.0,
         too_long: float = -10.0,
     ):
-        """verifier: the function that is positive for a correct response, named as in rewards.functions, or
-        {function, options}."""
-        from megarl.rewards.registry import BATCH, NUM_TOKENS, SINGLE, resolve, takes_batches
-
-        entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+        """verifier: a function that is positive for a correct response. In a config, its name as in rewards.functions,
+        or {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer")
-        if "function" not in entry or entry.keys() - {"function", "options"}:
-            raise ValueError(f"options.verifier={verifier!r}: must be a function's name or {{function, options}}")
-        self._verifier = resolve(entry["function"], entry.get("options", {}))
-        if takes_batches(self._verifier):
-            raise ValueError(
-                f"options.verifier={verifier!r}: takes batches ({', '.join(BATCH)}). Fix: use a function of single "
-                "samples"
-            )
+        self._verifier = verifier
         self._max_tokens, self._too_long = max_tokens, too_long
         self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
         # Expose the columns that the verifier requires as parameters of this function.

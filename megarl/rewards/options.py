@@ -10,8 +10,13 @@ from megarl.core.errors import UserError
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
-NUM_ARGUMENTS = 3
-"""Number of leading parameters (prompt, response and answer, or lists of them) that cannot be options."""
+SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
+"""Leading parameters of a function of single samples and of whole batches, which cannot be options."""
+
+NUM_ARGUMENTS = len(SINGLE)
+
+NUM_TOKENS = "num_response_tokens"
+"""Name of the parameter that receives the response's number of tokens instead of a column."""
 
 
 class WithOptions:

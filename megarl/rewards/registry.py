@@ -16,7 +16,7 @@ from megarl.rewards.knights_knaves import knights_knaves
 from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
-from megarl.rewards.options import NO_OPTIONS, configure, give_options
+from megarl.rewards.options import BATCH, NO_OPTIONS, SINGLE, configure, give_options
 from megarl.rewards.reasoning import ReasoningGym
 from megarl.rewards.regex_answer import RegexMatch
 from megarl.rewards.remote_judge import GenerativeJudge
@@ -29,11 +29,6 @@ receives all columns, and `sandbox` the run's sandbox provider (megarl.sandbox.p
 
 A function f(prompts, responses, answers) receives lists instead, for all samples of a scoring pass, also for columns.
 It returns a list with one such result per sample."""
-
-SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-
-NUM_TOKENS = "num_response_tokens"
-"""Name of the parameter that receives the response's number of tokens instead of a column."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
@@ -60,6 +55,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     Raises UserError if there is no such function or option.
     """
     if name in FUNCTIONS:
+        if FUNCTIONS[name] is CosineLength and "verifier" in options:
+            options = {**options, "verifier": _verifier(name, options["verifier"])}
         return configure(name, FUNCTIONS[name], options)
     if ":" in name:
         function = from_file("rewards.functions", name, SINGLE)
@@ -76,6 +73,18 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     raise UserError(
         f"rewards.functions: no function {name!r}; {hint}Known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
     )
+
+
+def _verifier(name: str, verifier: Any) -> RewardFunction:
+    """Return the function that the option `verifier` names, as rewards.functions does or by {function, options}."""
+    entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+    key = f"rewards.functions: {name}: options.verifier={verifier!r}"
+    if "function" not in entry or entry.keys() - {"function", "options"}:
+        raise UserError(f"{key}: must be a function's name or {{function, options}}")
+    function = resolve(entry["function"], entry.get("options", {}))
+    if takes_batches(function):
+        raise UserError(f"{key}: takes batches ({', '.join(BATCH)}). Fix: use a function of single samples")
+    return function
 
 
 def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:

@@ -171,8 +171,8 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 @pytest.mark.exhaustive
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The other one gets all, and from then on what has changed. It is started again, gets all, and samples too."""
-    overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
+    """The other one gets all weights. The lost one is started again, gets all, and samples too."""
+    overrides = ("cluster.placement=disaggregated", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
         stopped = run.named("engine-1")
@@ -184,10 +184,8 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
         [line] = lines_of_loss(run)
         assert line.startswith("refit: engine-1 died, ")
         check_samples(run, 3)
-        assert ["refit/changed_frac" in step for step in run.metrics[:3]] == [False, True, True]
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
-        assert ["refit/changed_frac" in step for step in run.metrics[joined : joined + 3]] == [False, True, True]
         check_samples(run, joined + 3)
         assert run.output.count("refit: engine-1 is back; the run goes on with 2 of 2 engines") == 1
 

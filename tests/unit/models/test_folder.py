@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from megarl.data import model_folder
+from megarl.models import folder as model_folder
 from megarl.models.folder import NotHere, config_here, default_cache, read_config, real_path, resolve
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data import weights_hash as module
+from megarl.models import weights_hash as module
 from megarl.models.weights_hash import BLOCK_BYTES, NUM_BLOCKS, weights_hash
 
 

@@ -3,7 +3,8 @@ import inspect
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import BATCH, FUNCTIONS, SINGLE, asked_columns, resolve, takes_batches
+from megarl.rewards.options import BATCH, SINGLE
+from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve, takes_batches
 from tests.paths import ROOT
 
 
