@@ -123,7 +123,11 @@ def test_ppos_penalty_is_halved_or_doubled(divergence, expected):
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
 def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
     """A form says where the KL is taken off or added, of what, how it is estimated, and its gradient."""
-    placements = (("loss", "whole", "loss"), ("reward", "whole", "reward_whole"), ("reward", "to_go", "reward_to_go"))
+    placements = (
+        ("loss", "whole", "loss"),
+        ("reward", "whole", "reward_whole"),
+        ("reward", "reward_to_go", "reward_to_go"),
+    )
     forms = product(placements, ("token", "sequence"), kl.KL_ESTIMATORS, ("", "_straight_through"))
     names = set()
     for (placement, credit, where), level, estimator, gradient in forms:

@@ -87,7 +87,10 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
     [
         ("run.steps", "'run.steps': expected KEY=VALUE, such as run.steps=3"),
         ("=3", "'=3': expected KEY=VALUE, such as run.steps=3"),
-        ("run.steps=", "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text"),
+        (
+            "run.steps=",
+            "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text",
+        ),
         ("run.steps=[1", "run.steps=[1: not a YAML value: "),
         (
             "rewards.functions.0.weight=2",
@@ -101,7 +104,10 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt here"),
         ("actor.layout={tp: 1, zp: 2}", "actor.layout.zp: unknown key; did you mean "),
         ("rewards.functions=[{function: f, wait: 1}]", "rewards.functions.0.wait: unknown key; did you mean "),
-        ("rewards.functions=[{weight: 1}]", "missing key rewards.functions.0.function. Fix: set all keys of a list entry"),
+        (
+            "rewards.functions=[{weight: 1}]",
+            "missing key rewards.functions.0.function. Fix: set all keys of a list entry",
+        ),
         ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
         ("run=3", "run=3: expected a mapping, found an integer"),
         ("actor.megatron_overrides=[]", "actor.megatron_overrides=[]: expected a mapping, found a list"),
@@ -175,11 +181,11 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
         "run: {name: a, folder: b, seed: 0, export: true, replace: false, token_samples: 0, trackers: [], "
         "profile: {steps: [], ranks: [0]}}\n"
     )
-    remedy = "start the file with `base: base.yaml`, which has the defaults"
+    remedy = "Fix: start the file with `base: base.yaml`, which has the defaults"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, logprob_check, "
-        f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers; {remedy}",
-        f"{path}:1: missing key run.steps; {remedy}",
+        f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers. {remedy}",
+        f"{path}:1: missing key run.steps. {remedy}",
     ]
 
 

@@ -68,8 +68,7 @@ from tests.readme import text_of
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload is actor.offload here"),
         (
             "algorithm.no_think_rl",
-            "verl's no_think_rl has no key here, as nothing is cut out of what is trained on: every "
-            "sampled token is; leave it out",
+            "verl's no_think_rl has no key here, as every sampled token is trained on; leave it out",
         ),
         (
             "trainer.logger",

@@ -20,6 +20,10 @@ def test_what_a_recipe_clips_can_move(recipe):
     config = load(recipe)
     objective, critic_clip = config.algorithm.objective, config.algorithm.value.clip
     defaults = objective.spec.options
-    clips = [name for name in ("clip_low", "clip_high", "dual_clip") if name in defaults and objective.option(name) != defaults[name]]
+    clips = [
+        name
+        for name in ("clip_low", "clip_high", "dual_clip")
+        if name in defaults and objective.option(name) != defaults[name]
+    ]
     if clips or critic_clip is not None:
         assert config.batch.prompts_per_update < config.batch.prompts_per_step

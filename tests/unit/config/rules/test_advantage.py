@@ -16,11 +16,11 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
-            "batch.samples_per_prompt=1: rloo compares the samples of a prompt with each other and needs at least 2",
+            "batch.samples_per_prompt=1: rloo compares the samples of a prompt and needs at least 2. Fix: set",
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples. Fix: set k to at most 7",
+            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 7",
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
@@ -28,7 +28,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],
-            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples. Fix: set k to at most 8",
+            "algorithm.advantage.k=9: the best of k is among batch.samples_per_prompt=8 samples; set k to at most 8",
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, std: sample}"],

@@ -105,7 +105,11 @@ def test_what_only_rollouts_read_is_no_hindrance():
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
             "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
         ),
-        ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.format=messages it is the chat"),
+        (
+            "sft",
+            ["data.chat_template=false"],
+            "data.chat_template=false: with data.format=messages only the chat template can",
+        ),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (
             "dpo",
@@ -139,7 +143,7 @@ def test_every_key_without_a_reader_is_named():
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: expected less than 1"),
         (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5. Fix: set",
+            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
@@ -173,6 +177,8 @@ def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
 def test_a_penalty_is_adapted_where_there_are_several_updates() -> None:
     keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
     [line] = rules.errors(*keys)
-    assert line.startswith("algorithm.objective.penalty_target=0.01: in a step's only update the policy is the old one")
+    assert line.startswith(
+        "algorithm.objective.penalty_target=0.01: with one update per step the policy is the old one"
+    )
     assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
     assert rules.recipe(*keys, "batch.epochs=2").algorithm.objective.adapted_penalty_target == 0.01

@@ -10,34 +10,34 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["rollout.refit_delta=true", "rollout.transport=auto"],
-            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read the "
-            "weights where they lie, and no more is sent than what other nodes have. Fix: set rollout.transport=p2p or "
+            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read "
+            "weights in place, and only pieces of other nodes are sent. Fix: set rollout.transport=p2p or "
             "rollout.refit_delta=false",
         ),
         (
             ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
             "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
         ),
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
-            "rollout.quantization=fp8_block: engines with fp8 blocks compute in bfloat16, and model.dtype=float32. Fix: set",
+            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, and model.dtype=float32. Fix: set",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
-            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights come quantised",
+            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights arrive",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.refit_delta=true", "rollout.transport=p2p"],
-            "rollout.refit_delta=true: with rollout.quantization=fp8_block a block's scale changes all of its elements",
+            "rollout.refit_delta=true: with rollout.quantization=fp8_block a new scale changes all elements of a",
         ),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
-            "rollout.sleep=true: with rollout.max_staleness=2 and cluster.placement=disaggregated engines always have",
+            "rollout.sleep=true: with rollout.max_staleness=2 and cluster.placement=disaggregated engines are never",
         ),
         (
             ["rollout.max_staleness=1", "rollout.sleep=true"],
-            "rollout.kv_cache_on_update=keep: with rollout.sleep=true and rollout.max_staleness=1 engines that share",
+            "rollout.kv_cache_on_update=keep: with rollout.sleep=true and rollout.max_staleness=1 colocated engines",
         ),
         (
             ["rollout.kv_cache_on_update=recompute"],
@@ -53,9 +53,12 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
-            "rollout.on_stale=drop: it ends rollouts in the middle, and those of environment.class=calculator are not",
+            "rollout.on_stale=drop: it aborts running rollouts, and those of environment.class=calculator cannot be",
         ),
-        (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
+        (
+            ["rollout.max_new_tokens=256"],
+            "rollout.max_new_tokens=256: 256 - 256 = 0 of rollout.context_length=256 tokens",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:
