@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import megarl
+from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import UserError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+app.add_typer(convert.app, name="convert")
 
 LONGEST_GRACE_S = 3600.0
 """The most time that `megarl join` waits for the run's end after a signal; the run has less, by checkpoint.grace_s."""
@@ -73,10 +75,13 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
     from megarl.config.explain import explain
     from megarl.config.load import load
     from megarl.models.run_models import check_models_here
+    from megarl.resharding.selection import check_all_selections
 
     config = load(file, overrides or ())
     typer.echo(explain(config))
-    for line in check_models_here(config):
+    lines, hf_configs = check_models_here(config)
+    check_all_selections(config, hf_configs)
+    for line in lines:
         typer.echo(f"model       {line}")
 
 

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.core.types import Sample
+from tests.closeness import load
 
 
 class GrpoReference:
     """A model, AdamW, and GRPO's loss with the sample standard deviation (arXiv 2402.03300, eq. 3 and 4)."""
 
     def __init__(self, folder: Path, lr: float, eps: float, temperature: float):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model, self.start = (load(AutoModelForCausalLM, folder) for _ in range(2))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0
         )

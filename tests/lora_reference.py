@@ -68,8 +68,9 @@ class MergedReference(GrpoReference):
     ):
         super().__init__(folder, lr, eps, temperature)
         self.base, self.model, self.scale = self.model, self._forward, scale
-        self.stored = load_file(folder / "model.safetensors")
-        self.trained = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
+        dtype = torch.get_default_dtype()
+        self.stored = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
+        self.trained = {name: factor.to(dtype, copy=True).requires_grad_() for name, factor in factors.items()}
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0)
 
     def update(self, groups, kl_coefficient: float, clip_norm: float, old=None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
+from megarl.core.types import Sample
 from megarl.megatron import parallel, step
 from megarl.megatron.metric_sums import read
 from megarl.megatron.workers.actor import ActorWorker
 from tests import objective_reference as plain
+from tests.closeness import TOLERANCE, Expected, assert_close, close_to, float64
 from tests.estimator_reference import Estimate, sample_estimate, standardised
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
@@ -27,10 +29,8 @@ from tests.parity import (
     EPS,
     LR,
     TEMPERATURE,
-    TOLERANCE,
     Group,
     RankResult,
-    assert_equal,
     canonical,
     config_of,
     local_batch,
@@ -44,6 +44,8 @@ KL = 0.3
 CONTEXT = 64
 Tokens = dict[str, torch.Tensor]
 """Sample id -> a number for each of its response tokens."""
+Gradients = tuple[float, dict[str, torch.Tensor]]
+"""A loss, and the gradient of each tensor."""
 
 LAYOUTS = {
     "1 process, 1 microbatch": ("{}", 1024, {}),
@@ -243,15 +245,14 @@ class World:
 
     @classmethod
     def make(cls, folder: Path) -> World:
-        """Makes the world in float64: sums over whole samples amplify rounding, and only one side's is to be seen."""
+        """Make the world, with a model in float64."""
         write_experts(folder)
-        reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
-        reference.model.double().set_experts_implementation("eager")  # others have no float64
         groups = random_groups(0)
         groups[1] = [(sample, 0.5) for sample, _ in groups[1]]  # it tells nothing
         samples = [sample for group in groups for sample, _ in group]
         generator = torch.Generator().manual_seed(3)
-        scored = {sample.id: Categorical(logits=reference.logits(reference.model, sample)) for sample in samples}
+        with float64():
+            model, scored = scored_samples(folder, samples)
         now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids).long()).detach().float() for s in samples}
         others = {
             name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
@@ -266,12 +267,17 @@ class World:
             ]
             for group in groups
         ]
-        return cls(folder, reference.model, sampled, scored, others)
+        return cls(folder, model, sampled, scored, others)
+
+    def in_float32(self) -> World:
+        """Return the same world with a model in float32."""
+        model, scored = scored_samples(self.folder, [sample for group in self.groups for sample, _ in group])
+        return dataclasses.replace(self, model=model, scored=scored)
 
     def lists(self, name: str) -> dict[str, list[float]]:
         return {i: values.tolist() for i, values in self.others[name].items()}
 
-    def gradients(self, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(self, case: Case) -> Gradients:
         """The loss, and the gradient of each tensor."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         loss = self.loss(case)
@@ -346,6 +352,12 @@ class World:
         return responses
 
 
+def scored_samples(folder: Path, samples: Sequence[Sample]) -> tuple[torch.nn.Module, dict[str, Categorical]]:
+    """Return a model in the default dtype and its distributions of the response tokens by sample."""
+    reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+    return reference.model, {s.id: Categorical(logits=reference.logits(reference.model, s)) for s in samples}
+
+
 def differ(values: torch.Tensor) -> bool:
     return bool((values != values[:1]).any())
 
@@ -372,7 +384,7 @@ def write_experts(folder: Path) -> None:
 def check(
     world: World,
     cases: Mapping[str, Case],
-    expected: Mapping[str, tuple[float, dict[str, torch.Tensor]]],
+    expected: Mapping[str, Expected[Gradients]],
     layout: str,
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
@@ -389,15 +401,15 @@ def check(
     configs = {name: config_of(world.folder, *common, *case.overrides) for name, case in cases.items()}
     world_size = next(iter(configs.values())).actor.layout.world_size
     ranks = run_ranks(world_size, run_cases, cases, configs, world, packing, greedy or {}, average)
-    for name, (loss, gradients) in expected.items():
+    for name, ((loss, gradients), (plain_loss, plain_gradients)) in expected.items():
         own = [rank[name] for rank in ranks]
         metrics = values(merge([rank.metrics for rank in own if rank.metrics]))
         # A sum over tokens, whose whitened advantages add up to 0, has the rounding of each of them.
         tokens = sum(len(r.now) for r in world.responses(cases[name])) if cases[name].aggregation == "token_sum" else 1
-        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE * tokens), name
+        assert metrics["policy/loss"] == close_to(loss, plain_loss, TOLERANCE * tokens), name
         plain_metrics = world.metrics(cases[name])
         assert {name: metrics[name] for name in plain_metrics} == pytest.approx(plain_metrics, rel=1e-4, abs=1e-6), name
-        assert_equal(canonical(world.folder, own, "gradients"), gradients, f"{name}: gradient")
+        assert_close(canonical(world.folder, own, "gradients"), gradients, plain_gradients, f"{name}: gradient")
 
 
 def run_cases(
@@ -423,7 +435,7 @@ def run_cases(
         all_batches = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)
         batch = local_batch(all_batches[worker.data_parallel_rank])
         batches = worker._training_batches(batch)
-        parts = step.accumulate_gradients(worker.chunks, worker.objective, batches)
+        parts = step.accumulate_gradients(worker.chunks, worker.loss, batches)
         metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
         results[name] = RankResult(worker.holder, reduced_gradients(worker), {}, metrics)
     return results
@@ -439,6 +451,7 @@ def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
     return {name: own for scores in rank_scores for name, own in scores.items()}
 
 
-def expected(world: World, cases: Mapping[str, Case]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def expected(world: World, cases: Mapping[str, Case]) -> dict[str, Expected[Gradients]]:
     """Returns the loss and the gradients by case."""
-    return {name: world.gradients(case) for name, case in cases.items()}
+    rounded = world.in_float32()
+    return {name: Expected(world.gradients(case), rounded.gradients(case)) for name, case in cases.items()}

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.core.types import Sample
+from tests.closeness import load
 
 Update = Sequence[Sequence[tuple[Sample, float]]]
 """Groups of samples with their rewards."""
@@ -42,10 +43,9 @@ class PpoReference:
     ):
         """critic: a language model's folder gives a value head of zeros. token_rewards: by sample, the rewards of its
         response tokens (None: only whole samples have one)."""
-        plain = dict(dtype=torch.float32, attn_implementation="eager")
         self.settings, self.token_rewards = settings, token_rewards
-        self.actor = AutoModelForCausalLM.from_pretrained(actor, **plain)
-        self.critic = AutoModelForSequenceClassification.from_pretrained(critic, num_labels=1, **plain)
+        self.actor = load(AutoModelForCausalLM, actor)
+        self.critic = load(AutoModelForSequenceClassification, critic, num_labels=1)
         if actor == critic:
             torch.nn.init.zeros_(self.critic.score.weight)
         self.optimizers = {

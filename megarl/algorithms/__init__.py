@@ -1,1 +1,1 @@
-"""Pure functions of tensors and named scalars: advantages, KL estimators, policy objectives, aggregation."""
+"""Pure functions of tensors and named scalars: advantages, KL estimators, policy objectives and loss aggregation."""

@@ -1,8 +1,8 @@
-"""Weights with which the token losses of an update add up, known before the first microbatch.
+"""Per-token loss weights of an update, known before its first microbatch.
 
-The loss of an update is Σ w·ℓ over all of its trained tokens, over every microbatch and rank, and nothing is divided
-later. In each of these modes all trained tokens of a sample weigh the same, so a mode maps the numbers n_i of trained
-tokens of S samples to one weight per sample.
+The loss of an update is Σ w·ℓ over its trained tokens in all microbatches and on all ranks; nothing is divided later.
+Every mode gives all trained tokens of a sample the same weight, so a mode maps the numbers n_i of trained tokens of S
+samples to one weight per sample.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 
 def sequence_mean_of_token_means(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1 / (S · n_i): GRPO (https://arxiv.org/abs/2402.03300, eq. 3). Samples without trained tokens count in S."""
+    """w = 1 / (S · n_i): GRPO (https://arxiv.org/abs/2402.03300, eq. 3). S includes samples without trained tokens."""
     return [1.0 / (len(num_tokens) * n) if n else 0.0 for n in num_tokens]
 
 
 def sequence_mean_of_token_sums(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1 / S: every token weighs the same, whatever the length of its sample."""
+    """w = 1 / S: every token has the same weight, regardless of the length of its sample."""
     return [1.0 / len(num_tokens) if n else 0.0 for n in num_tokens]
 
 
 def token_sum(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1: the sum over all tokens of an update, whose gradient grows with their number; learning rate and clipping
-    of the gradient have to be chosen for that."""
+    """w = 1: the sum over all tokens of the update. The gradient grows with the number of tokens, so choose the
+    learning rate and gradient clipping accordingly."""
     return [1.0 if n else 0.0 for n in num_tokens]
 
 
@@ -35,15 +35,17 @@ def token_mean(num_tokens: Sequence[int]) -> list[float]:
 
 
 def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) -> list[float]:
-    """w = 1 / (S · L) with a constant L, the longest response: Dr.GRPO (https://arxiv.org/abs/2503.20783, sec. 3)."""
+    """w = 1 / (S · L), where the constant L is the maximum response length: Dr.GRPO (https://arxiv.org/abs/2503.20783,
+    sec. 3)."""
     return [1.0 / (len(num_tokens) * max_tokens) if n else 0.0 for n in num_tokens]
 
 
 def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]) -> list[float]:
-    """w = 1 / (P · Σ n_j over the samples j of the same prompt): the mean over P prompts of the mean over all tokens of
-    a prompt's samples, as in DAPO's eq. 8 for each prompt. Prompts without trained tokens count in P.
+    """w = 1 / (P · Σ n_j over the samples j of the same prompt): the token mean within each prompt, averaged over P
+    prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens.
 
-    prompts   the prompt of each sample
+    Args:
+        prompts: the prompt of each sample.
     """
     totals: Counter[str] = Counter()
     for prompt, n in zip(prompts, num_tokens, strict=True):
@@ -52,11 +54,12 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
 
 
 class Aggregation(NamedTuple):
-    """An aggregation mode.
+    """One aggregation mode.
 
-    formula   the weight of one token in the loss of an update, in words
-    weights   (trained tokens of each sample, prompt of each sample, longest response) -> weight of one token of each
-              sample
+    Attributes:
+        formula: the weight of one token in the loss of an update, in words.
+        weights: function (trained tokens of each sample, prompt of each sample, maximum response length) -> weight
+            of one token of each sample.
     """
 
     formula: str
@@ -88,9 +91,9 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """w = 1 / Σ n_j over the samples j with an outcome above the bound, for one token of these; 0 for the others.
+    """w = 1 / Σ n_j over the samples j with outcome > above, for tokens of those samples; 0 for all others.
 
-    This is the mean of VAPO's loss of positive examples (https://arxiv.org/abs/2504.05118, eq. 10).
+    The mean of VAPO's positive-example loss (https://arxiv.org/abs/2504.05118, eq. 10).
     """
     positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
     total = sum(positive)
@@ -100,13 +103,15 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 def sample_weights(
     mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
-    """Returns the weight of one token of each sample of an update.
+    """Return the weight of one token of each sample of an update.
 
-    num_tokens      the trained tokens of each sample
-    prompts         the prompt of each sample
-    max_tokens      the most tokens that a response can have
-    empty_samples   "include", as in the papers: means are also over samples without a trained token and prompts with no
-                    others, whose loss is 0; or "exclude"
+    Args:
+        mode: a key of AGGREGATIONS.
+        num_tokens: the number of trained tokens of each sample.
+        prompts: the prompt of each sample.
+        max_tokens: the maximum response length.
+        empty_samples: "include", as in the papers, counts samples and prompts without trained tokens in the means,
+            with loss 0; "exclude" does not.
     """
     counted = [i for i, n in enumerate(num_tokens) if n or empty_samples == "include"]
     counted_weights = AGGREGATIONS[mode].weights(

@@ -1,5 +1,8 @@
-"""Corrections for samples from another policy than the old one of the objective's ratio: π_old is the trainer's policy
-at the start of a step, μ the one that sampled, as the engine computed it and, in asynchronous runs, older."""
+"""Off-policy corrections for samples whose behavior policy μ differs from π_old.
+
+π_old is the trainer's policy at the start of a step. μ is the policy that sampled, with the log-probs that the engine
+computed; in asynchronous runs it is also older.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """Corrections of each token, [N], without gradient.
+    """Correction of each token, [N], without gradient.
 
-    factor    float32, what the token's loss is multiplied with
-    weight    float32, the importance weight as it is used (None: there is none)
-    limited   bool, where the weight was limited, or raised (None: there is none)
-    masked    bool, where the mask drops the token (None: there is none)
+    Attributes:
+        factor: float32, multiplies the token's loss.
+        weight: float32, the importance weight after truncation; None if unused.
+        limited: bool, true where the weight was truncated or raised to the floor; None if unused.
+        masked: bool, true where the mask drops the token; None if unused.
     """
 
     factor: torch.Tensor
@@ -39,16 +43,19 @@ def factors(
     mask_high: float,
     weight_floor: float | None = None,
 ) -> Factors:
-    """Returns factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], w and m each the ratio
-    π_old/μ at a level.
+    """Return factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], where w and m are the
+    ratio π_old/μ, each at its own level.
 
-    Levels: "token", the token's ratio; "sequence", the product over the sample; "geometric", the product's n-th root.
-    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) has w; decoupled PPO
-    (https://arxiv.org/abs/2110.00641, eq. 10; AReaL, https://arxiv.org/abs/2505.24298) w of tokens without a limit;
-    IcePop (https://arxiv.org/abs/2510.18855) w of tokens without a limit and their mask; sequence masks drop samples.
+    Levels: "token" is the token's ratio, "sequence" the product over the sample, "geometric" the n-th root of that
+    product. Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) uses w. Decoupled PPO
+    (https://arxiv.org/abs/2110.00641, eq. 10; AReaL, https://arxiv.org/abs/2505.24298) uses an unlimited token-level w.
+    IcePop (https://arxiv.org/abs/2510.18855) uses an unlimited token-level w and a token-level mask. Sequence-level
+    masks drop whole samples.
 
-    log_ratio    float32 [N], log π_old − log μ
-    weight, mask the levels of w and m; None makes them 1
+    Args:
+        log_ratio: float32 [N], log π_old − log μ.
+        weight: the level of w; None sets w = 1.
+        mask: the level of m; None disables the mask.
     """
     require_one_shape(log_ratio=log_ratio, mask=samples.mask)
     factor, used, limited, masked = log_ratio.new_ones(log_ratio.shape), None, None, None
@@ -65,10 +72,11 @@ def factors(
 
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
-    """Returns which tokens, bool [N], have an |log π_old − log μ| above the threshold ("token"), or are of a sample
-    with a trained one that has ("sample"). One that is no number is above it.
+    """Return bool [N]: the tokens with |log π_old − log μ| above the threshold (level "token"), or all tokens of
+    samples with such a trained token (level "sample"). NaN counts as above.
 
-    log_ratio   float32 [N]
+    Args:
+        log_ratio: float32 [N].
     """
     beyond = ~(log_ratio.detach().abs() <= threshold)
     return beyond if level == "token" else samples.total(beyond.float())[samples.row_sample] > 0

@@ -1,8 +1,9 @@
-"""Covariance of a token's log-prob and advantage. Entropy is lost to the few tokens where it is highest
-(https://arxiv.org/abs/2505.22617, eq. 10), which clip_cov and kl_cov treat apart.
+"""Covariance of a token's log-prob and advantage.
 
-Covariances are computed, and the tokens chosen, before the first microbatch of an update, from log-probs of the old
-policy. The paper takes those of the current policy, which is the same in the first update of a step.
+The few tokens with the highest covariance account for most of the entropy loss (https://arxiv.org/abs/2505.22617, eq.
+10); clip_cov and kl_cov treat them separately. Covariances are computed and tokens selected before the first microbatch
+of an update, from the old policy's log-probs. The paper uses the current policy's, which are the same in the first
+update of a step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ if TYPE_CHECKING:
 
 
 def covariance(old: torch.Tensor, advantage: torch.Tensor, mean_old: float, mean_advantage: float) -> torch.Tensor:
-    """Returns (log π_old − mean)·(A − mean), float32 [N], the means over all trained tokens of the update."""
+    """Return (log π_old − mean)·(A − mean), float32 [N]. The means are over all trained tokens of the update."""
     require_one_shape(old=old, advantage=advantage)
     return (old - mean_old) * (advantage - mean_advantage)

@@ -1,4 +1,4 @@
-"""The surrogate without tokens that have moved too far in their advantage's direction."""
+"""Policy surrogate that masks tokens which have moved too far in the direction of their advantage."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 def masked_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, divergence: torch.Tensor, limit: float, limit_negative: float | None
 ) -> PolicyLoss:
-    """ℓ = −M·ρ·A with M = 0 where the divergence is above its limit and ρ has moved as A asks it to, else 1.
+    """ℓ = −M·ρ·A, where M = 0 if the divergence exceeds its limit and ρ has moved in the advantage's direction, else 1.
 
-    divergence       float32 [N]
-    limit_negative   the limit where A < 0 (None: the same)
+    Args:
+        divergence: float32 [N].
+        limit: the limit for A > 0.
+        limit_negative: the limit for A < 0; None uses `limit`.
     """
     require_one_shape(ratio=ratio, advantage=advantage, divergence=divergence)
     high = (divergence > limit) & (ratio > 1) & (advantage > 0)

@@ -1,4 +1,4 @@
-"""An implicit reward model: a language model whose log-probs, against those of its reference, are token rewards.
+"""Implicit reward model: token rewards are a language model's log-probs minus those of its reference.
 
 PRIME (https://arxiv.org/abs/2502.01456, eq. 2 and 3).
 """
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
-    """Returns r_t = β·(log π_φ(y_t) − log π_ref(y_t)), differentiable in log_prob. log_prob, reference: float32 [N]."""
+    """Return r_t = β·(log π_φ(y_t) − log π_ref(y_t)), differentiable in log_prob. log_prob, reference: float32 [N]."""
     require_one_shape(log_prob=log_prob, reference=reference)
     return beta * (log_prob - reference)
 
 
 def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.Tensor:
-    """Returns ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) per sample, float32 [S].
+    """Return ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) for each sample, float32 [S].
 
-    reward    float32 [S], the sum of each sample's token rewards
-    success   float32 [S], 1 for a sample that succeeded, else 0
+    Args:
+        reward: float32 [S], the sum of each sample's token rewards.
+        success: float32 [S], 1 for a successful sample, else 0.
     """
     return binary_cross_entropy(reward, success)

@@ -1,4 +1,4 @@
-"""The divergence from the reference as a reward of each token."""
+"""KL to the reference policy as a per-token reward."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def kl_reward(
     level: str,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """Returns −coefficient · KL of one sample's response to the reference, under the policy that sampled it.
+    """Return −coefficient · KL to the reference, float32 [R], for the response of one sample; 0 where the mask is
+    false.
 
-    level "token": r_t = −β·K(d_t) with d = log π_old − log π_ref, a reward of each trained token (InstructGPT's with
-    k1, arXiv 2203.02155, eq. 2; REINFORCE++, arXiv 2501.03262). level "sequence": −β·K(Σ_t d_t), on the last trained
-    token.
+    Level "token": r_t = −β·K(d_t) with d = log π_old − log π_ref, a reward at each trained token (InstructGPT with k1,
+    arXiv 2203.02155, eq. 2; REINFORCE++, arXiv 2501.03262). Level "sequence": −β·K(Σ_t d_t) at the last trained token.
 
-    old, reference   float32 [R], log-probs
-    mask             bool [R], the trained tokens
-    limit            of the estimates
-    returns          float32 [R], 0 where the mask is False
+    Args:
+        old: float32 [R], log-probs under the policy that sampled.
+        reference: float32 [R], log-probs under the reference.
+        mask: bool [R], true for trained tokens.
+        limit: the bound of the estimates, as in `megarl.algorithms.kl.estimate`.
     """
     require_one_shape(old=old, reference=reference, mask=mask)
     log_ratio = (old - reference).where(mask, 0.0)

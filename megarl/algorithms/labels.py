@@ -1,4 +1,4 @@
-"""Labels of tokens or samples, between 0 and 1, and the scores that tell them."""
+"""Binary classification loss for labels of tokens or samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 def binary_cross_entropy(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), float32 [N].
+    """Return ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), float32 [N].
 
-    score   float32 [N], s: the log-odds of the label
-    label   float32 [N], y: 1 for what is right, 0 for what is wrong, or the probability that it is right
+    Args:
+        score: float32 [N], s, the log-odds that the label is 1.
+        label: float32 [N], y: 1 for correct, 0 for incorrect, or the probability of being correct.
     """
     from torch.nn.functional import binary_cross_entropy_with_logits
 

@@ -1,4 +1,4 @@
-"""Pairs of responses to the same prompt, the better one and the worse one: one number per pair."""
+"""Pairs of responses to one prompt, the better and the worse one, reduced to one number per pair."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ if TYPE_CHECKING:
 
 
 def margins(rewards: torch.Tensor) -> torch.Tensor:
-    """Returns better − worse of each pair, float32 [P]. rewards: float32 [2·P], pair after pair, the better response
-    first."""
+    """Return better − worse for each pair, float32 [P].
+
+    Args:
+        rewards: float32 [2·P], one pair after another, the better response first.
+    """
     if rewards.ndim != 1 or len(rewards) % 2:
         raise ValueError(f"rewards must have shape [2·P], got {tuple(rewards.shape)}")
     better, worse = rewards.view(-1, 2).unbind(-1)
@@ -18,8 +21,12 @@ def margins(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), for a share ε of pairs whose labels are the wrong way round: the
-    cross-entropy of who wins, if the better response does so with the probability σ(m). margin: float32 [P]."""
+    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m): the cross-entropy of the preference if the better response wins with
+    probability σ(m) and a fraction ε of the pairs is mislabeled.
+
+    Args:
+        margin: float32 [P], m.
+    """
     from torch.nn.functional import logsigmoid
 
     require_pairs(margin)
@@ -27,6 +34,6 @@ def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def require_pairs(margin: torch.Tensor) -> None:
-    """Raises ValueError unless there is one margin for each pair."""
+    """Raise ValueError unless `margin` has shape [P]."""
     if margin.ndim != 1:
         raise ValueError(f"margin must have shape [P], got {tuple(margin.shape)}")

@@ -1,4 +1,4 @@
-"""The result of every policy objective."""
+"""The common result type of the policy objectives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Loss and ratio of each token, float32 [N], and where a bound cut off the gradient (CISPO: the ratio) from below
-    and from above, bool [N]."""
+    """Loss and ratio of each token, float32 [N], and masks, bool [N], of tokens whose gradient a lower or upper bound
+    stopped (CISPO: whose ratio was bounded)."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -28,11 +28,11 @@ class PolicyLoss(NamedTuple):
         low: torch.Tensor | None = None,
         high: torch.Tensor | None = None,
     ) -> PolicyLoss:
-        nowhere = loss.new_zeros(loss.shape, dtype=bool)
-        return cls(loss, ratio.detach(), nowhere if low is None else low, nowhere if high is None else high)
+        none_clipped = loss.new_zeros(loss.shape, dtype=bool)
+        return cls(loss, ratio.detach(), none_clipped if low is None else low, none_clipped if high is None else high)
 
 
 def policy_ratio(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Returns ρ of each token, float32 [N], differentiable in log_prob."""
+    """Return the ratio ρ of each token, float32 [N], differentiable in log_prob."""
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     return ratio_of(log_prob - old)

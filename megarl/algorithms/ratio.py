@@ -1,4 +1,4 @@
-"""Ratios of probabilities, from differences of log-probs."""
+"""Probability ratios from log-prob differences."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_LOG_RATIO = 20.0
-"""The bound of log-ratios: exp of more would drown every other token of an update. Above 88 it is infinite in float32,
-and one infinity makes NaN of all gradients, by 0 · ∞, even where a clip has cut off its gradient."""
+"""Upper bound of log-ratios. A larger ratio would dominate all other tokens of an update. Beyond 88, exp overflows
+float32, and a single infinity turns all gradients into NaN (0 · ∞), even where a clip has stopped the gradient."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamps log-ratios to at most LARGEST_LOG_RATIO: those above have no gradient, those below are unchanged bit by
+    """Clamp log-ratios to at most LARGEST_LOG_RATIO. Clamped values have no gradient; all others are unchanged bit for
     bit."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns exp of the bounded log-ratio, which is finite and has a finite gradient."""
+    """Return exp of the bounded log-ratio, which is finite and has a finite gradient."""
     return bounded(log_ratio).exp()

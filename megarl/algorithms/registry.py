@@ -1,7 +1,7 @@
 """Estimators and objectives by name.
 
-Those of megarl are found by walking their folders: each file has a SPEC with the file's name. They are ordered by kind,
-and within a kind by name. A user's own is `path/to/file.py:NAME`, NAME being a spec that the file defines.
+megarl's own are discovered from their packages: each file has a SPEC with the file's name. They are sorted by kind,
+then by name. A user's own is `path/to/file.py:NAME`, where NAME is a spec that the file defines.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ from megarl.core.user_file import defined_in_file
 AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
-def find(package: ModuleType, kind: type[AnySpec], place: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Return the specs by name.
+def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
+    """Return the specs of a package by name.
 
     Args:
-        place: the position of a spec's kind in the order.
+        kind: the class that each SPEC must be an instance of.
+        rank: returns the sort position of a spec's kind.
 
     Raises:
-        ImportError: for a file without a SPEC of the file's name, and for a name in two folders.
+        ImportError: a file has no SPEC named after it, or a name exists in two folders.
     """
     specs = list(_specs(package, kind))
-    twice = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
-    if twice:
-        raise ImportError(f"{package.__name__}: more than one file is named {', '.join(sorted(twice))}")
-    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (place(spec), spec.name))}
+    duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
+    if duplicates:
+        raise ImportError(f"{package.__name__}: more than one file has the name {', '.join(sorted(duplicates))}")
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (rank(spec), spec.name))}
 
 
 def _specs(package: ModuleType, kind: type[AnySpec]) -> Iterator[AnySpec]:
     for name in [module.name for folder in package.__path__ for module in iter_modules([folder])]:
         spec = getattr(import_module(f"{package.__name__}.{name}"), "SPEC", None)
         if not isinstance(spec, kind):
-            raise ImportError(f"{package.__name__}.{name}: it has no SPEC that is a {kind.__name__}")
+            raise ImportError(f"{package.__name__}.{name}: missing SPEC. Fix: define SPEC as a {kind.__name__}")
         if spec.name != name:
-            raise ImportError(f"{package.__name__}.{name}: its SPEC is named {spec.name}; give both the same name")
+            raise ImportError(
+                f"{package.__name__}.{name}: SPEC.name={spec.name}: differs from the file's name. Fix: set it to {name}"
+            )
         yield spec
 
 
@@ -71,7 +74,9 @@ def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str
     path, inner, spec = defined_in_file(key, name)
     if not isinstance(spec, kind):
         kinds = " or ".join(subclass.__name__ for subclass in kind.__subclasses__())
-        raise UserError(f"{key}={name}: {path} defines no {inner} that is a {kind.__name__}. Fix: set it to a {kinds}")
+        raise UserError(
+            f"{key}={name}: {path} defines no {inner} of type {kind.__name__}. Fix: set {inner} to a {kinds}"
+        )
     for function, num_positional, parameters in spec.functions:
         try:
             signature(function).bind(*range(num_positional), **parameters)

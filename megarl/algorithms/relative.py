@@ -1,5 +1,8 @@
-"""Rewards against a baseline: estimators of whole samples differ in the baseline and scale only, which are scalars;
-`megarl.algorithms.advantages` has their formulas."""
+"""Advantages relative to a baseline.
+
+Group and sample estimators differ only in their scalar baseline and scale; `megarl.algorithms.advantages` has the
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns A_i = (r_i − b_i) / c_i, float32 [S], for all tokens of sample i. The arguments are float64 [S]."""
+    """Return A_i = (r_i − b_i) / c_i, float32 [S], shared by all tokens of sample i. All arguments are float64 [S]."""
     require_one_shape(reward=reward, baseline=baseline, scale=scale)
     return ((reward - baseline) / scale).float()
 
@@ -20,14 +23,16 @@ def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch
 def token_advantages(
     reward: torch.Tensor, row_sample: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Returns (r_t − b_i) / c_i for each token t of sample i that has a reward of its own, 0 for the others.
+    """Return (r_t − b_i) / c_i, float32 [N], for each token t of sample i with a token reward; 0 for the others.
 
-    Their sum over a token and the rest of its sample is the token's advantage: GRPO with process supervision (arXiv
-    2402.03300, section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).
+    A token's advantage is the sum of these values from the token to the end of its sample: GRPO with process
+    supervision (arXiv 2402.03300, section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).
 
-    reward            float32 [N], NaN for a token without one
-    row_sample        int64 [N]
-    baseline, scale   float32 [S]
+    Args:
+        reward: float32 [N], NaN for a token without a reward.
+        row_sample: int64 [N], the sample of each row.
+        baseline: float32 [S].
+        scale: float32 [S].
     """
     require_one_shape(reward=reward, row_sample=row_sample)
     require_one_shape(baseline=baseline, scale=scale)

@@ -1,4 +1,4 @@
-"""Returns: sums of rewards over the rest of a sample, and the placement of a sample's one reward."""
+"""Returns: discounted sums of rewards over the rest of a sample, and placement of sample rewards on tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 
 def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Returns G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample.
+    """Return G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample, float32 [N]; 0 where the mask is
+    false.
 
-    reward       float32 [N]; rewards of tokens that are not trained on are not read
-    mask         bool [N], the trained tokens: γ counts these only
-    row_sample   int64 [N], not decreasing
-    returns      float32 [N], 0 where the mask is False
+    Args:
+        reward: float32 [N]. Rewards of untrained tokens are ignored.
+        mask: bool [N], true for trained tokens. γ discounts per trained token.
+        row_sample: int64 [N], the sample of each row, non-decreasing.
     """
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
     sums = discounted_sum(reward[mask], row_sample[mask], gamma)
@@ -24,13 +25,14 @@ def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Ten
 
 
 def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
-    """Returns Σ_l discount^l · x_{t+l} over the rest of each row's sample.
+    """Return Σ_l discount^l · x_{t+l} over the rest of each row's sample.
 
-    It is computed by doubling: the sum over 2n terms is the sum over n plus the discounted sum over the n after them.
+    Computed by doubling: the sum of 2n terms is the sum of the first n plus the discounted sum of the next n.
 
-    x            float32 [N]
-    row_sample   int64 [N], not decreasing
-    discount     a number, or float64 [N], equal for all rows of a sample
+    Args:
+        x: float32 [N].
+        row_sample: int64 [N], the sample of each row, non-decreasing.
+        discount: a number, or float64 [N], equal for all rows of a sample.
     """
     require_one_shape(x=x, row_sample=row_sample)
     terms = 1
@@ -42,7 +44,7 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
 
 
 def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
-    """Puts each sample's reward (float32 [S]) on its last trained token. Returns float32 [N], 0 elsewhere."""
+    """Place each sample's reward, float32 [S], on its last trained token. Return float32 [N], 0 elsewhere."""
     require_list("reward", reward)
     require_one_shape(mask=mask, row_sample=row_sample)
     rows = mask.nonzero()[:, 0]
@@ -53,13 +55,13 @@ def at_last_token(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
 
 
 def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """Returns Σ_t r_t over the trained tokens of each sample, float32 [S]. reward: float32 [N]."""
+    """Return Σ_t r_t over the trained tokens of each sample, float32 [S]. `reward` is float32 [N]."""
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
     return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
 
 
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
-    """Returns bool [N]: whether the row that is `distance` further on exists and belongs to the same sample."""
+    """Return bool [N]: whether the row `distance` positions later exists and belongs to the same sample."""
     same = row_sample == row_sample.roll(-distance)
-    same[-distance:] = False  # there the roll has come round to the first rows
+    same[-distance:] = False  # these rows have wrapped around
     return same

@@ -1,4 +1,4 @@
-"""Sums over whole samples for each of their tokens, where the tokens may be on several ranks."""
+"""Per-sample reductions for samples whose tokens may be split across ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleSegments:
-    """The rows that a rank has of some samples.
+    """The rows of some samples that one rank holds.
 
-    mask         bool [N], the trained tokens: only they are summed
-    row_sample   int64 [N], each row's sample, below num_samples
-    reduce       adds up a tensor over the ranks that have rows of these samples, and may change it in place
+    Attributes:
+        mask: bool [N], true for trained tokens; only these are summed.
+        row_sample: int64 [N], the sample of each row, below num_samples.
+        reduce: sums a tensor over the ranks that hold rows of these samples; may work in place.
     """
 
     mask: torch.Tensor
@@ -31,13 +32,14 @@ class SampleSegments:
         require_one_shape(mask=self.mask, row_sample=self.row_sample)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns Σ over the trained tokens of each sample, float32 [S], without gradient. values: float32 [N]."""
+        """Return the sum over the trained tokens of each sample, float32 [S], without gradient. `values` is float32
+        [N]."""
         require_one_shape(values=values, mask=self.mask)
         return self.reduce(self._sums(values.detach()))
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `total` with a gradient, float32 [S], differentiable in this rank's values only. Where every rank
-        computes a loss from it, the sum of the ranks' gradients is the whole gradient."""
+        """Return `total` with a gradient, float32 [S], differentiable in this rank's values only. If every rank
+        computes a loss from it, the gradients summed over the ranks are the full gradient."""
         sums = self._sums(values)
         return self.total(values) + (sums - sums.detach())
 
@@ -47,35 +49,35 @@ class SampleSegments:
         return self.total(self.mask.new_ones(self.mask.shape).float())
 
     def at_level(self, level: str, values: torch.Tensor) -> torch.Tensor:
-        """Returns the values themselves ("token"), their sum over each row's sample ("sequence"), or their mean
-        ("geometric": the logarithm of the geometric mean, if the values are logarithms)."""
+        """Return the values themselves ("token"), their sum over each row's sample ("sequence"), or their mean
+        ("geometric": the log of the geometric mean, if the values are logs)."""
         require_one_shape(values=values, mask=self.mask)
         if level == "token":
             return values
         return self.sum(values) if level == "sequence" else self.mean(values)
 
     def share_at_level(self, level: str) -> torch.Tensor:
-        """Returns the weight of each row in a mean of the values of `at_level`: the mask (bool [N]) for tokens, else
-        1/n for each of a sample's n tokens (float32 [N]), so that the mean is over samples."""
+        """Return each row's weight in a mean over `at_level` values. Level "token": the mask, bool [N]. Other levels:
+        1/n for each of a sample's n trained tokens, float32 [N], so that the mean is over samples."""
         if level == "token":
             return self.mask
         return self.mask / self.count.clamp(min=1)[self.row_sample]
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns each row's mean over its sample, x̄ + x_t − sg(x_t), float32 [N].
+        """Return each row's mean over its sample, x̄ + x_t − sg(x_t), float32 [N].
 
-        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over the rows of f(x̄ +
-        x_t − sg(x_t)) has the same value and, in every x_t, the same gradient, and no gradient crosses ranks.
+        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over rows of f(x̄ + x_t
+        − sg(x_t)) has the same value and the same gradient in every x_t, without gradient communication between ranks.
         """
         mean = (self.total(values) / self.count.clamp(min=1))[self.row_sample]
         return mean + (values - values.detach())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns each row's sum over its sample, n·mean: the mean over rows of f(sum) has the gradient f'(Σx) in
-        x_t."""
+        """Return each row's sum over its sample, n·mean, float32 [N]. The mean over rows of f(sum) has the gradient
+        f'(Σx) in x_t."""
         return self.count[self.row_sample] * self.mean(values)
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sums over this rank's rows, float32 [S]."""
+        """Return each sample's sum over this rank's rows, float32 [S]."""
         trained = values.where(self.mask, 0.0)
         return trained.new_zeros(self.num_samples).index_add(0, self.row_sample, trained)

@@ -1,4 +1,4 @@
-"""Checks that refuse tensors of other shapes than a formula's, where broadcasting would compute something else."""
+"""Shape checks that reject inputs which would otherwise broadcast silently."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 def require_one_shape(**tensors: torch.Tensor) -> None:
-    """Raises ValueError unless all tensors have the same shape [N]."""
+    """Raise ValueError unless all tensors have the same shape [N]."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         *names, last = shapes
         raise ValueError(
-            f"{', '.join(names)} and {last} must share one shape [N], got {', '.join(map(str, shapes.values()))}"
+            f"{', '.join(names)} and {last} must have the same shape [N], got {', '.join(map(str, shapes.values()))}"
         )
 
 
 def require_list(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the tensor, of any length, has one axis."""
+    """Raise ValueError unless the tensor has exactly one dimension."""
     if tensor.dim() != 1:
-        raise ValueError(f"{name} must have one axis, got the shape {tuple(tensor.shape)}")
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")

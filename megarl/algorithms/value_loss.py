@@ -1,4 +1,4 @@
-"""The critic's objective, a loss per token from values and returns."""
+"""The critic's objective: a loss per token from values and returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """The loss of each token, float32 [N], and where the clip cut the gradient off, bool [N]."""
+    """Loss of each token, float32 [N], and mask, bool [N], of tokens whose gradient the clip stopped."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
@@ -20,21 +20,25 @@ class ValueLoss(NamedTuple):
 def explained_variance(
     return_mean: float, return_square_mean: float, residual_mean: float, residual_square_mean: float
 ) -> float | None:
-    """Returns 1 − Var[R − V] / Var[R], 1 for values that are the returns, 0 for constant ones and below 0 for worse.
-    None where the returns are all the same. residual: R − V."""
+    """Return 1 − Var[R − V] / Var[R]: 1 for a perfect critic, 0 for a constant one, negative for worse. None if all
+    returns are equal. The residual is R − V."""
     variance = return_square_mean - return_mean**2
-    if variance <= 1e-9 * return_square_mean:  # less than rounding
+    if variance <= 1e-9 * return_square_mean:  # within rounding error
         return None
     return 1 - (residual_square_mean - residual_mean**2) / variance
 
 
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
-    """Returns ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
+    """Return ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
-    With a clip c: ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value that
-    has moved further than c from the old one gains nothing by moving on towards the return.
+    With a clip c, ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value more
+    than c away from the old one gains nothing by moving further towards the return.
 
-    value, old, returns   float32 [N]; gradients flow into value only
+    Args:
+        value: float32 [N]; the only argument with a gradient.
+        old: float32 [N], V_old.
+        returns: float32 [N], R.
+        clip: c; None disables clipping.
     """
     require_one_shape(value=value, old=old, returns=returns)
     loss = (value - returns).square()

@@ -1,4 +1,4 @@
-"""Advantages with mean 0 and standard deviation 1 over the trained tokens of a whole update, or step."""
+"""Whitening: advantages with mean 0 and standard deviation 1 over the trained tokens of an update or step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of `count` numbers with this sum and sum of squares.
+    """Return mean and standard deviation of `count` numbers with this sum and sum of squares.
 
-    std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and for too
-    few numbers.
+    Args:
+        std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and
+            for too few numbers.
     """
     divisor = {"sample": count - 1, "population": count, "none": 0}[std]
     mean = total / max(count, 1)
@@ -23,10 +24,13 @@ def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[
 
 
 def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
-    """Returns (A − mean) / (std + ε) where the mask is True, and 0 elsewhere, also everywhere if std + ε is 0. Mean and
-    std are those of the trained tokens of a whole update, or of all updates of a step.
+    """Return (A − mean) / (std + ε) where the mask is true, else 0. If std + ε is 0, the divisor is 1.
 
-    advantage, mask   float32 and bool [N]
+    Args:
+        advantage: float32 [N].
+        mask: bool [N], true for trained tokens.
+        mean: mean over the trained tokens of the whole update, or of all updates of the step.
+        std: standard deviation over the same tokens.
     """
     require_one_shape(advantage=advantage, mask=mask)
     return ((advantage - mean) / (std + std_epsilon or 1.0)).where(mask, 0.0)

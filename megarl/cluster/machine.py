@@ -11,7 +11,7 @@ from megarl.cluster.memory.host import least_host_bytes
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
-from megarl.config.device_spans import ENGINE, device_spans, num_devices, places_per_node
+from megarl.config.device_spans import ENGINE, device_spans, places_per_node
 from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -19,11 +19,6 @@ from megarl.core import device
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
 from megarl.models.shape import ModelShape
-from megarl.planner.hardware import GPUS, Cluster
-from megarl.planner.refit_time import deltas_are_measured_faster
-
-LINKS_OF = "H100-80GB"
-"""The GPU whose links are counted with: what those of this machine get is not known here."""
 
 CPU_EXPERTS_MULTIPLE = 32
 """The divisor of the hidden size that vLLM's kernels for experts ask for on CPU."""
@@ -53,13 +48,6 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
         load = fullest_phase(config, models.hf_config, trained, reward, gpu, here)
         raise_all([fits(gpu, device.memory_bytes(gpu % here), load)])
-
-
-def check_deltas(config: Config, models: ModelFolders) -> None:
-    """Raises UserError for rollout.refit_delta on GPUs, by the links that an H100 has."""
-    if device.on_cuda() and not config.is_offline:
-        cluster = Cluster(LINKS_OF, GPUS[LINKS_OF], num_devices(config), device.num_gpus())
-        raise_all([deltas_are_measured_faster(config, ModelParameters(models.hf_config), cluster)])
 
 
 def check_host_memory(config: Config, models: ModelFolders) -> None:

@@ -49,7 +49,6 @@ class Rollout(Section):
     transport: Literal["auto", "shared_memory", "p2p"]
     refit_bucket_mib: PositiveInt | None
     refit_timeout_s: PositiveFloat
-    refit_delta: bool
     verify_refit: Literal["off", "first", "always"]
     quantization: Literal["fp8_block"] | None
     batch_invariant: bool

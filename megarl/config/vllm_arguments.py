@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from megarl.config.schema import Rollout
+
 EngineSection = Literal["rollout", "reward_model"]
 
 _ALWAYS: dict[str, str | None] = {
@@ -70,3 +72,8 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
 }
 """Arguments in rollout.vllm_overrides -> the only value with which a refit reaches the weights that vLLM reads, and the
 effect of others. Startup checks cannot detect this: parameters have the same names and shapes."""
+
+
+def batched_tokens(rollout: Rollout) -> int:
+    """Return the maximum number of tokens that an engine computes at once."""
+    return rollout.vllm_overrides.get("max_num_batched_tokens", max(2048, rollout.context_length))

@@ -1,1 +1,1 @@
-"""Modules that every room imports: the types that travel between rooms, metrics, the device, timing, files."""
+"""Modules shared by the whole package: the types passed between subpackages, metrics, device, timing and files."""

@@ -1,4 +1,4 @@
-"""One checkpoint on disk: a folder whose manifest has the driver's state, and size and SHA-256 of all other files."""
+"""A checkpoint on disk: a folder with a manifest of the driver's state and the size and SHA-256 of every other file."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ MANIFEST = "manifest.json"
 PREFIX = "step_"
 NAME = PREFIX + "{:06d}"
 NOTE = "__{}.written"
-"""The name of the note that a rank has written its files: it begins as Megatron's names of a rank's files do."""
+"""Name of a rank's completion note. It starts like the names that Megatron gives to a rank's files."""
 
-FORMAT = 7
-"""The version of what a manifest holds. It grows by one with keys of the config that an earlier save does not have; the
-values that they then have are in megarl.config.saved. A manifest of version 1 does not name it."""
+FORMAT = 1
+"""Version of the manifest format. It increases when the config gains or loses keys; megarl.config.saved has the values
+that added keys take in older checkpoints."""
+
+FORMAT_KEY = "format_version"
+"""Key of the format in manifests. Pre-releases used another key."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint; path is relative to the checkpoint's folder."""
+    """One file of a checkpoint. `path` is relative to the checkpoint's folder."""
 
     path: str
     num_bytes: int
@@ -35,13 +38,13 @@ class FileRecord:
 
     @property
     def rank(self) -> int:
-        """The rank that wrote it, by Megatron's names of a rank's files; 0 wrote those of all ranks."""
-        found = re.match(r"__(\d+)_", Path(self.path).name)
-        return 0 if found is None else int(found[1])
+        """The rank that wrote the file, read from Megatron's file name; 0 for files that are not specific to a rank."""
+        match = re.match(r"__(\d+)_", Path(self.path).name)
+        return 0 if match is None else int(match[1])
 
 
 def seal(file: Path, checkpoint: Path) -> FileRecord:
-    """Waits until the file is on the disk, and returns its record, read back from there."""
+    """Flush a file to disk and return its record, with the digest computed from the file as read back."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -52,8 +55,9 @@ def seal(file: Path, checkpoint: Path) -> FileRecord:
 class Checkpoint:
     """A complete checkpoint.
 
-    state    the driver's state, from which a run goes on, as JSON values
-    format   the version of its manifest
+    Attributes:
+        state: the driver's state, as JSON values; a run resumes from it.
+        format: version of the manifest format.
     """
 
     path: Path
@@ -64,22 +68,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Reads a checkpoint's manifest. Raises UserError that names what is missing or damaged, as far as sizes tell,
-        and the checkpoint before."""
+        """Read a checkpoint's manifest and check the size of every file.
+
+        Raises:
+            UserError: a file is missing or has the wrong size. The message names the previous checkpoint.
+        """
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
             intact = manifest["sha256"] == _digest(content)
         except FileNotFoundError:
-            raise UserError(f"{path}: {MANIFEST} is missing; {_remedy(path)}") from None
+            raise UserError(f"{path}: {MANIFEST} is missing. {_remedy(path)}") from None
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            raise UserError(f"{path}: {MANIFEST} is damaged; {_remedy(path)}")
-        if (version := content.get("format", 1)) > FORMAT:
-            raise UserError(
-                f"{path}: a later megarl saved it, in format {version}; this one reads up to {FORMAT}: update megarl"
-            )
+            raise UserError(f"{path}: {MANIFEST} is damaged. {_remedy(path)}")
+        version = checked_format(content, path)
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files, version)
         for record in files:
@@ -91,31 +95,48 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.files)
 
     def verify(self, files: Iterable[FileRecord]) -> None:
-        """Reads these files of the checkpoint. Raises UserError that names the first that differs from what was
-        written."""
+        """Check the SHA-256 of these files. Raises UserError for the first that differs from its record."""
         for record in files:
             self._check_size(record)
             with (self.path / record.path).open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != record.sha256:
                 raise UserError(
-                    f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}… and was "
-                    f"{record.sha256[:8]}…; {_remedy(self.path)}"
+                    f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}…, expected "
+                    f"{record.sha256[:8]}…. {_remedy(self.path)}"
                 )
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
         if not file.exists():
-            raise UserError(f"{self.path}: {record.path} is missing; {_remedy(self.path)}")
+            raise UserError(f"{self.path}: {record.path} is missing. {_remedy(self.path)}")
         if (size := file.stat().st_size) != record.num_bytes:
             raise UserError(
-                f"{self.path}: {record.path} is damaged: it has {size:,} bytes and had {record.num_bytes:,}; "
+                f"{self.path}: {record.path} is damaged: it has {size:,} bytes, expected {record.num_bytes:,}. "
                 f"{_remedy(self.path)}"
             )
 
 
+def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
+    """Return the format of a manifest of the file or folder `path`. Raises UserError unless this version reads it."""
+    version = manifest.get(FORMAT_KEY)
+    if version is None:
+        raise UserError(
+            f"{path}: saved by a pre-release of megarl, whose formats this version does not read. Fix: start from "
+            "scratch with another run.name"
+        )
+    if not isinstance(version, int) or version < 1:
+        raise UserError(f"{path}: unknown format {version!r}. Fix: use a checkpoint that megarl has written")
+    if version > FORMAT:
+        raise UserError(
+            f"{path}: saved in format {version} by a later version of megarl; this version reads formats up to "
+            f"{FORMAT}. Fix: update megarl"
+        )
+    return version
+
+
 def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
-    """Notes in the folder that these files of a rank are written. The note is no file of the checkpoint."""
+    """Record that a rank has written these files to the folder. The note is not part of the checkpoint."""
     note = folder / NOTE.format(rank)
     new = note.with_suffix(".new")
     new.write_text(json.dumps([asdict(record) for record in files]), encoding="utf-8")
@@ -123,7 +144,7 @@ def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
 
 
 def noted_files(checkpoint: Path, folder: str, num_ranks: int) -> list[FileRecord] | None:
-    """Returns the files that the ranks have noted in a folder of the checkpoint; None as long as one has not."""
+    """Return the files that the ranks recorded in a checkpoint's folder; None until every rank has written its note."""
     notes = [checkpoint / folder / NOTE.format(rank) for rank in range(num_ranks)]
     if not all(note.exists() for note in notes):
         return None
@@ -137,8 +158,10 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Returns whether the folder is a checkpoint, whole or damaged: other folders, a run's too, may have a file of the
-    manifest's name."""
+    """Return whether the folder is a checkpoint, complete or damaged.
+
+    The name of the manifest does not settle this: run folders also contain a file of that name.
+    """
     try:
         return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -148,8 +171,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
-    """Makes a checkpoint of a folder, for `Checkpoint.open` to read. files: all files in it, already on the disk."""
-    content = {"format": FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
+    """Write the manifest that makes a folder a checkpoint. `files` are all files in it, already flushed to disk."""
+    content = {FORMAT_KEY: FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
     write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
 
 
@@ -157,8 +180,8 @@ def _remedy(checkpoint: Path) -> str:
     step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
     earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
     if not earlier:
-        return "there is no earlier one; start anew with resume=never run.replace=true"
-    return f"go on from the one before it: resume={earlier[-1]}"
+        return "There is no earlier checkpoint. Fix: start from scratch with resume=never run.replace=true"
+    return f"Fix: resume from the previous checkpoint with resume={earlier[-1]}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -166,7 +189,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Writes the text, and waits until it is on the disk."""
+    """Write a text file and flush it to disk."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

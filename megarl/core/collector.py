@@ -1,4 +1,4 @@
-"""Pauses Python's search for garbage where it finds none."""
+"""Pausing Python's garbage collector where it finds nothing to collect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pauses the search. A large plan is a million small objects, none of them garbage, and the search takes as long as
-    planning."""
+    """Pause garbage collection.
+
+    A large plan consists of a million small objects, none of them garbage; collection would take as long as planning.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,9 +25,11 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Pauses the search while it imports large libraries, of which it would be a quarter of the time, and leaves their
-    objects out of all searches to come."""
+    """Pause garbage collection during the import of large libraries and exempt their objects from later collections.
+
+    Collection would account for a quarter of the import time.
+    """
     with without_collector():
         yield
         gc.freeze()
-        atexit.register(gc.unfreeze)  # for libraries that count at the end what is left of theirs
+        atexit.register(gc.unfreeze)  # some libraries count their live objects at exit

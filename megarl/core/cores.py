@@ -1,4 +1,4 @@
-"""The processor cores that this process may use."""
+"""CPU cores available to this process."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Returns the cores of this process's affinity, or fewer where its control group has a quota of processor time: a
-    job or a container may have 8 of a machine's 128 cores."""
+    """Return the number of cores in this process's affinity mask, or its cgroup's CPU quota if that is lower.
+
+    A job or container may be limited to 8 of a machine's 128 cores.
+    """
     allowed, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def cgroup_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
-    """Returns the cores that the control group's quota of processor time is worth, the least of those of the groups
-    that this one lies in; None where there is none.
+    """Return the CPU quota of this process's cgroup in cores, the minimum over its ancestors; None without a quota.
 
-    proc, cgroups: where the kernel shows processes, and control groups of version 2 (cpu.max) or 1 (cpu.cfs_quota_us).
+    Args:
+        proc: mount point of procfs.
+        cgroups: mount point of cgroup v2 (cpu.max) or v1 (cpu.cfs_quota_us).
     """
     return min((cores for folder in _folders(proc, cgroups) for cores in _quota(folder)), default=None)
 
 
 def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yields the folders of this process's control groups that may have a quota, from its own up to the first."""
+    """Yield the folders of this process's cgroups that may set a CPU quota, from its own up to the root."""
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "cpu" in controllers.split(","):
-            first = cgroups / controllers
-            own = first / path.lstrip("/")
-            # A container may see its own group as the first, and read the path that its host knows.
-            for folder in (own, *own.parents) if own.is_dir() else (first,):
-                if folder.is_relative_to(first):
+            root = cgroups / controllers
+            leaf = root / path.lstrip("/")
+            # A container may see its own cgroup as the root but read the path that is valid on the host.
+            for folder in (leaf, *leaf.parents) if leaf.is_dir() else (root,):
+                if folder.is_relative_to(root):
                     yield folder
 
 
@@ -47,6 +50,6 @@ def _quota(folder: Path) -> Iterator[float]:
 
 
 def _lines(file: Path) -> list[str]:
-    with suppress(OSError):  # there are none
+    with suppress(OSError):  # the file does not exist
         return file.read_text().splitlines()
     return []

@@ -1,8 +1,10 @@
-"""The errors that tell who has to act."""
+"""Errors that tell the user's mistakes from failures."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """An error that its reader mends in the recipe, the data or the machine; its text says how. Any other error, also
-    another ValueError, is a failure, and is shown with its process, log and stack."""
+    """An error that the user can fix in the recipe, the data or on the machine; the message says how.
+
+    Every other exception, including other ValueErrors, is a failure and is reported with its process, log and stack.
+    """

@@ -1,4 +1,4 @@
-"""Files and folders on disk: folders that appear when they are complete, names with numbers in them, rows of text."""
+"""Files and folders: folders that appear only when complete, numbered names, lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 from megarl.core.errors import UserError
 
 Progress = Callable[[str, int, int], None]
-"""A function that is called with what has just been done ("checked", "written", "verified"), to how many bytes, and how
-many there are in all."""
+"""Called with the last action ("checked", "written", "verified"), the bytes processed and the total bytes."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -25,8 +24,9 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Gives a hidden folder beside `out` to write into, which becomes `out` at the end, when all of it is on the disk.
-    After an error nothing is left of it. Raises UserError as require_room does.
+    """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk.
+
+    The hidden folder is deleted if the body raises. Raises UserError as `require_room` does.
     """
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -40,20 +40,20 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def require_room(out: Path, num_bytes: int) -> None:
-    """Raises UserError where `out` exists, or its disk has no room for it. num_bytes: about what will be written."""
+    """Raise UserError if `out` exists or its disk has fewer than about `num_bytes` free."""
     if out.exists():
-        raise UserError(f"{out} exists already; give a new folder or remove it")
+        raise UserError(f"{out} already exists. Fix: choose a new folder or remove this one")
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
         raise UserError(
-            f"{out}: its disk has {free / 1e9:.2f} GB free, and {num_bytes / 1e9:.2f} GB are to be written; free some "
-            "or give a folder on another disk"
+            f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
+            "space or choose a folder on another disk"
         )
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,7 +62,7 @@ def sync(path: Path) -> None:
 
 
 def number_in(name: str, pattern: str) -> int | None:
-    """Returns the n whose pattern.format(n) is the name, None if there is none. pattern: such as step_{:06d}."""
+    """Return the n for which pattern.format(n) equals the name, or None. Example of a pattern: step_{:06d}."""
     before, after = re.split(r"{.*}", pattern)
     digits = name.removeprefix(before).removesuffix(after)
     number = int(digits) if re.fullmatch(r"[0-9]+", digits) else None
@@ -70,21 +70,21 @@ def number_in(name: str, pattern: str) -> int | None:
 
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    """Returns the folder's entries with such names, by ascending number; other entries are somebody else's."""
-    found = {number_in(path.name, pattern): path for path in folder.glob("*")}
-    found.pop(None, None)
-    return dict(sorted(found.items()))
+    """Return the folder's entries whose names match the pattern, in ascending order of their numbers."""
+    entries = {number_in(path.name, pattern): path for path in folder.glob("*")}
+    entries.pop(None, None)
+    return dict(sorted(entries.items()))
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Writes a file that is whole from the moment it has its name, in place of an earlier one."""
+    """Write a text file atomically, replacing any earlier version."""
     new = file.with_name(f".{file.name}")
     new.write_text(text, encoding="utf-8")
     new.replace(file)
 
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Appends JSON values to a file, a line each, as text that people can read."""
-    # UTF-8 has no lone surrogates, which texts may hold. So replaced, they are JSON's own escapes.
+    """Append values to a file as lines of human-readable JSON."""
+    # Texts may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

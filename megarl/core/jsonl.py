@@ -1,4 +1,4 @@
-"""Reads JSONL files of a run that may have been killed while it wrote them."""
+"""Reads JSONL files whose writer may have been killed in the middle of a line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 def read_objects(
     path: Path, keep: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the objects of a JSONL file, and the numbers of the lines that hold none. NaN and infinities are read as
-    None. keep: returns what is kept of an object, which may be large."""
+    """Return the objects of a JSONL file, and the numbers of the lines that do not contain an object.
+
+    NaN and infinities are read as None. `keep` reduces each object to the part to return, since objects may be large.
+    """
     objects, unreadable = [], []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Metrics that know how they are reduced: over microbatches, over ranks, over steps."""
+"""Metrics that carry their own reduction over microbatches, ranks and steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value, its reduction, and its weight in a mean (tokens, samples …; unused by other reductions)."""
+    """A value with its reduction and its weight in a mean (tokens, samples, …). Other reductions ignore the weight."""
 
     value: float
     weight: float = 1.0
     reduction: Reduction = "mean"
 
     def __reduce__(self) -> tuple[type[Metric], tuple[float, float, Reduction]]:
-        """Is pickled as its three values: a driver unpickles some ten thousand in a step, and what dataclasses with
-        slots are pickled by asks for the fields of each."""
+        """Pickle as a plain tuple. A driver unpickles about ten thousand metrics a step, and the default for slotted
+        dataclasses looks up the fields of each."""
         return Metric, (self.value, self.weight, self.reduction)
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combines the metrics of several microbatches or ranks, name by name. A mean of weight 0 is left out."""
-    groups: dict[str, list[Metric]] = {}
+    """Combine the metrics of several microbatches or ranks by name. A mean of weight 0 is left out."""
+    metrics_by_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
-            groups.setdefault(name, []).append(metric)
-    merged = {name: _reduce(name, metrics) for name, metrics in groups.items()}
+            metrics_by_name.setdefault(name, []).append(metric)
+    merged = {name: _reduce(name, metrics) for name, metrics in metrics_by_name.items()}
     return {name: metric for name, metric in merged.items() if metric is not None}
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combines the metrics of a step's updates as `merge` does, but for sums, such as the loss: each is a sum over a
-    whole update, and the step has the mean of the updates'."""
+    """Combine the metrics of a step's updates like `merge`, but average sums.
+
+    A sum such as the loss covers one whole update; the step reports the mean over its updates.
+    """
     return merge({name: _as_mean(metric) for name, metric in update.items()} for update in updates)
 
 
@@ -49,7 +51,7 @@ def _as_mean(metric: Metric) -> Metric:
 
 def _reduce(name: str, metrics: list[Metric]) -> Metric | None:
     reductions = {metric.reduction for metric in metrics}
-    assert len(reductions) == 1, f"{name} is reduced in two ways: {reductions}"
+    assert len(reductions) == 1, f"{name} has conflicting reductions: {reductions}"
     reduction = reductions.pop()
     weight = sum(metric.weight for metric in metrics)
     if reduction == "mean":

@@ -1,4 +1,4 @@
-"""The end of a process with its parent."""
+"""Tying a process's lifetime to its parent's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_with_parent(number: int) -> None:
-    """Makes the kernel send this process a signal when the parent's thread that started it ends, however that
-    happens."""
+    """Make the kernel send this process a signal when the parent thread that started it exits for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

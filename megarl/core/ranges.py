@@ -1,4 +1,4 @@
-"""Ranges of numbers in configurations, as pydantic reads them."""
+"""Pydantic types for numbers within a range."""
 
 from __future__ import annotations
 

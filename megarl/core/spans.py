@@ -1,8 +1,8 @@
-"""Spans of devices, as ranges of their numbers."""
+"""Contiguous spans of devices, as ranges of their indices."""
 
 from __future__ import annotations
 
 
 def overlap(one: range, other: range) -> bool:
-    """Returns whether two spans have a device in common."""
+    """Return whether two spans share a device."""
     return max(one.start, other.start) < min(one.stop, other.stop)

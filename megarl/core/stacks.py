@@ -1,4 +1,4 @@
-"""The Python stacks of a process, whatever it is busy with, for another process that has waited for it too long."""
+"""Stack dumps of a process, requested by another process that has waited too long for it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ SIGNAL = signal.SIGUSR2
 
 
 def write_on_request() -> None:
-    """Makes this process answer SIGNAL, from now on, with the stacks of all its threads on its standard error."""
+    """Make this process print the stacks of all its threads to stderr whenever it receives SIGNAL."""
     faulthandler.register(SIGNAL, all_threads=True)

@@ -1,4 +1,4 @@
-"""Wall-clock seconds: of the phases of a step, and of what is under way."""
+"""Wall-clock timing of a step's phases and of single operations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """A clock of a step's phases, which may recur and whose times add up. The step runs from construction on."""
+    """Times the phases of one step, starting at construction. Repeated phases add up."""
 
     def __init__(self, record: Callable[[str, float, float], object] | None = None) -> None:
-        """record: called at the end of a phase with its name, begin and end, in seconds since the epoch."""
+        """record: called after each phase with its name, begin and end, in seconds since the epoch."""
         self._record = record
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
@@ -25,17 +25,17 @@ class Stopwatch:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Returns time/PHASE for each phase, and time/step, in seconds."""
+        """Return time/PHASE for each phase and time/step, in seconds."""
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return {**times, "time/step": time.perf_counter() - self._start}
 
 
 class ElapsedTime:
-    """A clock of something that takes a while, which runs from construction on."""
+    """Times one operation, starting at construction."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
-    def print(self, what: str) -> None:
-        """Prints that something is done, and how long it took."""
-        print(f"{what} in {time.perf_counter() - self._start:.1f} s", flush=True)
+    def print(self, event: str) -> None:
+        """Print that something is done and how long it took."""
+        print(f"{event} in {time.perf_counter() - self._start:.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""A microbatch: samples packed one after the other, as the ranks compute with them."""
+"""A microbatch: samples packed back to back, in the form that ranks compute with."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ ROW_FIELDS = (
     ),
     *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids", "labels"),
 )
-"""The fields of a TokenBatch with one element per row, or K."""
+"""Fields of a TokenBatch whose first axis is rows; candidate_ids also has an axis of K candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One microbatch: D documents (a prompt and one response each), packed without padding between them.
+    """One microbatch: D documents (one prompt and one response each), packed without padding between them.
 
-    Documents of the same prompt may share tokens that they begin with: these stand in the pack once, and each document
-    lists where its own tokens are. The pack is then depth first: what goes on from a token follows it before anything
-    else. T = tokens in the pack, padding at its end included. N = rows whose log-prob is wanted, ordered by
-    document, then by position. The row of a response token is the token before it, whose hidden state predicts it.
+    Documents of the same prompt may share a prefix. Shared tokens appear once in the pack, and each document lists the
+    positions of its tokens. The pack is in depth-first order: all continuations of a token follow it directly.
+
+    T = tokens in the pack, including padding at the end. N = rows that need a log-prob, ordered by document, then by
+    position. The row of a response token is the preceding token, whose hidden state predicts it. S = samples.
 
     tokens            int64 [T]
     positions         int64 [T]      position within the document
     document_tokens   int64 [Σ len]  positions in the pack of each document's tokens, document after document
-    boundaries        int32 [D + 1]  where each document begins in document_tokens; padding, if any, is the last one
-    rows              int64 [N]      positions in the pack whose hidden state goes through the head
-    targets           int64 [N]      the sampled token of each row
+    boundaries        int32 [D + 1]  offset of each document in document_tokens; padding, if any, is the last document
+    rows              int64 [N]      positions in the pack whose hidden states go through the head
+    targets           int64 [N]      sampled token of each row
     row_sample        int64 [N]      index of the row's sample within the microbatch
-    rollout_logprobs         float32 [N]    log-prob under the rollout_logprobs policy
+    rollout_logprobs  float32 [N]    log-prob under the rollout policy
     mask              bool [N]       False for response tokens that are not trained on
-    weight            float32 [N]    share of the update's loss, 0 where the mask is False
+    weight            float32 [N]    share of the update's loss; 0 where the mask is False
     reward            float64 [S]    reward of each sample
-    baseline          float64 [S]    advantage = (reward − baseline) / scale; float64, because where large rewards
-                                     differ little few digits would be left in float32
+    baseline          float64 [S]    advantage = (reward − baseline) / scale; float64, because float32 would lose the
+                                     small differences between large rewards
     scale             float64 [S]
-    token_baseline    float32 [S]    the same for rewards of single tokens
-    token_scale       float32 [S]
-    old               float32 [N]    log-prob under the policy at the start of the step; None: it is the current one
-    reference         float32 [N]    log-prob under the reference; None: no term reads it
-    values            float32 [N]    the critic's value of the state in which each target was sampled, from the start of
-                                     the step; None: there is no critic
-    implicit_reward   float32 [N]    an implicit reward model's reward of each token, beside the sample's; None: there
-                                     is none
-    process_reward    float32 [N]    a reward model's reward of each token, and the rewards of turns, which `reward`
-                                     then does not contain; None: there are none
-    kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: it is no reward
+    token_baseline    float32 [S]    baseline for per-token rewards
+    token_scale       float32 [S]    scale for per-token rewards
+    old               float32 [N]    log-prob under the policy at the start of the step; None: same as the current one
+    reference         float32 [N]    log-prob under the reference; None: not needed
+    values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
+                                     sampled; None: no critic
+    implicit_reward   float32 [N]    per-token reward from an implicit reward model, in addition to the sample's
+                                     reward; None: no such model
+    process_reward    float32 [N]    per-token reward from a process reward model or from turns, not included in
+                                     `reward`; None: no such rewards
+    kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
     advantage         float32 [N]    None: not estimated yet
-    returns           float32 [N]    the critic's targets; None: not estimated yet, or there is no critic
-    selected          bool [N]       tokens that the objective treats apart; None: it does not
-    imitation_weight  float32 [N]    share of the update's loss of positive examples; None: nobody reads it
-    candidate_ids     int64 [N, K]   the tokens that the engine sampled from, padded with −1; a row of −1 alone stands
-                                     for the whole vocabulary; None: every row does
-    labels            float32 [N]    the label of each row's token, NaN for one without; None: samples have none
-    routes            int8 or int16 [T, layers, experts per token]: as in Sample; None: no sample has any
+    returns           float32 [N]    critic's targets; None: not estimated yet, or no critic
+    selected          bool [N]       tokens that the objective treats separately; None: it treats all tokens alike
+    imitation_weight  float32 [N]    share of the update's loss on positive examples; None: not used
+    candidate_ids     int64 [N, K]   tokens that the engine sampled from, padded with −1; a row of only −1 stands for
+                                     the whole vocabulary; None: every row does
+    labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
+    routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
     """
 
     tokens: torch.Tensor
@@ -106,14 +107,13 @@ class TokenBatch:
 
     @property
     def in_loss(self) -> torch.Tensor:
-        """Whether each row is in the loss, bool [N]: False for tokens that are not trained on, and for those of samples
-        that the loss leaves out."""
+        """Whether each row is in the loss, bool [N]. False for untrained tokens and for samples excluded from it."""
         return self.weight > 0
 
     def take_rows(self, numbers: torch.Tensor) -> TokenBatch:
-        """Returns the batch with the fields of these rows (int64 [n]) only."""
-        kept = {name: getattr(self, name) for name in ROW_FIELDS}
-        return replace(self, **{name: None if value is None else value[numbers] for name, value in kept.items()})
+        """Return the batch with its row fields restricted to these rows (int64 [n])."""
+        row_fields = {name: getattr(self, name) for name in ROW_FIELDS}
+        return replace(self, **{name: None if value is None else value[numbers] for name, value in row_fields.items()})
 
     def validate(self) -> None:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
@@ -124,11 +124,13 @@ class TokenBatch:
         for name in ("baseline", "scale", "token_baseline", "token_scale"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_samples,), f"{name} has shape {shape}, expected ({num_samples},)"
-        assert tuple(self.positions.shape) == (num_tokens,), "one position per token"
-        assert self.routes is None or len(self.routes) == num_tokens, "routes of each token"
-        assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), "documents"
-        stands = self.tokens.new_zeros(num_tokens, dtype=bool)
-        stands[self.document_tokens] = True
-        assert bool(stands.all()), "every token of the pack is part of a document"
-        assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row outside the pack"
-        assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row of no sample"
+        assert tuple(self.positions.shape) == (num_tokens,), "positions and tokens differ in length"
+        assert self.routes is None or len(self.routes) == num_tokens, "routes and tokens differ in length"
+        assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), (
+            "boundaries do not span document_tokens"
+        )
+        is_covered = self.tokens.new_zeros(num_tokens, dtype=bool)
+        is_covered[self.document_tokens] = True
+        assert bool(is_covered.all()), "a token of the pack belongs to no document"
+        assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row lies outside the pack"
+        assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row belongs to no sample"

@@ -1,8 +1,8 @@
-"""The types that travel between rooms: prompts, samples and packed token batches.
+"""Types passed between subpackages: prompts, samples and their scores.
 
-Prompts and samples hold their tokens as numpy arrays that nobody can write, so that the reward process and the data
-room handle them without torch, and processes of one machine read them where Ray has put them. A `TokenBatch` holds
-torch tensors and exists only where a model runs.
+Prompts and samples hold their tokens as read-only numpy arrays. The reward process and the data code handle them
+without torch, and processes on one machine read them from Ray's object store without a copy. A `TokenBatch` holds torch
+tensors and exists only where a model runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 NO_ROUTE = -1
-"""The number in place of an expert's where a token has no route."""
+"""Expert index of a token without a route."""
 
 FAILED = "failed"
-"""The stop reason of a rollout whose environment raised an error, hung, or ended its process."""
+"""Stop reason of a rollout whose environment raised an error, timed out or exited."""
 
 
 class _HoldsArrays:
-    """A base of dataclasses some of whose fields are arrays: their equality, and read-only fields."""
+    """Base of dataclasses with array fields: provides equality and read-only arrays."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class _HoldsArrays:
     __hash__ = None
 
     def _freeze(self, name: str, dtype: DTypeLike, axes: int = 1) -> None:
-        """Replaces a field's values, of any sequence, by an array that cannot be written."""
+        """Replace a field, given as any sequence, by a read-only array."""
         array = np.asarray(getattr(self, name), dtype).view()
         assert array.ndim == axes, f"{name} has shape {array.shape}"
         array.setflags(write=False)
@@ -51,14 +51,15 @@ class _HoldsArrays:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt(_HoldsArrays):
-    """One prompt, tokenised once: these ids are what the engine reads and what the trainer trains on.
+    """One prompt, tokenized once: the engine reads these ids and the trainer trains on them.
 
-    id         unique within the data set, stable over runs with the same seed
-    text       what `token_ids` decode to, special tokens included
-    token_ids  int32 [P], which may be given as any sequence
-    messages   the conversation that the prompt continues, each message with its role and content
-    answer     the reference that rewards compare with (None if they need none)
-    columns    those columns of the data's row that a reward function asks for, as JSON values
+    Attributes:
+        id: unique within the data set, stable across runs with the same seed.
+        text: the decoded `token_ids`, including special tokens.
+        token_ids: int32 [P]; any sequence is accepted.
+        messages: the conversation that the prompt continues; each message has a role and content.
+        answer: the reference answer for reward functions; None if they need none.
+        columns: the columns of the data row that reward functions require, as JSON values.
     """
 
     id: str
@@ -80,7 +81,7 @@ class Prompt(_HoldsArrays):
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """`count` consecutive response tokens that were sampled under weight version `version`."""
+    """`count` consecutive response tokens sampled under weight version `version`."""
 
     version: int
     count: int
@@ -88,11 +89,13 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateIds(_HoldsArrays):
-    """The candidates of each of R response tokens: the tokens that the engine kept when it truncated the distribution
-    that it sampled from; none where it kept the whole vocabulary.
+    """The candidates of each of R response tokens: the tokens left after the engine truncated its distribution.
 
-    ids       int32, the candidates of all tokens, one token after the other
-    offsets   int32 [R + 1]: the candidates of token t are ids[offsets[t] : offsets[t + 1]]
+    A token has no candidates if the engine kept the whole vocabulary.
+
+    Attributes:
+        ids: int32, the candidates of all tokens, concatenated.
+        offsets: int32 [R + 1]; the candidates of token t are ids[offsets[t] : offsets[t + 1]].
     """
 
     ids: NDArray[np.int32]
@@ -101,7 +104,7 @@ class CandidateIds(_HoldsArrays):
     def __post_init__(self) -> None:
         self._freeze("ids", np.int32)
         self._freeze("offsets", np.int32)
-        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.ids), "the offsets do not cover the ids"
+        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.ids), "offsets do not span ids"
 
     @classmethod
     def of(cls, ids_by_token: Sequence[ArrayLike]) -> CandidateIds:
@@ -110,7 +113,7 @@ class CandidateIds(_HoldsArrays):
 
     @classmethod
     def none(cls, num_tokens: int) -> CandidateIds:
-        """Returns the candidates of a response for which the engine kept the whole vocabulary at every token."""
+        """Return the candidates of a response whose every token was sampled from the whole vocabulary."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
 
     def __reduce__(self) -> tuple:
@@ -125,12 +128,14 @@ class CandidateIds(_HoldsArrays):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(_HoldsArrays):
-    """R tokens that an engine sampled in one go, the end of the sequence included if it was sampled. Fields as in
-    Sample.
+    """R tokens sampled by an engine in one request, including the end-of-sequence token if it was sampled.
 
-    stop                the text that ended it, which it ends with; None if a token or its limit did
-    num_cached_tokens   the tokens before them whose keys and values the engine had already
-    routes              those of all tokens before them, and of theirs
+    Fields not listed here are as in `Sample`.
+
+    Attributes:
+        stop: the stop string that ended the completion and is its last text; None if a token or a limit ended it.
+        num_cached_tokens: preceding tokens whose keys and values were in the engine's cache.
+        routes: routes of the preceding tokens and of the completion.
     """
 
     token_ids: NDArray[np.int32]
@@ -150,7 +155,7 @@ class Completion(_HoldsArrays):
 
     @property
     def text_ids(self) -> NDArray[np.int32]:
-        """The tokens without the one that ended it, which may be no special one."""
+        """The token ids without the stop token, which need not be a special token."""
         is_ended_by_token = self.finish_reason == "stop" and self.stop is None
         return self.token_ids[:-1] if is_ended_by_token else self.token_ids
 
@@ -160,15 +165,16 @@ class Completion(_HoldsArrays):
 
 @dataclass(frozen=True, slots=True)
 class RolloutInfo:
-    """The numbers of a rollout in an environment, which each of its samples has.
+    """Statistics of a rollout in an environment, shared by all of its samples.
 
-    stop_reason         why it ended: a StopReason
-    num_turns           turns of the policy
-    num_samples         the sequences that it is trained on as: more than one where a turn's context did not begin with
-                        what had been sampled
-    tool_calls          how many calls of tools ended in which way
-    num_context_tokens  tokens before its turns after the first, summed over these
-    num_cached_tokens   those of them whose keys and values the engine had already
+    Attributes:
+        stop_reason: why it ended; a StopReason.
+        num_turns: turns of the policy.
+        num_samples: training sequences of the rollout; more than one if the context of a turn did not start with the
+            tokens sampled so far.
+        tool_calls: number of tool calls by outcome.
+        num_context_tokens: tokens preceding each turn after the first, summed over these turns.
+        num_cached_tokens: those of num_context_tokens whose keys and values were in the engine's cache.
     """
 
     stop_reason: str
@@ -185,17 +191,18 @@ class RolloutInfo:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What an environment says of a rollout, for its rewards and for people to read.
+    """An environment's record of a rollout, for rewards and for display.
 
-    info           its numbers
-    rewards        of each turn, None for one without its own
-    parts          the sums of rewards over turns, by the name that the environment gives them
-    failure        why it has no reward, in one line; None if it has one
-    stack          of what the environment raised, if it did
-    outcome        the reward of the rollout as a whole, beside those of turns
-    messages       the conversation, as text
-    first_turn     the rollout's number of the first turn that this sample is trained on
-    is_last        whether this is the last of the rollout's samples, whose text reward functions read
+    Attributes:
+        info: the rollout's statistics.
+        rewards: reward of each turn; None for a turn without one.
+        parts: named components of the reward, summed over turns.
+        failure: one line on why the rollout has no reward; None if it has one.
+        stack: stack trace of the environment's error, if it raised one.
+        outcome: reward of the rollout as a whole, in addition to the rewards of turns.
+        messages: the conversation, as text.
+        first_turn: index within the rollout of this sample's first trained turn.
+        is_last: whether this is the rollout's last sample, whose text reward functions read.
     """
 
     info: RolloutInfo
@@ -211,26 +218,25 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample(_HoldsArrays):
-    """One sequence that is trained on: the completion of a prompt, or turns of a rollout in an environment with what
-    stands between them. R = number of response tokens, end-of-sequence included if it was sampled.
+    """One training sequence: the completion of a prompt, or turns of a rollout with the tokens between them.
 
-    Arrays may be given as any sequences. Pickled, a response costs 8.2 bytes a token beside its text: flags travel as
-    bits.
+    R = number of response tokens, including the end-of-sequence token if it was sampled. Arrays may be passed as any
+    sequences. A pickled response takes 8.2 bytes per token plus its text; the mask is packed into bits.
 
-    response_ids        int32 [R], the ids that were sampled; text is never tokenised again
-    response_logprobs   float32 [R]: log-probabilities under the rollout_logprobs policy, at the sampling temperature
-    response_mask       bool [R]: True for a token that the policy produced and that is trained on
-    versions            runs of weight versions, whose counts sum to R
-    text                the decoded response that rewards read, special tokens left out
-    candidate_ids       None if the engine kept the whole vocabulary at every token
-    rollout_id          the rollout that it is of, which may have several samples; "" stands for the sample's own id
-    episode             None without an environment
-    routes              int8 or int16 [P + R, layers, experts per token]: the numbers of the experts that each token of
-                        prompt and response went to in the engine, in each layer that has experts; NO_ROUTE for all of
-                        a token whose experts are not known, such as the last one, from which nothing was sampled. None
-                        if the run does not replay routes
-    labels              float32 [R] in [0, 1]: what the data says of the response's tokens, NaN for one of which it says
-                        nothing. None but in data of labels
+    Attributes:
+        response_ids: int32 [R], the sampled ids; text is never tokenized again.
+        response_logprobs: float32 [R], log-probs under the rollout policy at the sampling temperature.
+        response_mask: bool [R], True for tokens that the policy sampled and that are trained on.
+        versions: runs of weight versions; their counts sum to R.
+        text: the decoded response without special tokens, as reward functions read it.
+        candidate_ids: None if the engine kept the whole vocabulary at every token.
+        rollout_id: the sample's rollout, which may have several samples; "" stands for the sample's own id.
+        episode: None without an environment.
+        routes: int8 or int16 [P + R, layers, experts per token], the indices of the experts to which the engine routed
+            each token of prompt and response, in each MoE layer. NO_ROUTE if a token's experts are unknown, such as
+            those of the last token, which was never an input. None if the run does not replay routes.
+        labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabelled tokens. None
+            unless the data has labels.
     """
 
     id: str
@@ -262,7 +268,7 @@ class Sample(_HoldsArrays):
         optional = (values for values in (self.candidate_ids, self.labels) if values is not None)
         lengths.update(len(values) for values in optional)
         assert len(lengths) == 1, (
-            f"sample {self.id}: ids, log-probs, mask, versions, kept ids or labels differ in length: {lengths}"
+            f"sample {self.id}: ids, log-probs, mask, versions, candidate ids or labels differ in length: {lengths}"
         )
 
     def __hash__(self) -> int:
@@ -279,12 +285,12 @@ class Sample(_HoldsArrays):
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """The token ids of prompt and response, int32 [P + R]."""
+        """Token ids of prompt and response, int32 [P + R]."""
         return np.concatenate((self.prompt.token_ids, self.response_ids))
 
     @property
     def num_tokens(self) -> int:
-        """The number of prompt and response tokens together."""
+        """Number of tokens of prompt and response."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
 
@@ -297,13 +303,14 @@ def _unpack_sample(
 
 @dataclass(frozen=True, slots=True)
 class SampleInfo:
-    """The driver's knowledge of a sample: numbers and names, never its tokens.
+    """The driver's view of a sample: counts and names, never tokens.
 
-    prompt_id    the prompt's, which the samples of a group have in common
-    rollout_id   as Sample's
-    rollout      the numbers of its rollout; None without an environment
-    beginning    tells the prompts' tokens apart where an environment gives samples of one prompt different ones, and
-                 their routes where an engine does
+    Attributes:
+        prompt_id: id of the prompt, shared by the samples of a group.
+        rollout_id: as in Sample.
+        rollout: statistics of its rollout; None without an environment.
+        beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
+            of their routes if the engine reports routes. Samples with equal values can share their prompt.
     """
 
     id: str
@@ -323,7 +330,7 @@ class SampleInfo:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its environment has failed, and not its reward."""
+        """Whether the environment failed. A failed reward function does not count."""
         return self.rollout is not None and self.rollout.has_failed
 
     @property
@@ -343,11 +350,11 @@ class SampleInfo:
             version_newest=max((run.version for run in sample.versions), default=0),
             rollout_id=sample.rollout_id,
             rollout=None if sample.episode is None else sample.episode.info,
-            beginning=_beginning(sample),
+            beginning=_prefix_checksum(sample),
         )
 
 
-def _beginning(sample: Sample) -> int:
+def _prefix_checksum(sample: Sample) -> int:
     tokens = b"" if sample.episode is None else sample.prompt.token_ids.tobytes()
     routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
     return zlib.crc32(routes, zlib.crc32(tokens))
@@ -355,8 +362,10 @@ def _beginning(sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:
-    """Number, sum and sum of squares of the rewards that a sample's tokens have one by one. A token without a reward is
-    not counted; a token with rewards from several models is counted once for each."""
+    """Count, sum and sum of squares of a sample's per-token rewards.
+
+    Tokens without a reward are not counted. A token with rewards from several models is counted once for each.
+    """
 
     count: int = 0
     total: float = 0.0
@@ -375,12 +384,13 @@ NO_TOTALS = TokenTotals()
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of the rewards for one sample: either a value, or why there is none. A failure is not a zero.
+    """The rewards of one sample: either a value, or the reason why there is none. A failure is not a zero.
 
-    value      the weighted sum of the parts; None if any part failed
-    parts      reward function name -> its own value
-    failure    None, or one line that names the reward function and the error
-    token_reward_totals  the part of the value that the tokens have as rewards one by one
+    Attributes:
+        value: weighted sum of the parts; None if any part failed.
+        parts: value of each reward function, by name.
+        failure: None, or one line that names the reward function and the error.
+        token_reward_totals: totals of the rewards that are assigned to single tokens.
     """
 
     value: float | None
@@ -391,9 +401,9 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The baseline of a sample's rewards: advantage = (reward − center) / scale.
+    """Baseline of a sample's reward: advantage = (reward − center) / scale.
 
-    token_center, token_scale   the same for rewards of single tokens, where each is compared by itself
+    token_center and token_scale are the same for per-token rewards, where each token is compared separately.
     """
 
     center: float = 0.0
@@ -407,8 +417,13 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How the trainer scores what an engine sampled: at which temperature, whether over the tokens alone that the
-    engine kept, and whether through the experts that it sent tokens to."""
+    """How the trainer computes log-probs of sampled tokens.
+
+    Attributes:
+        temperature: the sampling temperature.
+        truncates: whether to normalize over the engine's candidate tokens only.
+        replays: whether to route tokens to the experts that the engine used.
+    """
 
     temperature: float
     truncates: bool = True
@@ -419,9 +434,10 @@ class Scoring:
 class TrainingSample:
     """A sample with the scalars and scores that are dispatched with it.
 
-    weight             one trained token's share of the update's loss
-    scores             other models' scores of its response tokens: name as in TokenBatch -> float32 [R]
-    imitation_weight   one trained token's share of the update's loss of positive examples
+    Attributes:
+        weight: share of each trained token in the update's loss.
+        scores: per-token scores from other models, float32 [R], by field name of TokenBatch.
+        imitation_weight: share of each trained token in the update's loss on positive examples.
     """
 
     sample: Sample

@@ -25,22 +25,24 @@ def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
     Returns:
         The file, NAME, and what the file defines by that name (None if nothing).
     Raises:
-        UserError: if the file does not exist or cannot be imported.
+        UserError: the file does not exist or cannot be imported.
     """
     file, _, inner = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{key}: {path} is not a Python file; check the path (now in {Path.cwd()})")
+        raise UserError(f"{key}: {path} is not a Python file (working directory: {Path.cwd()}). Fix: correct the path")
     return path, inner, getattr(_load(key, path), inner, None)
 
 
 def _load(key: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"file of {key} {path.resolve()}", path)
-    assert spec is not None and spec.loader is not None, f"{path} has a loader by its suffix"
+    assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{key}: importing {path} raised {type(error).__name__}: {error}; fix the file") from error
+        raise UserError(
+            f"{key}: importing {path} raised {type(error).__name__}: {error}. Fix: correct the file"
+        ) from error
     return module

@@ -1,4 +1,4 @@
-"""Versions of installed packages, by their metadata: nothing is imported."""
+"""Versions of installed packages, read from their metadata without importing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import megarl
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Returns the versions of Python, of megarl and of these distributions, None for one that is not installed."""
+    """Return the versions of Python, megarl and these distributions; None for a distribution that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
     for name in packages:
         try:

@@ -1,1 +1,1 @@
-"""Models' folders and prompt data sets: everything that a run reads before its first step, and in which order."""
+"""Model folders and data sets: everything that a run reads before its first step, and the order of prompts."""

@@ -1,4 +1,4 @@
-"""Procedural data: additions of two single-digit numbers."""
+"""Procedural data: sums of single-digit numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADDENDS = 4
 
 
 def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
-    """Yields `size` rows like ("What is 7+5? Answer with just the number.", "12"), the same on every machine."""
+    """Yield `size` rows such as ("What is 7+5? Answer with just the number.", "12"), identical on every machine."""
     generator = random.Random(f"arithmetic {seed}")
     for number in range(1, size + 1):
         left, right = _digit(generator), _digit(generator)
@@ -21,15 +21,14 @@ def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
 
 
 def arithmetic_messages(seed: int, size: int) -> Iterator[MessageRow]:
-    """Yields the rows of `arithmetic_rows` as conversations, in which the assistant gives the answers."""
+    """Yield the rows of `arithmetic_rows` as conversations in which the assistant gives the answers."""
     for row in arithmetic_rows(seed, size):
         turns = (("user", row.prompt), ("assistant", row.answer))
         yield MessageRow(row.number, [{"role": role, "content": content} for role, content in turns])
 
 
 def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
-    """Yields the rows of `arithmetic_rows` with the answer as the chosen response, and another possible sum as the
-    rejected one."""
+    """Yield the rows of `arithmetic_rows` with the answer as chosen response and a wrong sum as rejected response."""
     generator = random.Random(f"wrong arithmetic {seed}")
     for row in arithmetic_rows(seed, size):
         wrong = (int(row.answer) + 1 + int(generator.random() * LARGEST_SUM)) % (LARGEST_SUM + 1)
@@ -37,14 +36,15 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 
 
 def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
-    """Yields sums of four single-digit numbers, added up from the left in three steps. In every other row on average
-    one step goes wrong, and those after it go on from what it says: their labels are 0, those before it 1."""
+    """Yield sums of four single-digit numbers, added from the left in three steps.
+
+    Half of the rows on average contain one wrong step. Steps before it are labelled 1; it and later steps, which
+    continue from the wrong total, are labelled 0.
+    """
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]
-        wrong = int(
-            generator.random() * 2 * (ADDENDS - 1)
-        )  # the step that goes wrong, none where there is no such step
+        wrong = int(generator.random() * 2 * (ADDENDS - 1))  # no step is wrong if there is none of this number
         total, steps, labels = addends[0], [], []
         for step, addend in enumerate(addends[1:]):
             before, total = total, total + addend
@@ -57,5 +57,5 @@ def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
 
 
 def _digit(generator: random.Random) -> int:
-    """Returns a digit drawn by random(), the only method whose values Python keeps over its versions."""
+    """Draw a digit with random(), the only method whose sequence Python keeps stable across versions."""
     return int(generator.random() * 10)

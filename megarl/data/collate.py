@@ -1,4 +1,4 @@
-"""Makes the tensors of one microbatch from training samples."""
+"""Collates training samples into the tensors of one microbatch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 
 PADDING = 0
-"""Any token: nothing that is trained on attends to it."""
+"""Token id used as padding. Any id works, since no trained token attends to it."""
 
 NO_TOKEN = -1
-"""The id that fills up a row of `TokenBatch.candidate_ids`."""
+"""Padding id in rows of `TokenBatch.candidate_ids`."""
 
 Reads = Literal["states", "tokens"]
-"""The row of the pack that a head reads for a response token: that of the state in which it was sampled (the token
-before it), or its own."""
+"""The pack position that a head reads for a response token: `states` reads the preceding token, from whose state it was
+sampled; `tokens` reads the token itself."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
-"""The scores that passes and other models give response tokens: name as in TokenBatch (old, …) -> sample id -> float32
-[R]."""
+"""Per-token scores from passes and other models: field name of TokenBatch (old, …) -> sample id -> float32 [R]."""
 
 
 def collate(
@@ -38,12 +37,13 @@ def collate(
     replays: bool = True,
     **scores: Mapping[str, torch.Tensor],
 ) -> TokenBatch:
-    """Packs the samples one after the other; padding, one document at the end, rounds T up to a multiple.
+    """Pack samples back to back. One padding document at the end rounds T up to `packing.pack_multiple`.
 
-    samples     none for an empty microbatch, which consists of padding
-    truncates   whether log-probs are of the tokens only that the engine kept
-    replays     whether tokens go to the experts that the engine sent them to
-    scores      as in TokenScores
+    Args:
+        samples: may be empty; the microbatch then consists of padding.
+        truncates: whether log-probs are normalized over the engine's candidate tokens only.
+        replays: whether to replay the engine's expert routes.
+        scores: as in TokenScores.
     """
     members = [item.sample for item in samples]
     layout = _Layout.of(members, packing)
@@ -71,12 +71,12 @@ def collate(
 
 
 def with_scalars(batch: TokenBatch, samples: Sequence[TrainingSample]) -> TokenBatch:
-    """Returns the batch of these samples, which had other rewards, baselines or weights when it was collated."""
+    """Return the batch with the current rewards, baselines and weights of its samples."""
     return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
 
 
 def with_scores(batch: TokenBatch, samples: Sequence[TrainingSample], scores: TokenScores) -> TokenBatch:
-    """Returns the batch of these samples with the scores that their tokens have got since."""
+    """Return the batch with per-token scores of its samples added."""
     return replace(
         batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}
     )
@@ -93,7 +93,7 @@ def _concatenate_scores(
 def _scalars(
     samples: Sequence[TrainingSample], row_sample: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns the fields that samples bring beside their tokens, on the device of their rows."""
+    """Return the fields derived from the samples' scalars, on the device of the rows."""
     device = row_sample.device
 
     def vector(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
@@ -116,14 +116,17 @@ def _scalars(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The places of the tokens of S samples in a pack. A sample's document is its tokens, in runs of which others may
-    share the first ones, and the padding after them.
+    """The positions of the tokens of S samples in a pack.
 
-    prompt_lengths, response_lengths   int64 [S]
-    boundaries                         int64 [D + 1]: where each document begins in document_tokens; that of the padding
-                                       at the pack's end, if any, is the last
-    document_tokens                    as in TokenBatch
-    num_tokens                         of the pack
+    The document of a sample consists of runs of its tokens, the first of which may be shared with other samples,
+    followed by padding.
+
+    Attributes:
+        prompt_lengths, response_lengths: int64 [S].
+        boundaries: int64 [D + 1], offset of each document in document_tokens. Padding at the end of the pack, if any,
+            is the last document.
+        document_tokens: as in TokenBatch.
+        num_tokens: length of the pack.
     """
 
     prompt_lengths: NDArray[np.int64]
@@ -136,13 +139,14 @@ class _Layout:
     def of(cls, samples: Sequence[Sample], packing: Packing) -> _Layout:
         prompts, responses = [len(s.prompt.token_ids) for s in samples], [len(s.response_ids) for s in samples]
         for sample, num_prompt, num_response in zip(samples, prompts, responses, strict=True):
-            assert num_prompt or not num_response, f"sample {sample.id}: no token comes before its response"
+            assert num_prompt or not num_response, f"sample {sample.id}: its response has no preceding token"
         runs, end = place_runs(samples, packing)
         num_tokens = round_up(max(end, 1), packing.pack_multiple)
         if num_tokens > end:
             runs.append([(end, num_tokens - end)])
-        lengths = [sum(length for _, length in of_document) for of_document in runs]
-        starts, sizes = np.array([run for of_document in runs for run in of_document], np.int64).reshape(-1, 2).T
+        lengths = [sum(length for _, length in document_runs) for document_runs in runs]
+        flat_runs = [run for document_runs in runs for run in document_runs]
+        starts, sizes = np.array(flat_runs, np.int64).reshape(-1, 2).T
         return cls(
             np.array(prompts, np.int64),
             np.array(responses, np.int64),
@@ -152,7 +156,7 @@ class _Layout:
         )
 
     def tokens(self, samples: Sequence[Sample]) -> NDArray[np.int64]:
-        """Returns the tokens of the pack, those that several samples share once."""
+        """Return the tokens of the pack, with tokens shared by several samples stored once."""
         lengths = np.diff(self.boundaries).tolist()
         parts: list[np.ndarray] = []
         for sample, length in zip(samples, lengths, strict=False):
@@ -165,7 +169,7 @@ class _Layout:
         return tokens
 
     def routes(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        """Returns the routes of the pack's tokens, none for padding. Samples share a token only where they agree."""
+        """Return the routes of the pack's tokens, NO_ROUTE for padding. Samples share tokens only if routes agree."""
         routed = [(sample.routes, first) for sample, first in zip(samples, self.boundaries, strict=False)]
         known = [(routes, first) for routes, first in routed if routes is not None]
         if not known:
@@ -177,37 +181,38 @@ class _Layout:
         return torch.from_numpy(packed)
 
     def positions(self) -> NDArray[np.int64]:
-        """Returns each token's position within its documents, the same in all that share it."""
+        """Return each token's position within its document, which is the same in all documents that share it."""
         positions = np.empty(self.num_tokens, np.int64)
         positions[self.document_tokens] = _ranges(np.zeros_like(self.boundaries[:-1]), np.diff(self.boundaries))
         return positions
 
     def rows(self, reads: Reads) -> NDArray[np.int64]:
-        """Returns the row that the head reads for each response token: the hidden state of a token predicts the
-        next."""
+        """Return the pack position that the head reads for each response token; see `Reads`."""
         firsts = self.boundaries[: len(self.prompt_lengths)] + self.prompt_lengths - (reads == "states")
         return self.document_tokens[_ranges(firsts, self.response_lengths)]
 
 
 def _ranges(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns first, first + 1, … of each range, one range after the other."""
+    """Concatenate the ranges first, first + 1, …, first + length − 1."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) + np.repeat(firsts - ends + lengths, lengths)
 
 
 def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """Returns the arrays one after the other, and an empty one where there are none."""
+    """Concatenate arrays; return an empty array if there are none."""
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
 
 
 def _labels(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """Returns `TokenBatch.labels`, which an empty microbatch has, too."""
+    """Return `TokenBatch.labels`, which is an empty tensor for an empty microbatch."""
     labels = [sample.labels for sample in samples]
-    return None if any(own is None for own in labels) else torch.from_numpy(_concatenate(labels, np.float32))
+    if any(sample_labels is None for sample_labels in labels):
+        return None
+    return torch.from_numpy(_concatenate(labels, np.float32))
 
 
 def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """Returns `TokenBatch.candidate_ids`, or None where every token is a candidate."""
+    """Return `TokenBatch.candidate_ids`, or None if every token was sampled from the whole vocabulary."""
     if all(sample.candidate_ids is None for sample in samples):
         return None
     lists = [sample.candidate_ids or CandidateIds.none(len(sample.response_ids)) for sample in samples]

@@ -1,4 +1,4 @@
-"""The prompts that come next: epoch after epoch, each in its own order."""
+"""The order of prompts: epoch after epoch, each with its own permutation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class CursorState(TypedDict):
 
 
 class PromptCursor:
-    """Hands out prompt indexes; every epoch has each of them exactly once.
+    """Iterates over prompt indices; every epoch contains each index exactly once.
 
-    shuffle   a fresh order for every epoch, which depends on nothing but (seed, epoch, num_prompts)
+    With `shuffle`, each epoch has a new order that depends only on (seed, epoch, num_prompts).
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
-        assert num_prompts > 0, "a cursor over no prompts"
+        assert num_prompts > 0, "num_prompts must be positive"
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
         self._start_epoch(0)
 
     def take(self, n: int) -> list[int]:
-        """Returns the next n indexes; they may cross the end of an epoch, and of several."""
+        """Return the next n indices, which may span several epochs."""
         taken: list[int] = []
         while len(taken) < n:
             if self._position == self._num_prompts:
@@ -39,7 +39,7 @@ class PromptCursor:
         return taken
 
     def state(self) -> CursorState:
-        """Returns what `restore` needs to go on from here; JSON can hold it."""
+        """Return the JSON-serializable state for `restore`."""
         return CursorState(
             num_prompts=self._num_prompts,
             seed=self._seed,
@@ -60,6 +60,6 @@ class PromptCursor:
         self._position = 0
         self._order = list(range(self._num_prompts))
         if self._shuffle:
-            # Sorts by random(), the only method whose values Python keeps over its versions.
+            # Sort by random(), the only method whose sequence Python keeps stable across versions.
             generator = random.Random(f"epoch {self._seed} {epoch}")
             self._order.sort(key=lambda _: generator.random())

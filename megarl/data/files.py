@@ -1,4 +1,4 @@
-"""Rows of data in JSONL and parquet files, read as a stream."""
+"""Data rows streamed from JSONL and Parquet files."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
 
-MESSAGES_TYPE = "a list of {role, content} messages of text"
+MESSAGES_TYPE = "a list of {role, content} messages whose values are text"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
 ALL_COLUMNS = "row"
-"""The name that asks for all columns of a row."""
+"""Stands for all columns of a row."""
 
 NO_COLUMNS: Mapping[str, str | None] = {}
 
-STEPS_TYPE = "a list of texts, or of token ids, with at least one"
-LABELS_TYPE = "a list with a number from 0 to 1, true, false or null for each step, and not null alone"
+STEPS_TYPE = "a non-empty list of texts or of token ids"
+LABELS_TYPE = "a list with a number from 0 to 1, true, false or null for each step, not all null"
 
 ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
 
 
 Record = dict[str, Any]
-"""The columns of one row, by name."""
+"""The columns of one row by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column to read: the key that names it, its name, what it holds in words, and whether a value is that."""
+    """A required column: its config key, its name, a description of its type, and a predicate for valid values."""
 
     key: str
     name: str
@@ -45,14 +45,16 @@ def file_rows(
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
 ) -> Iterator[Row]:
-    """Yields the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
+    """Yield the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
 
-    further         columns that a row brings along where it has them, ALL_COLUMNS for every one; each with the
-                    function that cannot do without it, or None
-    source_column   a column of text that a row brings along, too
+    Args:
+        further: optional columns to include if a row has them, mapped to the function or key that requires them, or
+            None. ALL_COLUMNS includes every column.
+        source_column: name of a text column to include.
 
-    Raises UserError, with file, row and column, for a missing or unreadable file, a missing column, or a value of
-    the wrong type.
+    Raises:
+        UserError: the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
+            names file, row and column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
@@ -66,9 +68,9 @@ def file_rows(
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
         further = {source_column: None, **further}
     for number, record in _records(path, columns, further):
-        wanted = [name for name in further if name != ALL_COLUMNS and has_column(record, name)]
-        wanted = sorted({*wanted, *(record if ALL_COLUMNS in further else ())})
-        values = {name: column_of(record, name) for name in wanted}
+        included = [name for name in further if name != ALL_COLUMNS and has_column(record, name)]
+        included = sorted({*included, *(record if ALL_COLUMNS in further else ())})
+        values = {name: column_of(record, name) for name in included}
         for name, value in values.items():
             if not _is_json(value):
                 raise UserError(f"{path}:{number}: column {name!r} holds {_shown(value)}, expected {ANSWER_TYPE}")
@@ -76,7 +78,7 @@ def file_rows(
 
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
-    """Yields the conversations of a file, read and checked as in `file_rows`."""
+    """Yield the conversations of a file, with the checks of `file_rows`."""
     column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
     for number, [messages] in _values(path, (column,)):
         yield MessageRow(number, _plain(messages))
@@ -85,14 +87,14 @@ def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
 def preference_rows(
     path: Path, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> Iterator[PreferenceRow]:
-    """Yields the preferences of a file, read and checked as in `file_rows`."""
+    """Yield the preference pairs of a file, with the checks of `file_rows`."""
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
     for number, values in _values(path, columns):
         yield PreferenceRow(number, *map(_plain, values))
 
 
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
-    """Yields the labelled steps of a file, read and checked as in `file_rows`."""
+    """Yield the rows with labelled steps of a file, with the checks of `file_rows`."""
     columns = (
         _text("prompt", prompt_column),
         Column("data.steps_column", steps_column, STEPS_TYPE, _is_steps),
@@ -102,28 +104,31 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
         if len(steps) != len(labels):
             raise UserError(
                 f"{path}:{number}: column {steps_column!r} has {len(steps)} steps, and column {labels_column!r} "
-                f"{len(labels)} labels; give each step one, null for one without"
+                f"{len(labels)} labels. Fix: give one label per step, null for a step without a label"
             )
         yield LabelRow(number, _plain(prompt), steps, [None if label is None else float(label) for label in labels])
 
 
-def _text(what: str, name: str) -> Column:
-    return Column(f"data.{what}_column", name, PROMPT_TYPE, _is_text)
+def _text(kind: str, name: str) -> Column:
+    return Column(f"data.{kind}_column", name, PROMPT_TYPE, _is_text)
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields number and values of each row, in the order of the columns."""
+    """Yield the number of each row and its values in the order of the columns."""
     for number, record in _records(path, columns):
         yield number, [column_of(record, column.name) for column in columns]
 
 
 def _records(path: Path, columns: Sequence[Column], further: Collection[str] = ()) -> Iterator[tuple[int, Record]]:
-    """Yields number and columns of each row, those of `columns` checked."""
+    """Yield the number and columns of each row, after checking `columns`."""
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
-        raise UserError(f"data.source: {path} is neither arithmetic, reasoning_gym:TASK, nor a .jsonl or .parquet file")
+        raise UserError(
+            f"data.source={path}: not a known source. Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet "
+            "file"
+        )
     if not path.is_file():
-        raise UserError(f"data.source: {path} is not a file; check the path (now in {Path.cwd()})")
+        raise UserError(f"data.source={path}: not a file (working directory: {Path.cwd()}). Fix: correct the path")
     for number, record in readers[path.suffix](path, columns, further):
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
@@ -134,7 +139,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
 
 
 def has_column(record: Mapping[str, Any], name: str) -> bool:
-    """Returns whether a row has this column, or by a dotted name what is in one: reward_model.ground_truth."""
+    """Return whether a row has this column. A dotted name such as reward_model.ground_truth reaches into a struct."""
     if name in record:
         return True
     outer, dot, inner = name.partition(".")
@@ -142,7 +147,7 @@ def has_column(record: Mapping[str, Any], name: str) -> bool:
 
 
 def column_of(record: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column that the row has, by its name or its dotted name."""
+    """Return the value of a column given its plain or dotted name."""
     if name in record:
         return record[name]
     outer, _, inner = name.partition(".")
@@ -157,9 +162,11 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
             try:
                 record = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error}); one object a line, UTF-8") from error
+                raise UserError(
+                    f"{path}:{number}: invalid JSON ({error}); expected one UTF-8 object per line"
+                ) from error
             if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object a line")
+                raise UserError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object per line")
             yield number, record
 
 
@@ -170,12 +177,12 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise UserError(f"data.source: {path} is not a parquet file ({error})") from error
+        raise UserError(f"data.source={path}: not a Parquet file ({error})") from error
     with file:
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
         available = file.schema_arrow.names
-        asked = {name for wanted in ([column.name for column in columns], further) for name in wanted}
-        names = {name if name in available else name.partition(".")[0] for name in asked} & {*available}
+        requested = {*further, *(column.name for column in columns)}
+        names = {name if name in available else name.partition(".")[0] for name in requested} & {*available}
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=None if ALL_COLUMNS in further else list(names)):
             for record in batch.to_pylist():
@@ -184,7 +191,7 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
 
 
 def _inner_names(fields: Iterable[Any]) -> Record:
-    """Returns the names of the columns of an arrow schema, and what is in those that are structs."""
+    """Return the column names of an Arrow schema, nested for struct columns."""
     return {field.name: _inner_names(field.type) if hasattr(field.type, "fields") else None for field in fields}
 
 
@@ -192,8 +199,8 @@ def _require_columns(record: Record, columns: Sequence[Column], place: str) -> N
     for column in columns:
         if not has_column(record, column.name):
             raise UserError(
-                f"{place}: no column {column.name!r} (expected: {column.expected}); "
-                f"the columns are {', '.join(record)}; set {column.key} to the right one"
+                f"{place}: no column {column.name!r} (expected: {column.expected}); the columns are "
+                f"{', '.join(record)}. Fix: set {column.key} to the right one"
             )
 
 
@@ -208,7 +215,7 @@ def _is_conversation(value: Any) -> bool:
 def _is_message(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return False
-    # Parquet fills the fields that only other rows have with None.
+    # Parquet gives every row the fields of all rows and fills missing ones with None.
     fields = {name: value for name, value in entry.items() if value is not None}
     return fields.keys() == {"role", "content"} and all(isinstance(value, str) for value in fields.values())
 

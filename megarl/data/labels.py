@@ -1,4 +1,4 @@
-"""Labelled responses as token ids: the label of each token, by that of the step that it is part of."""
+"""Per-token labels of a response, derived from the labels of its steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
-    """Returns the texts of the steps, each but the last with what ends it. Raises UserError for a step that has this
-    within itself: a model that is trained on the row could not tell where the step ends."""
-    within = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
-    if within is not None:
+    """Return the texts of the steps, with `step_end` appended to all but the last.
+
+    Raises UserError if a step contains `step_end`: a model trained on the row could not tell where the step ends.
+    """
+    ambiguous = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
+    if ambiguous is not None:
         raise UserError(
-            f"{place}: step {within} has data.step_end={step_end!r} in itself; where steps bring their ends along, set "
-            "data.step_end to an empty text, else split the step"
+            f"{place}: step {ambiguous} contains data.step_end={step_end!r}. Fix: if steps include their endings, set "
+            "data.step_end to an empty text; otherwise split the step"
         )
     return [step + step_end for step in steps[:-1]] + [steps[-1]]
 
@@ -38,31 +40,33 @@ def text_ends(
     num_prompt_tokens: int,
     place: str,
 ) -> list[int]:
-    """Returns for each step the index of the response's token that it ends in, without the last step, which ends with
-    the response. Raises UserError where the text of the response is not what the chat template writes."""
+    """Return, for each step but the last, the index of the response token in which the step ends.
+
+    Raises UserError if the chat template alters the text of the response.
+    """
     text = response = "".join(steps)
     begin = first = 0
     if chat_template:
-        asked = as_messages(prompt, "user")
+        prompt_messages = as_messages(prompt, "user")
         text, marked = (
-            tokenizer.apply_chat_template([*asked, *as_messages(said, "assistant")], tokenize=False)
-            for said in (response, MARK)
+            tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False)
+            for content in (response, MARK)
         )
-        found = response_span(text, marked, response)
-        if found is None:
+        span = response_span(text, marked, response)
+        if span is None:
             raise UserError(
-                f"{place}: the chat template changes the response, so that its steps cannot be found; drop the row, or "
-                "take out what it changes"
+                f"{place}: the chat template changes the response, so its steps cannot be located. Fix: drop the row, "
+                "or remove the text that the template changes"
             )
-        start, _, skipped = found
+        start, _, skipped = span
         begin, first = start - skipped, num_prompt_tokens
     if not tokenizer.is_fast:
         raise UserError(
-            f"data.format=labels: the model's tokenizer, {type(tokenizer).__name__}, does not say which text a token is "
-            "of; take a model with a tokenizer.json"
+            f"data.format=labels: the model's tokenizer, {type(tokenizer).__name__}, does not report character "
+            "offsets. Fix: use a model with a tokenizer.json"
         )
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    # Of several tokens of one character, the last ends it.
+    # If a character consists of several tokens, it ends in the last of them.
     ends = list(accumulate((last for _, last in spans), max))
     stops = [begin + stop for stop in accumulate(map(len, steps[:-1]))]
     reached = (ends[min(bisect_left(ends, stop), len(ends) - 1)] for stop in stops)
@@ -72,20 +76,22 @@ def text_ends(
 def token_labels(
     ends: Sequence[int], labels: Sequence[float | None], labelled: Literal["end", "all"], place: str
 ) -> NDArray[np.float32]:
-    """Returns the label of each token of a response, float32 [R], NaN for one without.
+    """Return the label of each token of a response, float32 [R], NaN for tokens without a label.
 
-    ends       the index of the token that each step ends in; the last one is R − 1
-    labels     of each step; None for one without
-    labelled   the tokens that have their step's label: the one that ends it, or all
+    Args:
+        ends: index of the last token of each step; the last entry is R − 1.
+        labels: label of each step, or None.
+        labelled: which tokens receive their step's label: its last one (`end`) or all.
 
-    Raises UserError for two steps that end in one token.
+    Raises:
+        UserError: two steps end in the same token.
     """
-    of_tokens = np.full(ends[-1] + 1, np.nan, np.float32)
+    label_by_token = np.full(ends[-1] + 1, np.nan, np.float32)
     begin = 0
     for number, (end, label) in enumerate(zip(ends, labels, strict=True), start=1):
         if end < begin:
-            raise UserError(f"{place}: steps {number - 1} and {number} end in the same token; make them one step")
+            raise UserError(f"{place}: steps {number - 1} and {number} end in the same token. Fix: merge them")
         if label is not None:
-            of_tokens[end if labelled == "end" else begin : end + 1] = label
+            label_by_token[end if labelled == "end" else begin : end + 1] = label
         begin = end + 1
-    return of_tokens
+    return label_by_token

@@ -1,4 +1,4 @@
-"""The samples and microbatches of an update or a pass that one rank computes."""
+"""The samples and microbatches that one rank processes in an update or a pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from megarl.data.packing import Microbatch, Packing
 
 
 class LocalBatch:
-    """A rank's samples and their microbatches, which index into them. They are collated once, however many passes and
-    updates read them."""
+    """A rank's samples and its microbatches of sample indices.
+
+    Each microbatch is collated once and reused by all passes and updates that read it.
+    """
 
     def __init__(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]):
         self.samples = tuple(samples)
@@ -29,8 +31,8 @@ class LocalBatch:
     def token_batches(
         self, packing: Packing, reads: Reads, truncates: bool, replays: bool, device: torch.device
     ) -> list[TokenBatch]:
-        """Returns the microbatches as `collate` makes them, on the device."""
-        # Without routes the microbatches of all passes are the same.
+        """Return the microbatches collated by `collate`, on the device."""
+        # Without routes, replaying and other passes can share the same microbatches.
         replays = replays and any(item.sample.routes is not None for item in self.samples)
         key = packing, reads, truncates, replays, device
         if key not in self._collated:
@@ -39,7 +41,7 @@ class LocalBatch:
         return self._collated[key]
 
     def renewed(self, samples: Sequence[TrainingSample]) -> LocalBatch:
-        """Returns the batch of the same samples with the rewards, baselines and weights that they have by now."""
+        """Return the batch with the current rewards, baselines and weights of the same samples."""
         renewed = LocalBatch(samples, self.microbatches)
         renewed._collated = {
             key: [with_scalars(batch, members) for batch, members in zip(batches, renewed.members, strict=True)]

@@ -1,4 +1,4 @@
-"""Responses that are given, not sampled: conversations, preferences and labelled steps, read and tokenised once."""
+"""Offline data: conversations, preference pairs and labelled steps, read and tokenized once."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-"""The ids of prompt and response, and for each whether it is trained on."""
+"""Ids of prompt and response, and a mask of those that are trained on."""
 
 Labels = NDArray[np.float32]
-"""The label of each token of a response, NaN for one without."""
+"""Label of each token of a response, NaN for tokens without one."""
 
-Tokenised = tuple[int, Tokens, Labels | None]
-"""The length of a prompt, the tokens of it and its response, and the labels of the latter, if it has some."""
+Tokenized = tuple[int, Tokens, Labels | None]
+"""Prompt length, the tokens of prompt and response, and the labels of the response, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineData:
-    """The tokenised rows of an offline data source.
+    """The tokenized rows of an offline data source.
 
-    rows          the samples of each row: one of a conversation or of labelled steps; of a preference two, the chosen
-                  one first
-    data_hash     SHA-256 over the token ids of all rows, in order, and which of them are trained on, or their labels
-    num_dropped   rows that were too long
+    Attributes:
+        rows: the samples of each row: one for a conversation or labelled steps, two for a preference pair, the chosen
+            response first.
+        data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks and labels.
+        num_dropped: number of rows dropped because they were too long.
     """
 
     rows: tuple[tuple[Sample, ...], ...]
@@ -59,79 +60,84 @@ class OfflineData:
 
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
-    """Reads and tokenises every row.
+    """Read and tokenize every row.
 
-    Raises UserError, with source and row, for one that cannot be read or tokenised or, unless data.overlong=drop,
-    has more than rollout.context_length tokens; and for a source with too few rows.
+    Raises:
+        UserError: a row cannot be read or tokenized, or has more than rollout.context_length tokens (unless
+            data.overlong=drop), or the source has too few rows. The message names source and row.
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
-    read = list(_samples(config, tokenizer))
-    rows = tuple(row for row in read if row is not None)
-    require_size(len(read), len(rows), config.data)
-    return OfflineData(rows, _hash(rows), len(read) - len(rows))
+    samples_by_row = list(_samples(config, tokenizer))
+    rows = tuple(row for row in samples_by_row if row is not None)
+    require_size(len(samples_by_row), len(rows), config.data)
+    return OfflineData(rows, _hash(rows), len(samples_by_row) - len(rows))
 
 
 def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
-    """Yields the samples of each row, None for one that is dropped."""
+    """Yield the samples of each row; None for a row that is dropped."""
     for row in islice(_rows(config), config.data.size):
         place = place_of(row, config.data)
-        tokenise = _TOKENISERS[type(row)]
-        read = tokenise(row, tokenizer, config, place)
-        longest = max(len(ids) for _, (ids, _), _ in read)
+        tokenize = _TOKENIZERS[type(row)]
+        tokenized_responses = tokenize(row, tokenizer, config, place)
+        longest = max(len(ids) for _, (ids, _), _ in tokenized_responses)
         if too_long(longest, "the row", config, place):
             yield None
             continue
-        yield tuple(_sample(row_name(row, config.data), number, *tokenised) for number, tokenised in enumerate(read))
+        name = row_name(row, config.data)
+        yield tuple(_sample(name, number, *tokenized) for number, tokenized in enumerate(tokenized_responses))
 
 
 def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | Iterator[LabelRow]:
     data = config.data
     seed, size = config.run.seed, data.size or DEFAULT_SIZE
-    procedural = data.source == "arithmetic"
+    is_procedural = data.source == "arithmetic"
     if data.format == "messages":
-        if procedural:
+        if is_procedural:
             return arithmetic_messages(seed, size)
         return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
     if data.format == "labels":
-        if procedural:
+        if is_procedural:
             return arithmetic_labels(seed, size)
         columns = (data.prompt_column, data.steps_column, data.labels_column)
         return rows_of_files(data, lambda path: label_rows(path, *columns))
-    if procedural:
+    if is_procedural:
         return arithmetic_preferences(seed, size)
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     return rows_of_files(data, lambda path: preference_rows(path, *columns))
 
 
-def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenised]:
-    """Returns the conversation, whose prompt is what comes before the first token that is trained on."""
-    ids, said = conversation(tokenizer, row.messages, place)
-    if said[0]:
-        raise UserError(f"{place}: no token comes before the assistant's first; give it a prompt, or drop the row")
-    return [(said.index(True), (ids, said), None)]
+def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
+    """Return the tokens of a conversation. Its prompt is everything before the first trained token."""
+    ids, mask = conversation(tokenizer, row.messages, place)
+    if mask[0]:
+        raise UserError(f"{place}: the assistant's first token has no predecessor. Fix: add a prompt or drop the row")
+    return [(mask.index(True), (ids, mask), None)]
 
 
-def _pair(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenised]:
-    """Returns both responses, which have their prompt in common."""
+def _pair(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
+    """Return the tokens of both responses of a preference pair; they share their prompt."""
     prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     pair = []
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
-        ids, said = _answered(row.prompt, response, prompt, tokenizer, config, f"{place}: {name}")
-        if config.trains_reward_model:  # which scores the last token of a sample
-            said = [False] * (len(ids) - 1) + [True]
-        pair.append((len(prompt), (ids, said), None))
+        ids, mask = _answered(row.prompt, response, prompt, tokenizer, config, f"{place}: {name}")
+        if config.trains_reward_model:  # it scores the last token of a sample
+            mask = [False] * (len(ids) - 1) + [True]
+        pair.append((len(prompt), (ids, mask), None))
     return pair
 
 
-def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenised]:
-    """Returns the response, of which the tokens are trained on that have a label."""
+def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
+    """Return the tokens of a labelled response. Tokens without a label are not trained on."""
     chat_template = config.data.chat_template
     prompt = prompt_ids(tokenizer, row.prompt, chat_template, place)
     if isinstance(row.steps[0], int):
         outside = next((token for token in row.steps if not 0 <= token < len(tokenizer)), None)
         if outside is not None:
-            raise UserError(f"{place}: the model's tokenizer has no token {outside}; it has {len(tokenizer)}")
+            raise UserError(
+                f"{place}: token id {outside} is outside the tokenizer's vocabulary of {len(tokenizer)}. Fix: use the "
+                "tokenizer that wrote the ids, or drop the row"
+            )
         ids, ends = prompt + row.steps, list(range(len(row.steps)))
     else:
         steps = joined(row.steps, config.data.step_end, place)
@@ -139,12 +145,12 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
         last = len(ids) - len(prompt) - 1
         ends = [*text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
     labels = token_labels(ends, row.labels, config.algorithm.objective.spec.labelled, place)
-    said = [False] * len(prompt) + (~np.isnan(labels)).tolist()
-    return [(len(prompt), (ids, said), labels)]
+    mask = [False] * len(prompt) + (~np.isnan(labels)).tolist()
+    return [(len(prompt), (ids, mask), labels)]
 
 
-_TOKENISERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps}
-"""The functions that tokenise a row, by its kind."""
+_TOKENIZERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps}
+"""The function that tokenizes each type of row."""
 
 
 def _answered(
@@ -155,27 +161,28 @@ def _answered(
     config: Config,
     place: str,
 ) -> Tokens:
-    """Returns the tokens of the prompt and one response. A plain response ends with the end of the sequence, as a
-    sampled one does."""
+    """Return the tokens of the prompt and one response. A plain response gets an EOS token, like a sampled one."""
     if config.data.chat_template:
-        asked, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
+        prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
-            raise UserError(f"{place}: begins with the role {answer[0]['role']!r}; a response is the assistant's")
-        return conversation(tokenizer, [*asked, *answer], place, first=len(asked))
+            raise UserError(
+                f"{place}: the response begins with role {answer[0]['role']!r}. Fix: begin it with the assistant"
+            )
+        return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
     ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
 
 
 def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens, labels: Labels | None) -> Sample:
-    """Returns a sample without its texts, which nobody reads."""
-    ids, said = tokens
+    """Return a sample. Its texts are left empty, since nothing reads them."""
+    ids, mask = tokens
     response = ids[num_prompt_tokens:]
     return Sample(
         id=f"{prompt_id}.{number}",
         prompt=Prompt(prompt_id, "", ids[:num_prompt_tokens]),
         response_ids=response,
         response_logprobs=np.zeros(len(response), np.float32),
-        response_mask=said[num_prompt_tokens:],
+        response_mask=mask[num_prompt_tokens:],
         versions=(VersionRun(0, len(response)),),
         finish_reason="stop",
         text="",

@@ -1,4 +1,4 @@
-"""Decides which samples share a microbatch, and which rank gets it: pure arithmetic on lengths, done by the driver."""
+"""Assigns samples to microbatches and microbatches to ranks; pure arithmetic on lengths, run by the driver."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from megarl.core.types import SampleInfo
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
-"""The indexes of the samples that are packed together; empty for a microbatch that only keeps ranks in step."""
+"""Indices of samples packed together. Empty for a microbatch that only keeps ranks in step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The way in which the ranks of one model want their samples packed.
+    """How a model's ranks require their samples to be packed.
 
-    token_budget          most tokens of a microbatch, over the context-parallel ranks of a replica together
-    num_ranks             data-parallel ranks
-    shares_prompts        samples of one prompt that meet in a microbatch compute its tokens once
-    document_multiple     every document is padded to a multiple of this
-    pack_multiple         every pack is padded to a multiple of this
-    microbatch_multiple   the number of microbatches is a multiple of this
-    cost                  the cost by which ranks are balanced
+    Attributes:
+        token_budget: maximum tokens of a microbatch, summed over the context-parallel ranks of a replica.
+        num_ranks: data-parallel ranks.
+        shares_prompts: whether samples of one prompt in the same microbatch compute its tokens only once.
+        document_multiple: every document is padded to a multiple of this.
+        pack_multiple: every pack is padded to a multiple of this.
+        microbatch_multiple: the number of microbatches is a multiple of this.
+        cost: cost model used to balance ranks.
     """
 
     token_budget: int
@@ -41,7 +42,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The numbers of tokens of one sample, and the prompt whose tokens it begins with."""
+    """The token counts of one sample, and the key of its prompt. Samples with equal keys share their prompt tokens."""
 
     prompt: Hashable
     prompt_tokens: int
@@ -58,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples that are packed as one: those of one prompt, whose tokens then stand in the pack once."""
+    """Samples packed as one unit: those of one prompt, whose tokens then appear once in the pack."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -70,15 +71,16 @@ def round_up(number: int, multiple: int) -> int:
 
 
 Units = Sequence[Sequence[int]]
-"""The indexes of samples that are never apart: all of a unit are in one microbatch. Every sample is in one of them."""
+"""Indices of samples that must stay together: the samples of a unit share a microbatch. Units partition the samples."""
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
-    """Returns the microbatches of each data-parallel rank, equally many on each, as pipeline schedules need it.
+    """Return the microbatches of each data-parallel rank.
 
-    They are as few as the rank that needs most of them can do with, and every rank spreads its share over all.
+    Every rank gets the same number, as pipeline schedules require: the smallest that suffices for all ranks. Each rank
+    spreads its samples over all of its microbatches.
 
-    units   None if each sample may be anywhere
+    `units` is None if every sample may be placed independently.
     """
     shares = share_out(lengths, packing, units)
     fewest = max(len(pack(share, packing.token_budget)) for share in shares)
@@ -87,9 +89,11 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Returns the bundles of each data-parallel rank, as large as they may be without any rank waiting longer for
-    another: a prompt whose samples are in two bundles is computed twice, but bundles of few prompts do not spread
-    evenly over many ranks."""
+    """Return the bundles of each data-parallel rank, as large as possible without unbalancing the ranks.
+
+    Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
+    bundles do not spread evenly over many ranks.
+    """
     largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
     sizes = [largest >> halvings for halvings in range(largest.bit_length())] if packing.num_ranks > 1 else [largest]
     candidates = []
@@ -103,10 +107,12 @@ def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None 
 def bundle(
     lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
-    """Returns bundles within the token budget, of at most `most_samples` samples or of one unit; unless prompts are
-    shared, each is one unit.
+    """Return bundles within the token budget, of at most `most_samples` samples each unless one unit has more.
 
-    Raises UserError for a unit that alone has more tokens: it is never split over microbatches.
+    Without prompt sharing, each unit is a bundle.
+
+    Raises:
+        UserError: a single unit exceeds the token budget. Units are never split over microbatches.
     """
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
@@ -115,9 +121,9 @@ def bundle(
         counts = _Counts.of(unit, lengths, packing)
         _check_fits(counts, packing)
         prompt = lengths[unit[0]]
-        begun = unfinished.get(prompt.prompt) if packing.shares_prompts else None
-        if begun is not None and begun.has_room(counts, prompt.prompt_tokens, most, packing.token_budget):
-            begun.add(counts, prompt.prompt_tokens)
+        open_bundle = unfinished.get(prompt.prompt) if packing.shares_prompts else None
+        if open_bundle is not None and open_bundle.has_room(counts, prompt.prompt_tokens, most, packing.token_budget):
+            open_bundle.add(counts, prompt.prompt_tokens)
         else:
             bundles.append(counts)
             unfinished[prompt.prompt] = counts
@@ -131,8 +137,7 @@ def bundle(
 
 @dataclass(slots=True)
 class _Counts:
-    """The sizes of some samples of one prompt: their tokens in the pack, the scored ones, and the pairs of tokens of
-    which one attends to the other."""
+    """Sizes of a set of samples of one prompt: tokens in the pack, tokens that are scored, and attended token pairs."""
 
     samples: list[int]
     num_tokens: int
@@ -152,12 +157,12 @@ class _Counts:
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
 
     def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
-        """Returns whether the other samples of the prompt may be added."""
+        """Return whether `other`, a set of samples of the same prompt, fits as well."""
         num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
         return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
 
     def add(self, other: _Counts, prompt_tokens: int) -> None:
-        """Adds other samples of the prompt, which stands in the pack once."""
+        """Add other samples of the same prompt, counting the prompt's tokens once."""
         self.samples += other.samples
         self.num_tokens += other.num_tokens - prompt_tokens
         self.num_scored += other.num_scored
@@ -167,18 +172,18 @@ class _Counts:
 def _check_fits(unit: _Counts, packing: Packing) -> None:
     needed = packing.padded(unit.num_tokens)
     if needed > packing.token_budget:
-        what, kind = f"sample {unit.samples[0]} alone", "sample"
+        subject, kind = f"sample {unit.samples[0]}", "sample"
         if len(unit.samples) > 1:
-            what, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
+            subject, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise UserError(
-            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, and {what} has {needed}; a "
-            f"{kind} is never split over microbatches, so raise it to at least {needed} (divided by the "
-            "context-parallel ranks)"
+            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, but {subject} has {needed}, and "
+            f"a {kind} is never split over microbatches. Fix: raise it to at least {needed} (divided by the "
+            "number of context-parallel ranks)"
         )
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
-    """Packs bundles, the largest first, into as few microbatches as first-fit finds; none exceeds the budget."""
+    """Pack bundles into microbatches within the budget by first-fit decreasing."""
     members: list[list[int]] = []
     room: list[int] = []
     for item in sorted(bundles, key=lambda b: (-b.num_tokens, b.samples)):
@@ -192,9 +197,11 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
-    """Returns `count` microbatches, of which the costliest costs little, as stages of a pipeline wait for it: the
-    costliest bundle goes first, each into the one with the least to do that has room. Where a bundle finds no room,
-    they are as `pack` makes them; `count` is no less than it needs."""
+    """Spread bundles over `count` microbatches so that the costliest one is cheap, since pipeline stages wait for it.
+
+    Bundles are placed in order of decreasing cost, each into the cheapest microbatch with enough room. If a bundle does
+    not fit anywhere, fall back to `pack`, which needs at most `count` microbatches.
+    """
     members: list[list[int]] = [[] for _ in range(count)]
     room, loads = [token_budget] * count, [0.0] * count
     for item in sorted(bundles, key=lambda b: (-b.cost, b.samples)):
@@ -210,7 +217,7 @@ def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Mic
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Spreads items over ranks, the costliest first, each to the rank with the least so far."""
+    """Assign items to ranks in order of decreasing cost, each to the rank with the least total cost so far."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

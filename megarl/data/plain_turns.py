@@ -1,4 +1,4 @@
-"""Conversations without a chat template: the texts of their messages, one after the other."""
+"""Conversations without a chat template: the concatenated texts of their messages."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 class PlainTokens:
-    """The token ids of conversations as text, with the methods of `ChatTokens`; there are no tools."""
+    """Token ids of plain-text conversations, with the methods of `ChatTokens`. Tools are not supported."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of the messages' texts."""
+        """Return the ids of the messages' texts."""
         return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of the messages' texts, which follow right after the turn."""
+        """Return the ids of the messages' texts, which follow directly after the turn."""
         return text_ids(self._tokenizer, "".join(message["content"] for message in messages))
 
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
     ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
-        """Returns a turn's text without special tokens, and no calls."""
+        """Return a turn's text without special tokens, and an empty tuple of calls."""
         return response_text(self._tokenizer, context_ids, turn_ids), ()
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
-        """Returns the text of the turn, as there are no calls."""
+        """Return the text of the whole turn, since it contains no calls."""
         return response_text(self._tokenizer, (), turn_ids)
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the ids of text in the middle of a sequence."""
+    """Return the ids of text in the middle of a sequence."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,8 +1,8 @@
-"""Finds what samples of a microbatch begin with alike, which then stands in their pack once.
+"""Finds prefixes shared by the samples of a microbatch, so that shared tokens appear once in their pack.
 
-The samples of a prompt are a tree of runs of tokens. They share the prompt; samples of one rollout, of which each goes
-on from an earlier one, share all of its turns; branches share what was before they parted. Tokens that are replayed
-through other experts are other tokens here: what follows them would attend to other keys and values.
+The samples of a prompt form a tree of runs of tokens. All share the prompt. Samples of one rollout that continue an
+earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens that are
+replayed through different experts are not shared, since the tokens after them attend to different keys and values.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from megarl.core.types import Sample
 from megarl.data.packing import Packing
 
 SHORTEST_RUN = 16
-"""The tokens that samples must have in common after their prompt to share them. Responses often begin alike by chance:
-to compute a few tokens once saves less than it costs to keep them apart."""
+"""Minimum number of tokens that samples must share after their prompt. Responses often start alike by chance, and
+saving the computation of a few tokens is not worth the cost of tracking them."""
 
 Run = tuple[int, int]
-"""The place in the pack of tokens that follow each other, and their number."""
+"""Position in the pack and number of a sequence of consecutive tokens."""
 
 
 def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[Run]], int]:
-    """Returns the runs of each sample's document, padding included, and the number of tokens of all.
+    """Return the runs of each sample's document, including padding, and the total number of tokens.
 
-    Depth first: what goes on from a run follows it, before anything that does not.
+    The order is depth-first: all continuations of a run follow it directly.
     """
     tree = _Tree(samples, packing)
-    groups: dict[Hashable, list[int]] = {}
+    indices_by_prompt: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
-        # An environment may give rollouts of one prompt other beginnings, and an engine its tokens other experts.
+        # Rollouts of one prompt may have different initial tokens from the environment, or routes from the engine.
         routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
-        groups.setdefault(prompt if packing.shares_prompts else index, []).append(index)
-    for members in groups.values():
-        tree.add_prompt(members)
+        indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
+    for indices in indices_by_prompt.values():
+        tree.add_prompt(indices)
     return tree.runs, tree.end
 
 
 class _Tree:
-    """The runs of the samples that have been placed, and the place after the last one."""
+    """The runs of the samples placed so far, and the position after the last run."""
 
     def __init__(self, samples: Sequence[Sample], packing: Packing):
         self._samples, self._packing = samples, packing
@@ -50,42 +50,42 @@ class _Tree:
         self.end = 0
 
     def add_prompt(self, members: Sequence[int]) -> None:
-        """Places samples of one prompt."""
+        """Place the samples of one prompt."""
         length = len(self._samples[members[0]].prompt.token_ids) if len(members) > 1 else 0
         self._place(members, length)
         self._add(members, length)
 
     def _add(self, members: Sequence[int], depth: int) -> None:
-        """Places what samples have after their first tokens, `depth` many, which they share."""
-        left = list(members)
-        while left:
-            first, *others = left
+        """Place the tokens of samples from `depth` on; they share the tokens before."""
+        remaining = list(members)
+        while remaining:
+            first, *others = remaining
             common = {other: self._common(first, other, depth) for other in others}
-            beside = [other for other in others if common[other] >= depth + SHORTEST_RUN]
-            left = [other for other in others if common[other] < depth + SHORTEST_RUN]
-            stop = min((common[other] for other in beside), default=len(self._ids[first]))
-            self._place([first, *beside], stop - depth)
-            if beside:
-                self._add([first, *beside], stop)
+            sharing = [other for other in others if common[other] >= depth + SHORTEST_RUN]
+            remaining = [other for other in others if common[other] < depth + SHORTEST_RUN]
+            stop = min((common[other] for other in sharing), default=len(self._ids[first]))
+            self._place([first, *sharing], stop - depth)
+            if sharing:
+                self._add([first, *sharing], stop)
             else:
                 self._place([first], self._packing.padded(stop) - stop)
 
     def _place(self, members: Sequence[int], length: int) -> None:
-        """Appends a run to what these samples have."""
+        """Append a run to each of these samples."""
         if length:
             for member in members:
                 self.runs[member].append((self.end, length))
             self.end += length
 
     def _common(self, one: int, other: int, depth: int) -> int:
-        """Returns how many tokens two samples begin with alike, of which `depth` are known to be."""
+        """Return the length of the common prefix of two samples, of which the first `depth` tokens are known."""
         a, b = self._ids[one][depth:], self._ids[other][depth:]
         length = min(len(a), len(b))
         differing = a[:length] != b[:length]
-        routes, others = self._samples[one].routes, self._samples[other].routes
-        if routes is not None and others is not None:
+        routes, other_routes = self._samples[one].routes, self._samples[other].routes
+        if routes is not None and other_routes is not None:
             end = depth + length
-            differing |= (routes[depth:end] != others[depth:end]).any(axis=(1, 2))
+            differing |= (routes[depth:end] != other_routes[depth:end]).any(axis=(1, 2))
         return depth + (int(differing.argmax()) if differing.any() else length)
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a run: read from the data source that the config names, and tokenised once."""
+"""The prompts of a run, read from the configured data source and tokenized once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import after_system_prompt, as_messages, prompt_ids
+from megarl.data.chat import as_messages, prompt_ids, with_system_prompt
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.models.tokenizer import load_tokenizer
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The tokenised prompts of a data source.
+    """The tokenized prompts of a data source.
 
-    data_hash     SHA-256 over the token ids, answers and further columns of all prompts, in order
-    num_dropped   prompts that were too long
-    weights       how often each prompt comes (None: all alike)
+    Attributes:
+        data_hash: SHA-256 over the token ids, answers and further columns of all prompts, in order.
+        num_dropped: number of prompts dropped because they were too long.
+        weights: sampling weight of each prompt; None for uniform sampling.
     """
 
     prompts: tuple[Prompt, ...]
@@ -49,57 +50,59 @@ class PromptSet:
 
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
-    """Reads and tokenises every prompt.
+    """Read and tokenize every prompt.
 
-    columns   those that reward functions ask for, as in `file_rows`
+    Args:
+        columns: columns required by reward functions, as in `file_rows`.
 
-    Raises UserError, with source and row, for a row that cannot be read or tokenised, for a prompt that leaves no
-    room for `rollout.max_new_tokens` (unless data.overlong=drop), and for a source with too few rows.
+    Raises:
+        UserError: a row cannot be read or tokenized, a prompt leaves no room for `rollout.max_new_tokens` (unless
+            data.overlong=drop), or the source has too few rows. The message names source and row.
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
     data = config.data
     columns = {**columns, **data.ordering_columns}
-    read = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
-    kept = [(source, prompt) for source, prompt in read if prompt is not None]
-    require_size(len(read), len(kept), data)
+    candidates = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
+    kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
+    require_size(len(candidates), len(kept), data)
     if data.sort_column is not None:
         kept.sort(key=lambda item: item[1].columns[data.sort_column])
     prompts = tuple(prompt for _, prompt in kept)
     weights = prompt_weights(data, prompts, [source for source, _ in kept])
-    return PromptSet(prompts, _hash(prompts), len(read) - len(prompts), weights)
+    return PromptSet(prompts, _hash(prompts), len(candidates) - len(prompts), weights)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
     if config.data.chat_template and tokenizer.chat_template is None:
         raise UserError(
-            f"data.chat_template is true, but the tokenizer of {model_folder} has no chat template; set it to false"
+            f"data.chat_template=true: the tokenizer of {model_folder} has no chat template. Fix: set it to false"
         )
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yields the rows. Raises UserError for one that nothing would reward, as no function has its source."""
+    """Yield the rows. Raises UserError for a row that no reward function applies to, given the row's source."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
     for row in _rows(config, columns):
         source = None if column is None else row.columns[column]
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
-                f"{place_of(row, config.data)}: no function of rewards.functions has {source!r}, the row's "
-                f"{column!r}, in its sources; add it to one, or list a function without sources"
+                f"{place_of(row, config.data)}: no function in rewards.functions lists {source!r} (the row's "
+                f"{column!r}) in its sources. Fix: add it to one, or add a function without sources"
             )
         _require_numbers(row, config.data)
         yield row
 
 
 def _require_numbers(row: Row, data: Data) -> None:
-    """Raises UserError for a row whose place in the order is none, or whose weight is below 0."""
+    """Raise UserError for a row whose sort value is not a number or whose weight is not a number of at least 0."""
     for column, key in data.ordering_columns.items():
         value = row.columns[column]
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or (key == "data.weight_column" and value < 0):
-            wanted = "a number" if key == "data.sort_column" else "a number of at least 0"
-            raise UserError(f"{place_of(row, data)}: column {column!r} holds {value!r}, expected {wanted} ({key})")
+            expected = "a number" if key == "data.sort_column" else "a number of at least 0"
+            raise UserError(f"{place_of(row, data)}: column {column!r} holds {value!r}, expected {expected} ({key})")
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
@@ -112,24 +115,24 @@ def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
             return file_rows(path, data.prompt_column, data.answer_column, columns, data.source_column)
 
         return islice(rows_of_files(data, read), data.size)
-    known = () if data.reasoning_task is None else reasoning.COLUMNS
+    available = () if data.reasoning_task is None else reasoning.COLUMNS
     needed = [(name, function) for name, function in columns.items() if function is not None and name != ALL_COLUMNS]
     needed += [] if data.source_column is None else [(data.source_column, "data.source_column")]
     for name, function in needed:
-        if name not in known:
-            has = f"its columns are {', '.join(known)}" if known else "give a file with it"
-            raise UserError(f"data.source={data.source}: no column {name!r}, which {function} takes; {has}")
+        if name not in available:
+            remedy = f"use one of its columns, {', '.join(available)}" if available else "use a file with this column"
+            raise UserError(f"data.source={data.source}: no column {name!r}, which {function} requires. Fix: {remedy}")
     if data.reasoning_task is None:
         return arithmetic_rows(seed, data.size or DEFAULT_SIZE)
-    wanted = {*columns, *([] if data.source_column is None else [data.source_column])}
-    return reasoning.reasoning_rows(_stages(data), seed, wanted)
+    included = {*columns, *([] if data.source_column is None else [data.source_column])}
+    return reasoning.reasoning_rows(_stages(data), seed, included)
 
 
 def _stages(data: Data) -> list[tuple[reasoning.Task, int]]:
-    """Returns the task of each stage, with its options, and the number of its rows."""
+    """Return the task of each stage, with its options, and the stage's number of rows."""
     stages = data.stages or [{"size": data.size or DEFAULT_SIZE}]
     options = [{name: value for name, value in stage.items() if name != "size"} for stage in stages]
-    tasks = [reasoning.Task(data.reasoning_task, {**data.options, **own}) for own in options]
+    tasks = [reasoning.Task(data.reasoning_task, {**data.options, **stage_options}) for stage_options in options]
     return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
 
 
@@ -137,19 +140,21 @@ AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow)
 
 
 def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
-    """Yields the rows of all files of the data, file after file, by a function that reads one."""
+    """Yield the rows of all files in order, using a function that reads one file."""
     for source in data.sources:
         yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
 
 
 def place_of(row: AnyRow, data: Data) -> str:
-    """Returns where a row is, for messages."""
+    """Return the location of a row, for messages."""
     return f"{row.source or data.source}:{row.number}"
 
 
 def row_name(row: AnyRow, data: Data) -> str:
-    """Returns the name of a row, which no other of the data has: by the name of its file, or by its path, where several
-    files have that name."""
+    """Return a name of the row that is unique in the data: file name and row number.
+
+    If several files have the same name, the whole path is used.
+    """
     source = row.source or data.source
     name = Path(source).name
     is_taken = [Path(other).name for other in data.sources].count(name) > 1
@@ -157,26 +162,30 @@ def row_name(row: AnyRow, data: Data) -> str:
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:
-    """Returns how often each prompt comes: the number in data.weight_column, times the part of its source in
-    data.source_weights, which the prompts of a source share. None if neither is given.
+    """Return the sampling weight of each prompt, or None if no weights are configured.
 
-    sources   the file of each prompt
+    The weight is the value in data.weight_column, scaled so that the prompts of a source together have the source's
+    share in data.source_weights.
 
-    Raises UserError where a source has no weight, and where nothing would come.
+    Args:
+        sources: the file of each prompt.
+
+    Raises:
+        UserError: a source has no weight, or all weights are 0.
     """
     column, shares = data.weight_column, data.source_weights
     if column is None and not shares:
         return None
     weights = [1.0 if column is None else float(prompt.columns[column]) for prompt in prompts]
     if not any(weights):
-        raise UserError(f"data.weight_column={column}: all weights are 0, so that no row would come")
+        raise UserError(f"data.weight_column={column}: all weights are 0. Fix: give at least one row a positive weight")
     if not shares:
         return tuple(weights)
     if data.source_column is not None:
         sources = [prompt.columns[data.source_column] for prompt in prompts]
     unknown = next((source for source in sources if source not in shares), None)
     if unknown is not None:
-        raise UserError(f"data.source_weights: it has no weight of {unknown!r}, which rows are of; add it")
+        raise UserError(f"data.source_weights: no weight for source {unknown!r}, which some rows have. Fix: add it")
     totals: Counter[str] = Counter()
     for source, weight in zip(sources, weights, strict=True):
         totals[source] += weight
@@ -187,26 +196,27 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
 
 
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:
-    """Raises UserError for a source with too few rows, or none that is kept."""
+    """Raise UserError if a source has too few rows, or if all of them were dropped."""
     if num_rows == 0:
-        raise UserError(f"data.source: {data.source} has no rows; give a file with at least one")
+        raise UserError(f"data.source={data.source}: has no rows. Fix: use a file with at least one row")
     if data.size is not None and num_rows < data.size:
         raise UserError(
-            f"data.size is {data.size}, but {data.source} has {num_rows} rows; lower it, or set it to null for all"
+            f"data.size={data.size}: {data.source} has only {num_rows} rows. Fix: lower it, or set it to null for all "
+            "rows"
         )
     if num_kept == 0:
         raise UserError(
-            f"data.overlong=drop: all {num_rows} rows of {data.source} are too long; raise rollout.context_length"
+            f"data.overlong=drop: all {num_rows} rows of {data.source} are too long. Fix: raise rollout.context_length"
         )
 
 
 def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
-    """Returns the row's prompt, None for one that is dropped."""
+    """Return the row's prompt, or None if the row is dropped."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
-    asked = after_system_prompt(config.data.system_prompt, row.prompt, place)
-    token_ids = prompt_ids(tokenizer, asked, config.data.chat_template, place)
+    prompt = with_system_prompt(config.data.system_prompt, row.prompt, place)
+    token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
     return Prompt(
@@ -214,25 +224,27 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
         text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         token_ids=token_ids,
         answer=row.answer,
-        messages=tuple(as_messages(asked, "user")),
+        messages=tuple(as_messages(prompt, "user")),
         columns=row.columns,
     )
 
 
-def too_long(length: int, what: str, config: Config, place: str) -> bool:
-    """Returns whether a row of `length` tokens is dropped, as it and the response that is sampled after it have no room
-    in rollout.context_length. Raises UserError for a row without room unless data.overlong=drop."""
+def too_long(length: int, subject: str, config: Config, place: str) -> bool:
+    """Return whether to drop a row of `length` tokens, which with its response exceeds rollout.context_length.
+
+    Raises UserError for such a row unless data.overlong=drop.
+    """
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:
         return False
     if config.data.overlong == "drop":
         return True
-    sampled = f", and {length} + rollout.max_new_tokens {new} = {needed}" if new else ""
+    total = f", and {length} + rollout.max_new_tokens {new} = {needed}" if new else ""
     lower = "lower rollout.max_new_tokens, " if new else ""
     raise UserError(
-        f"{place}: {what} has {length} tokens{sampled} > rollout.context_length {context}; raise "
-        f"rollout.context_length to at least {needed}, {lower}or drop the row (all such: data.overlong=drop)"
+        f"{place}: {subject} has {length} tokens{total} > rollout.context_length {context}. Fix: raise "
+        f"rollout.context_length to at least {needed}, {lower}or drop the row (data.overlong=drop drops all such rows)"
     )
 
 

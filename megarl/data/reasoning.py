@@ -1,7 +1,7 @@
-"""Procedural data: the tasks of the package reasoning-gym, such as logic puzzles, algebra, games and graphs.
+"""Procedural data from the package reasoning-gym, such as logic puzzles, algebra, games and graphs.
 
-Run as a module, it is the process in which rows are made: some tasks go through sets of text, whose order follows from
-the seed of Python's hashes, which is a process's own unless it starts with another.
+Run as a module, it is the subprocess that generates the rows. Some tasks iterate over sets of strings, whose order
+depends on PYTHONHASHSEED, which can only be set before a process starts.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 
 COLUMNS = ("task", "options", "metadata")
-"""The columns of a row: the task's name, its options, and what reasoning-gym says of the entry beside its question and
-its answer. In a `composite` of tasks, the first two are those of the row's own."""
+"""The columns of a row: the task's name, its options, and the metadata of the reasoning-gym entry. In a `composite`
+task, the name and options are those of the row's subtask."""
 
-OURS = ("seed", "size")
-"""The options that follow from run.seed, data.size and data.stages."""
+RESERVED_OPTIONS = ("seed", "size")
+"""Options that run.seed, data.size and data.stages determine."""
 
 
 def load_gym() -> ModuleType:
-    """Returns the package. It imports all of its tasks, and so all of what they need. Raises UserError where something
-    is missing."""
+    """Import and return reasoning-gym. It imports all of its tasks and their dependencies.
+
+    Raises UserError if one of these packages is missing.
+    """
     try:
         import reasoning_gym
         import reasoning_gym.composite
         import reasoning_gym.utils
     except ModuleNotFoundError as error:
         raise UserError(
-            f"data.source=reasoning_gym: the package {error.name} is not installed here; all tasks need it, as "
-            "reasoning-gym imports all of them: pip install 'megarl[rewards]' (of which pycosat needs a C compiler)"
+            f"data.source=reasoning_gym: the package {error.name} is not installed; reasoning-gym imports all of its "
+            "tasks, so every task needs it. Fix: pip install 'megarl[rewards]' (pycosat needs a C compiler)"
         ) from None
     return reasoning_gym
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task of reasoning-gym, with its options."""
+    """A reasoning-gym task and its options."""
 
     name: str
     options: Mapping[str, Any]
 
     def dataset(self, seed: int, size: int) -> Any:
-        """Returns the task's entries. Raises UserError for a task or an option that there is not, or a value that the
-        task refuses."""
+        """Return the task's data set. Raises UserError for an unknown task or option, or an invalid value."""
         from reasoning_gym.factory import DATASETS
 
         gym = load_gym()
@@ -61,28 +62,28 @@ class Task:
             close = difflib.get_close_matches(self.name, DATASETS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(
-                f"data.source: reasoning-gym has no task {self.name!r}; {hint}known: {', '.join(sorted(DATASETS))}"
+                f"data.source: reasoning-gym has no task {self.name!r}; {hint}Known: {', '.join(sorted(DATASETS))}"
             )
-        known = [field.name for field in dataclasses.fields(DATASETS[self.name][1]) if field.name not in OURS]
+        known = [f.name for f in dataclasses.fields(DATASETS[self.name][1]) if f.name not in RESERVED_OPTIONS]
         for option in self.options:
             if option not in known:
                 raise UserError(
-                    f"data.options.{option}: {self.name} has no such option; known: {', '.join(known) or 'none'}"
+                    f"data.options.{option}: {self.name} has no such option. Known: {', '.join(known) or 'none'}"
                 )
         try:
             return gym.create_dataset(self.name, seed=seed, size=size, **self._typed(gym))
         except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"data.options={json.dumps(self.options)}: {self.name} refuses it: {error}") from None
+            raise UserError(f"data.options={json.dumps(self.options)}: {self.name} rejects them: {error}") from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:
-        """Returns the task of one entry: of a composite, one of its tasks."""
+        """Return the task of one entry; for a composite, its subtask."""
         if self.name != "composite":
             return self
         part = next(part for part in self.options["datasets"] if part["name"] == metadata["source_dataset"])
         return Task(part["name"], part.get("config", {}))
 
     def _typed(self, gym: ModuleType) -> dict[str, Any]:
-        """Returns the options in the types that the task has in mind."""
+        """Return the options with values converted to the types that the task expects."""
         options = dict(self.options)
         if self.name == "composite":
             spec = gym.composite.DatasetSpec
@@ -90,16 +91,14 @@ class Task:
         return options
 
 
-def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, wanted: Collection[str] = COLUMNS) -> Iterator[Row]:
-    """Yields so many rows of each task, one task after the other, the same ones for the same seed.
+def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
+    """Yield the given number of rows of each task, task by task; deterministic for a given seed.
 
-    wanted: the columns that a row brings along, ALL_COLUMNS for every one.
-
-    Raises UserError as Task.dataset does.
+    `included` names the columns to include, ALL_COLUMNS for every one. Raises UserError as Task.dataset does.
     """
     request = pickle.dumps((list(stages), seed))
     command, environment = [sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"}
-    chosen = COLUMNS if ALL_COLUMNS in wanted else [name for name in COLUMNS if name in wanted]
+    names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         process.stdin.write(request)
         process.stdin.close()
@@ -107,32 +106,33 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, wanted: Collec
             while (row := pickle.load(process.stdout)) is not None:
                 if isinstance(row, UserError):
                     raise row
-                yield dataclasses.replace(row, columns={name: row.columns[name] for name in chosen})
+                yield dataclasses.replace(row, columns={name: row.columns[name] for name in names})
         except EOFError:
-            raise RuntimeError(f"reasoning-gym ended the process of its rows ({process.wait()}); see above") from None
+            raise RuntimeError(
+                f"the reasoning-gym process exited with code {process.wait()} before its last row; see its output above"
+            ) from None
         finally:
             process.kill()
 
 
 def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
-    """Yields the rows with all columns."""
+    """Yield the rows with all columns."""
     number = 0
     for task, size in stages:
         dataset = task.dataset(seed + number, size)
         for i in range(size):
             entry = dataset[i]
-            of_row = task.of(entry["metadata"])
-            columns = dict(zip(COLUMNS, (of_row.name, dict(of_row.options), entry["metadata"]), strict=True))
+            row_task = task.of(entry["metadata"])
+            columns = dict(zip(COLUMNS, (row_task.name, dict(row_task.options), entry["metadata"]), strict=True))
             number += 1
             yield Row(number, entry["question"], entry["answer"], columns)
 
 
 def main() -> None:
-    """Reads tasks and a seed from stdin, pickled, and writes rows to stdout likewise, None after the last one; or the
-    UserError that is in their place."""
+    """Read pickled tasks and a seed from stdin; write pickled rows to stdout, then None, or a UserError instead."""
     stages, seed = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what a task prints is no row
+        os.dup2(2, 1)  # redirect whatever a task prints to stderr, away from the rows
         try:
             for row in _make_rows(stages, seed):
                 pickle.dump(row, out)
@@ -142,6 +142,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megarl.data.reasoning import main as main_of_module  # whose Task is the one that is pickled
+    # Pickled tasks refer to the Task of this module, not of __main__.
+    from megarl.data.reasoning import main as main_of_module
 
     main_of_module()

@@ -1,4 +1,4 @@
-"""One row of a data set, before it is tokenised."""
+"""Rows of a data set before tokenization."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Message = dict[str, str]
 class Row:
     """A prompt and its answer.
 
-    number    1-based, in the file or the procedure
-    source    the file, or what made it
-    answer    anything that JSON can hold
-    columns   further ones that were asked for, as JSON values
+    Attributes:
+        number: 1-based number within the file or generator.
+        answer: any JSON value.
+        columns: further requested columns, as JSON values.
+        source: the file, or the generator's name.
     """
 
     number: int
@@ -29,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """A conversation, whose assistant turns are learned from."""
+    """A conversation whose assistant turns are trained on."""
 
     number: int
     messages: list[Message]
@@ -38,7 +39,7 @@ class MessageRow:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """A prompt, and two responses to it: text, or messages that go on after it."""
+    """A prompt and two responses, each given as text or as messages that continue the prompt."""
 
     number: int
     prompt: str | list[Message]
@@ -49,10 +50,11 @@ class PreferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class LabelRow:
-    """A prompt, and a response in steps that have labels.
+    """A prompt and a response that consists of labelled steps.
 
-    steps    the text of each, or the token ids of the response, each of which then is a step
-    labels   of each step, from 0 to 1; None for one without
+    Attributes:
+        steps: the text of each step, or the token ids of the response; each token is then a step.
+        labels: label of each step, from 0 to 1; None for a step without one.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""The calls of tools that a turn makes."""
+"""Tool calls in a turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a turn makes."""
+    """A well-formed tool call."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -18,7 +18,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A part of a turn that begins as a call of a tool, and is none. reason: for the model to read."""
+    """Part of a turn that starts like a tool call but is not a valid one. `reason` is shown to the model."""
 
     text: str
     reason: str

@@ -1,8 +1,8 @@
-"""The formats in which models write calls of tools: one small function for each, which reads a turn's calls.
+"""Formats in which models write tool calls, with one small parser each.
 
-A turn is read from its ids. A tag that the tokenizer has as one token is found by its id alone, so that text which
-looks like the tag does not match; a tag that the tokenizer does not have is found in the text. What begins as a call
-and is none becomes a `MalformedCall`: nothing that a model samples raises an error.
+Parsers work on a turn's token ids. A tag that is a single token of the tokenizer is matched by its id, so text that
+merely looks like the tag does not match. Any other tag is matched in the text. Malformed calls become instances of
+`MalformedCall`; no sampled output raises an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Call = ToolCall | MalformedCall
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tag, and the text that follows it up to the next one. The first piece of a turn has no tag."""
+    """A tag and the text up to the next tag. The first piece of a turn has an empty tag."""
 
     tag: str
     text: str
@@ -31,11 +31,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """How a family of models writes tool calls.
 
-    tags     the texts that a call is found by
-    example  a call as it is written
-    read     reads the calls of a turn's pieces
+    Attributes:
+        tags: strings that delimit calls.
+        example: an example of a call.
+        read: parser of the calls in a turn's pieces.
     """
 
     tags: tuple[str, ...]
@@ -44,7 +45,7 @@ class ToolFormat:
 
 
 class CallReader:
-    """Reads the calls of turns in one format."""
+    """Parses the tool calls of turns in one format."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: ToolFormat):
         self._tokenizer = tokenizer
@@ -55,51 +56,55 @@ class CallReader:
         self._in_text = re.compile(f"({'|'.join(in_text)})") if in_text else None
 
     def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        """Returns the calls of a turn."""
+        """Return the calls of a turn."""
         return tuple(self._read(self._pieces(list(token_ids))))
 
     def text_before(self, token_ids: Sequence[int]) -> str:
-        """Returns what a turn says before its first call."""
+        """Return the text of a turn before its first call."""
         first = self._pieces(list(token_ids))[:1]
         return "" if any(self._read(first)) else first[0].text.strip()
 
     def _pieces(self, token_ids: list[int]) -> list[Piece]:
-        """Returns the turn cut at the tags. Text is without special tokens."""
-        found: list[Piece] = []
+        """Split a turn at its tags. Texts are decoded without special tokens."""
+        pieces: list[Piece] = []
         start, tag = 0, ""
         for end in [i for i, token in enumerate(token_ids) if token in self._by_id] + [len(token_ids)]:
             text = self._tokenizer.decode(
                 token_ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             first, *others = self._in_text.split(text) if self._in_text else [text]
-            found.append(Piece(tag, first))
-            found += [Piece(*pair) for pair in zip(others[::2], others[1::2], strict=True)]
+            pieces.append(Piece(tag, first))
+            pieces += [Piece(*pair) for pair in zip(others[::2], others[1::2], strict=True)]
             if end < len(token_ids):
                 start, tag = end + 1, self._by_id[token_ids[end]]
-        return found
+        return pieces
 
 
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
 
 
 def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as models of Qwen and Hermes write them. The
-    closing tag may lack, as a turn may end with the call."""
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as written by Qwen and Hermes models.
+
+    The closing tag is optional, since a turn may end with the call.
+    """
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text)
 
 
 def read_tagged(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads the same, or a list of such objects between the tags."""
+    """Parse the format of `read_hermes`, also with a list of calls between the tags."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text, lists=True)
 
 
 def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `{"name": …, "parameters": {…}}`, also several with semicolons between them, after `<|python_tag|>` or as a
-    turn that begins so."""
+    """Parse `{"name": …, "parameters": {…}}`, or several of them separated by semicolons.
+
+    They follow `<|python_tag|>` or start the turn.
+    """
     for piece in turn:
         text = piece.text.strip()
         if piece.tag == "<|python_tag|>" or re.match(r'\{\s*"name"', text):
@@ -107,7 +112,7 @@ def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
 
 
 def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
+    """Parse `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or the newer `[TOOL_CALLS]name[ARGS]{…}`."""
     for place, piece in enumerate(turn):
         if piece.tag != "[TOOL_CALLS]":
             continue
@@ -115,13 +120,13 @@ def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
         if text.startswith(("[", "{")):
             yield from _calls_of(text, lists=True)
             continue
-        rest = {}
+        fields = {}
         for follower in turn[place + 1 :]:
             if follower.tag == "[TOOL_CALLS]":
                 break
-            rest[follower.tag] = follower.text.strip()
-        if "[ARGS]" in rest:
-            yield _named(text, rest["[ARGS]"], rest.get("[CALL_ID]", ""))
+            fields[follower.tag] = follower.text.strip()
+        if "[ARGS]" in fields:
+            yield _named(text, fields["[ARGS]"], fields.get("[CALL_ID]", ""))
         else:
             name, brace, arguments = text.partition("{")
             yield _named(name.strip(), brace + arguments)
@@ -134,14 +139,14 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Reads the name and a block of JSON after <｜tool▁sep｜>, as V3 writes a call, or the name before it and plain
-    JSON after it, as V3.1 does."""
+    """Parse calls of DeepSeek V3, with the name and a block of JSON after <｜tool▁sep｜>, and of V3.1, with the name
+    before it and plain JSON after it."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue
         following = turn[place + 1] if place + 1 < len(turn) else None
         if following is None or following.tag != "<｜tool▁sep｜>":
-            yield MalformedCall(piece.text, "it has no <｜tool▁sep｜> between its name and its arguments")
+            yield MalformedCall(piece.text, "missing <｜tool▁sep｜> between name and arguments")
             continue
         block = _BLOCK.fullmatch(following.text)
         if block is not None:
@@ -169,14 +174,14 @@ FORMATS: Mapping[str, ToolFormat] = {
     "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_tagged),
 }
-"""The formats by the name that a recipe gives. `tagged` is that of models which have none of their own: a system
-message describes the tools, also where the chat template could."""
+"""Formats by their name in the config. `tagged` is for models without a native format: a system message describes the
+tools, even if the chat template could."""
 
 
 def format_of(template: str) -> str | None:
-    """Returns the name of the format that a chat template writes earlier calls in; None: it is none of these."""
+    """Return the name of the format in which a chat template writes past calls; None if it is unknown."""
     marks = (
-        ("<function=", None),  # between the tags of hermes, but no JSON
+        ("<function=", None),  # not JSON, although enclosed in the tags of hermes
         ("<arg_key>", None),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("[TOOL_CALLS]", "mistral"),
@@ -188,22 +193,24 @@ def format_of(template: str) -> str | None:
 
 
 def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Returns the text that tells a model of its tools where the chat template does not: a line of JSON with the
-    description of each, and how a call is written."""
-    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    """Return a system message that describes the tools, for models whose chat template does not.
+
+    It contains each tool's description as a line of JSON, and an example of a call.
+    """
+    descriptions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
-        f"You can call tools. These are their descriptions, one a line:\n<tools>\n{described}\n</tools>\n"
+        f"You can call tools. These are their descriptions, one per line:\n<tools>\n{descriptions}\n</tools>\n"
         f"To call a tool, write its name and its arguments as JSON, then end your turn:\n{FORMATS[name].example}\n"
-        "What the tool answers comes before your next turn."
+        "The tool's response appears before your next turn."
     )
 
 
 def _calls_of(text: str, lists: bool = False) -> Iterator[Call]:
-    """Reads one object that is a call, and with `lists` also a list of them."""
+    """Parse one JSON object as a call; with `lists`, also a list of them."""
     try:
         value = _json(text)
     except (ValueError, RecursionError) as error:
-        yield MalformedCall(text, f"it is no JSON: {_message(error)}")
+        yield MalformedCall(text, f"invalid JSON: {_message(error)}")
         return
     if lists and isinstance(value, list):
         for item in value:
@@ -213,40 +220,40 @@ def _calls_of(text: str, lists: bool = False) -> Iterator[Call]:
 
 
 def _sequence(text: str) -> Iterator[Call]:
-    """Reads objects that are calls, with semicolons between them."""
+    """Parse calls separated by semicolons."""
     place = 0
     while place < len(text):
         try:
             value, end = _DECODER.raw_decode(text, place)
             _require_characters(value)
         except (ValueError, RecursionError) as error:
-            yield MalformedCall(text[place:], f"it is no JSON: {_message(error)}")
+            yield MalformedCall(text[place:], f"invalid JSON: {_message(error)}")
             return
         yield _call(value, text[place:end], ("parameters", "arguments"))
         place = end + len(text[end:]) - len(text[end:].lstrip("; \n\t"))
 
 
 def _named(name: str, arguments: str, number: str = "") -> Call:
-    """Returns the call of a format that has name and arguments apart."""
+    """Return the call of a format that separates name and arguments."""
     text = f"{name} {arguments}"
     try:
         return _call({"name": name, "arguments": _json(arguments), "id": number}, text)
     except (ValueError, RecursionError) as error:
-        return MalformedCall(text, f"its arguments are no JSON: {_message(error)}")
+        return MalformedCall(text, f"the arguments are not valid JSON: {_message(error)}")
 
 
 def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
     if not isinstance(value, dict):
-        return MalformedCall(text, 'it is no JSON object with "name" and "arguments"')
+        return MalformedCall(text, 'not a JSON object with "name" and "arguments"')
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return MalformedCall(text, 'it has no "name", which is the name of the tool as text')
-    given = [key for key in keys if key in value]
-    if not given:
-        return MalformedCall(text, f'it has no "{keys[0]}"; give {{}} to a tool without arguments')
-    arguments = value[given[0]]
+        return MalformedCall(text, 'missing "name", which must be the name of the tool as text')
+    present = [key for key in keys if key in value]
+    if not present:
+        return MalformedCall(text, f'missing "{keys[0]}"; pass {{}} to a tool without arguments')
+    arguments = value[present[0]]
     if not isinstance(arguments, dict):
-        return MalformedCall(text, f'its "{given[0]}" are no JSON object with a value for each argument')
+        return MalformedCall(text, f'"{present[0]}" must be a JSON object with a value for each argument')
     number = value.get("id")
     return ToolCall(name, arguments, number if isinstance(number, str) else "")
 
@@ -258,12 +265,12 @@ def _json(text: str) -> Any:
 
 
 def _require_characters(value: Any) -> None:
-    """Raises ValueError where an escape stands for half a character, which no tokenizer takes."""
+    """Raise ValueError for an escape that is a lone surrogate, which tokenizers reject."""
     json.dumps(value, ensure_ascii=False).encode()
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _message(error: Exception) -> str:

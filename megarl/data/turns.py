@@ -1,12 +1,12 @@
-"""Conversations of several turns as token ids that never change once they are there.
+"""Multi-turn conversations as token ids that never change once appended.
 
-A turn that was sampled is not rendered again: what a tokenizer makes of its text may be other ids, and templates
-rewrite earlier turns. In its place stands a sentinel: the chat template renders a short conversation whose assistant
-turn is the sentinel, followed by the new messages, and what it writes after the sentinel goes on after the turn. Of the
-tags which close a turn only those are appended that the turn lacks.
+A sampled turn is never rendered again, because tokenizing its text may yield different ids and templates rewrite
+earlier turns. Instead, the chat template renders a short conversation in which a sentinel stands for the turn, followed
+by the new messages. Whatever the template writes after the sentinel is appended to the turn; closing tags that the turn
+already contains are omitted.
 
-Where the template has no place for tools, a system message describes them (`tool_formats.instructions`), and answers of
-tools are what the user says, between <tool_response> and </tool_response>.
+If the template does not support tools, a system message describes them (`tool_formats.instructions`), and tool results
+are user messages between <tool_response> and </tool_response>.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 SENTINEL = "megarlturn"
-"""The text of the turn that stands for a sampled one. Letters only, as templates strip and tokenizers drop others."""
+"""Text that stands for a sampled turn. Letters only, since templates and tokenizers may strip other characters."""
 
 MARK = "megarlmark"
-"""The text of the message that tells whether a template writes out what a role says."""
+"""Text of a test message, to find out whether the template renders messages of a role."""
 
 OTHER_ENDS = ("<|eom_id|>",)
-"""Tokens that a turn may end with in place of the one that the template writes: Llama 3 ends a call of a tool so."""
+"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls this way."""
 
 USER: Message = {"role": "user", "content": "a"}
 
 
 class ChatTokens:
-    """The token ids of conversations of one model.
+    """Token ids of conversations with one model.
 
-    tools        the descriptions of the tools, as chat templates take them
-    tool_format  the name of the format of calls; None: the one of the chat template
-    key          the config key that errors name
+    Args:
+        tools: tool descriptions in the form that chat templates accept.
+        tool_format: name of the format of tool calls; None selects the chat template's own.
+        key: the config key, for error messages.
 
-    Raises UserError for a chat template that no turn can be appended to, and for tools that it cannot carry.
+    Raises:
+        UserError: turns cannot be appended with this chat template, or it cannot present the tools.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class ChatTokens:
     ):
         if tokenizer.chat_template is None:
             raise UserError(
-                f"{key}: the tokenizer has no chat template, which says how turns are written; take an instruct model, "
-                "or put a chat_template.jinja into the model's folder"
+                f"{key}: the tokenizer has no chat template, which is needed to render turns. Fix: use an instruct "
+                "model, or add a chat_template.jinja to the model's folder"
             )
         self._tokenizer = tokenizer
         self._key = key
@@ -72,20 +74,24 @@ class ChatTokens:
             self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)])
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids of the conversation with what leads to the assistant's turn. Raises UserError where the chat
-        template refuses it."""
+        """Return the ids of the conversation, including the header of the assistant's turn.
+
+        Raises UserError if the chat template rejects the conversation.
+        """
         if not messages:
-            raise UserError(f"{self._key}: a conversation has no message; begin it with one of the user")
+            raise UserError(f"{self._key}: a conversation has no messages. Fix: begin it with a user message")
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:
-            raise UserError(f"{self._key}: the model's chat template refuses the messages: {refusal}")
+            raise UserError(f"{self._key}: the model's chat template rejects the messages: {refusal}")
         return self._encode(text)
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        """Returns the ids that follow a turn as it was sampled: its closing tags as far as it lacks them, the new
-        messages, and what leads to the assistant's next turn. None: the template refuses them, or writes them
-        elsewhere, so that a new sample has to begin."""
+        """Return the ids that follow a sampled turn.
+
+        They consist of the closing tags that the turn lacks, the new messages and the header of the assistant's next
+        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then begin.
+        """
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
             return None
@@ -95,17 +101,20 @@ class ChatTokens:
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
     ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
-        """Returns a turn's text without special tokens, and the calls in it. context_ids: what stands before it, of
-        which some tokenizers need the end to decode the turn's first token."""
+        """Return a turn's text without special tokens, and its tool calls.
+
+        `context_ids` are the ids before the turn. Some tokenizers need the last of them to decode the turn's first
+        token.
+        """
         text = response_text(self._tokenizer, context_ids, turn_ids)
         return text, () if self._calls is None else self._calls.read(turn_ids)
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
-        """Returns what a turn with calls says before the first of them."""
+        """Return the text of a turn before its first call."""
         return self._calls.text_before(turn_ids)
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
-        """Returns the conversation's text, or None and why the template refuses it."""
+        """Return the conversation's text, or None and the template's error if it rejects the messages."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -115,16 +124,16 @@ class ChatTokens:
                 add_generation_prompt=for_answer,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:  # a template that adds a text to what is none raises TypeError
+        except (TemplateError, TypeError) as error:  # templates raise TypeError when they add text to a missing value
             return None, str(error)
         return text, ""
 
     def _encode(self, text: str) -> list[int]:
-        # The template has written what a sequence begins with.
+        # The template has already written the beginning-of-sequence token.
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _suffix(self, messages: Sequence[Message], for_answer: bool = True) -> list[int] | None:
-        """Returns the ids of what the template writes after an assistant's turn; None where it refuses the messages."""
+        """Return the ids that the template writes after an assistant turn; None if it rejects the messages."""
         sentinel = _unused(SENTINEL, (messages, self._template_tools))
         text, _ = self._render([USER, {"role": "assistant", "content": sentinel}, *messages], for_answer)
         if text is not None and sentinel in text:
@@ -138,50 +147,52 @@ class ChatTokens:
         return None
 
     def _after(self, text: str, place: int) -> list[int] | None:
-        """Returns the ids of the text from a place on; None where the tokenizer joins what is before and after it."""
+        """Return the ids of the text from `place` on; None if the tokenizer merges text across that position."""
         if text[place:].startswith(tuple(self._special.values())):
             return self._encode(text[place:])
-        before, whole = self._encode(text[:place]), self._encode(text)
-        return whole[len(before) :] if whole[: len(before)] == before else None
+        before, all_ids = self._encode(text[:place]), self._encode(text)
+        return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
-        """Returns how many of the suffix's first ids the turn ends with. A closing token that the turn ends with counts
-        with the text that the template writes before it."""
+        """Return how many of the suffix's first ids the turn already ends with.
+
+        A closing token also accounts for the text that the template writes before it.
+        """
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
-        found = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
+        overlap = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
         shared = _num_shared(self._closing, suffix)
         first = next((i for i in range(shared) if suffix[i] in self._special), None)
         if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):
-            return found
-        return max(found, first + 1)
+            return overlap
+        return max(overlap, first + 1)
 
     def _require_extension(self) -> None:
-        """Raises UserError for a template after whose turns of the assistant nothing can be appended."""
-        remedy = "give the model's folder another chat_template.jinja, such as that of a later model of its family"
+        """Raise UserError if nothing can be appended to an assistant turn with this template."""
+        remedy = "add another chat_template.jinja to the model's folder, such as that of a later model of its family"
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
         if text is None:
-            raise UserError(f"{self._key}: the model's chat template refuses a second turn: {refusal}; {remedy}")
+            raise UserError(f"{self._key}: the model's chat template rejects a second turn: {refusal}. Fix: {remedy}")
         if text.count(SENTINEL) != 1:
             raise UserError(
-                f"{self._key}: the model's chat template does not write an answer out as it is, so that no turn can be "
-                f"appended to it; {remedy}"
+                f"{self._key}: the model's chat template does not render assistant turns verbatim, so nothing can be "
+                f"appended to them. Fix: {remedy}"
             )
         if not self._shows("user"):
             raise UserError(
-                f"{self._key}: the model's chat template writes what the user says before the answer that it follows; "
-                f"{remedy}"
+                f"{self._key}: the model's chat template renders a user message before the answer that precedes it. "
+                f"Fix: {remedy}"
             )
         closing = self._suffix((), for_answer=False)
         if closing is None or self._suffix((USER,)) is None:
             raise UserError(
-                f"{self._key}: the tokenizer joins the end of an answer and what the chat template writes after it, so "
-                f"that ids would change; {remedy}, which ends turns with a special token"
+                f"{self._key}: the tokenizer merges the end of an answer with the text that the chat template writes "
+                f"after it, so ids would change. Fix: {remedy}, which ends turns with a special token"
             )
         self._closing = closing
 
     def _shows(self, role: str) -> bool:
-        """Returns whether the template writes what a role says after the turn before it."""
+        """Return whether the template renders a message of this role after the turn before it."""
         if role not in self._shown:
             message = _complete({"role": role, "content": MARK}, 0)
             turns: list[Message] = [{"role": "assistant", "content": SENTINEL}]
@@ -192,7 +203,7 @@ class ChatTokens:
         return self._shown[role]
 
     def _carried(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages with answers of tools as the template takes them."""
+        """Return the messages with tool results in the form that the template accepts."""
         carried: list[Message] = []
         for place, message in enumerate(messages):
             if message["role"] != "tool":
@@ -210,18 +221,18 @@ class ChatTokens:
         return carried
 
     def _place_tools(self, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
-        """Settles where the tools are described. Returns the name of the format of calls."""
+        """Decide where the tools are described. Return the name of the tool-call format."""
         if name is not None and name not in FORMATS:
-            raise UserError(f"{self._key}.tool_format={name}: there is none of that name; give {', '.join(FORMATS)}")
+            raise UserError(f"{self._key}.tool_format={name}: unknown format. Fix: use one of {', '.join(FORMATS)}")
         if not tools:
             return name or "tagged"
         known = format_of(self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
         has_place = self._has_place_for(tools)
         if name is None and has_place and known is None:
             raise UserError(
-                f"{self._key}.tool_format: the model's chat template writes calls of tools in a format that is not "
-                "known here; set it to tagged, which describes tools in a system message, or to the one of "
-                f"{', '.join(name for name in FORMATS if name != 'tagged')} that the model knows"
+                f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
+                "set it to tagged, which describes tools in a system message, or to the format that the model was "
+                f"trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
         name = name or known or "tagged"
         if has_place and name != "tagged":
@@ -238,8 +249,11 @@ class ChatTokens:
         return text is not None and text != without
 
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages with what tells of the tools: at the end of the system message, or in one of its own; of
-        a template without system messages, before what the user says first."""
+        """Return the messages with the tool instructions.
+
+        They are appended to the system message, which is added if missing. If the template has no system messages,
+        they precede the first message.
+        """
         if not self._instructions:
             return list(messages)
         first, *others = messages
@@ -253,13 +267,13 @@ class ChatTokens:
 
 
 def _complete(message: Message, number: int) -> Message:
-    """Returns a tool's answer with an id of the call that it answers, which some templates ask for."""
+    """Return a tool result with a call id, which some templates require; return any other message unchanged."""
     return {"tool_call_id": f"call{number:05}", "name": "tool", **message} if message["role"] == "tool" else message
 
 
 def _calls_before(messages: Sequence[Message], argument: str) -> list[list[dict[str, Any]]]:
-    """Returns the calls that the first messages may answer, as templates take them: with arguments as an object, and as
-    JSON."""
+    """Return the calls that the leading tool results may answer, in both forms that templates accept: arguments as an
+    object and as JSON text."""
     answers = []
     for message in messages:
         if message["role"] != "tool":
@@ -281,7 +295,7 @@ def _calls_before(messages: Sequence[Message], argument: str) -> list[list[dict[
 
 
 def _unused(word: str, where: Any) -> str:
-    """Returns the word, with letters after it until it does not occur there."""
+    """Return the word, extended by letters until it does not occur in `where`."""
     text = str(where)
     while word in text:
         word += "x"
@@ -289,7 +303,7 @@ def _unused(word: str, where: Any) -> str:
 
 
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns how many ids both begin with."""
+    """Return the length of the common prefix."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

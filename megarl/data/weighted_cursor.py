@@ -1,4 +1,4 @@
-"""The prompts that come next where some of them should come more often than others: drawn by weights."""
+"""The order of prompts under weighted sampling."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ class WeightedState(TypedDict):
 
 
 class WeightedCursor:
-    """Draws prompt indexes by weights: no prompt comes twice in one take, as long as there are enough others.
+    """Draws prompt indices by weight. A take contains no prompt twice as long as enough prompts have positive weight.
 
-    A prompt's weight is that of the data, and with `solved_weight` also max(solved_weight, 1 − s), s being the share of
-    its samples that were a success when it was last sampled, 0 before: prioritised sampling of Kimi k1.5
-    (https://arxiv.org/abs/2501.12599, section 2.3.4), which has 1 − s.
+    A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
+    where s is the success rate of the prompt's samples when it was last sampled, 0 before. Kimi k1.5's prioritized
+    sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
     """
 
     def __init__(
         self, num_prompts: int, seed: int, weights: Sequence[float] | None = None, solved_weight: float | None = None
     ) -> None:
-        assert num_prompts > 0, "a cursor over no prompts"
-        assert weights is None or len(weights) == num_prompts, "a weight for each prompt"
+        assert num_prompts > 0, "num_prompts must be positive"
+        assert weights is None or len(weights) == num_prompts, "weights must have one entry per prompt"
         self._num_prompts, self._seed = num_prompts, seed
         self._weights, self._solved_weight = weights, solved_weight
         self._takes = 0
         self._rates: dict[int, float] = {}
 
     def take(self, n: int) -> list[int]:
-        """Returns n indexes, which depend on nothing but the seed, the number of takes before, and the weights."""
+        """Return n indices. They depend only on the seed, the number of previous takes and the weights."""
         generator = random.Random(f"take {self._seed} {self._takes}")
         self._takes += 1
         weights = [self._weight(i) for i in range(self._num_prompts)]
         taken: list[int] = []
         while len(taken) < n:
-            # Of exponential numbers with these rates the smallest are a draw without replacement (Efraimidis and
-            # Spirakis 2006). expovariate is a logarithm of random(), whose values Python keeps over its versions.
+            # The smallest of exponential variables with these rates are a draw without replacement (Efraimidis and
+            # Spirakis 2006). expovariate is a logarithm of random(), whose sequence Python keeps across versions.
             arrivals = [(generator.expovariate(w), i) for i, w in enumerate(weights) if w > 0]
             taken += [i for _, i in heapq.nsmallest(n - len(taken), arrivals)]
         return taken
 
     def note(self, rates: Mapping[int, float]) -> None:
-        """Takes up measured shares of successes, by the index of the prompt."""
+        """Record the measured success rates of prompts by index."""
         self._rates |= rates
 
     def metrics(self) -> dict[str, float]:
-        """Returns the share of prompts that have been sampled, and the mean of their rates."""
+        """Return the fraction of prompts sampled so far and the mean of their success rates."""
         if not self._rates:
             return {}
         return {
@@ -61,7 +61,7 @@ class WeightedCursor:
         }
 
     def state(self) -> WeightedState:
-        """Returns what `restore` needs beside the weights to go on from here; JSON can hold it."""
+        """Return the JSON-serializable state that `restore` needs in addition to the weights."""
         rates = {str(index): rate for index, rate in self._rates.items()}
         return WeightedState(num_prompts=self._num_prompts, seed=self._seed, takes=self._takes, rates=rates)
 
@@ -75,7 +75,7 @@ class WeightedCursor:
         return cursor
 
     def _weight(self, index: int) -> float:
-        given = 1.0 if self._weights is None else self._weights[index]
+        weight = 1.0 if self._weights is None else self._weights[index]
         if self._solved_weight is None:
-            return given
-        return given * max(self._solved_weight, 1 - self._rates.get(index, 0.0))
+            return weight
+        return weight * max(self._solved_weight, 1 - self._rates.get(index, 0.0))

@@ -25,7 +25,8 @@ from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as comparisons
-from megarl.rewards.registry import NUM_TOKENS, asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.options import NUM_TOKENS
+from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
 from megarl.sandbox.provider import Provider
 

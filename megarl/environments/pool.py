@@ -22,7 +22,7 @@ from megarl.config.schema import Config, RewardFunction, Sandbox
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample
-from megarl.rewards.registry import NUM_TOKENS
+from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.result import Result
 
 READ_BYTES = 65536

@@ -1,4 +1,5 @@
-"""Megatron-core: model, step and optimizer of actor and reference. The only room that imports megatron.core."""
+"""Training with Megatron-core: models, steps, optimizers and checkpoints. The only package that imports
+megatron.core."""
 
 from megarl.megatron.cpu_support import import_uncompiled
 

@@ -1,4 +1,4 @@
-"""Advantages of an update's microbatches, computed on the ranks of their tokens before the first is trained on."""
+"""Advantages of an update's microbatches, computed on the ranks that hold the tokens, before the first microbatch."""
 
 from __future__ import annotations
 
@@ -20,51 +20,58 @@ from megarl.core.token_batch import TokenBatch
 def with_advantages(
     algorithm: Algorithm, batches: Sequence[TokenBatch], step_moments: torch.Tensor | None = None
 ) -> list[TokenBatch]:
-    """Returns the microbatches of this rank with their advantages; with a critic also their returns, which it learns.
+    """Return this rank's microbatches with advantages and, if there is a critic, its target returns.
 
-    Whitening over an update has a collective over the data-parallel ranks: all of them call this.
+    Collective over the data-parallel ranks if advantages are whitened over the update.
 
-    step_moments   with whiten_over=step: those of all updates of the step, of all ranks
+    Args:
+        step_moments: with whiten_over=step, the `moments` of all updates of the step, summed over all ranks.
     """
     config, estimated = algorithm.advantage, estimate_advantages(algorithm, batches)
     if not config.option("whiten"):
         return estimated
     if config.option("whiten_over") == "update":
         return _whiten(config, estimated, sum_over_replicas(moments(estimated)))
-    assert step_moments is not None, "the moments of the step are not known"
+    assert step_moments is not None, "whiten_over=step requires step_moments"
     return _whiten(config, estimated, step_moments)
 
 
 def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Returns the microbatches with advantages, which are not whitened, and returns."""
+    """Return the microbatches with unwhitened advantages, and returns if the estimator has them."""
     config = algorithm.advantage
     estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
     return [estimate(config, batch) for batch in batches]
 
 
 def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
-    """Returns number, sum and sum of squares of the advantages of this rank's tokens that have a loss, float64 [3]."""
-    every = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
-    return torch.stack((torch.tensor(len(every)).to(every), every.sum(), every.square().sum()))
+    """Return count, sum and sum of squares of the advantages of this rank's tokens in the loss, float64 [3]."""
+    advantages = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
+    return torch.stack((torch.tensor(len(advantages)).to(advantages), advantages.sum(), advantages.square().sum()))
 
 
 def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
-    """Adds up a tensor over the data-parallel ranks, in place: all of them call this."""
+    """Sum a tensor over the data-parallel ranks, in place. Collective."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
     return values
 
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
-    """Returns the mean advantage over the trained tokens of each sample that has one, by name. names: of the samples,
-    in the order of the batch."""
+    """Return the mean advantage over the trained tokens of each sample that has any, by name.
+
+    Args:
+        names: the samples' names, in the order of the batch.
+    """
     counts = _sample_sums(batch, torch.ones_like(batch.advantage))
     means = _sample_sums(batch, batch.advantage) / counts
     return {name: mean for name, mean, count in zip(names, means.tolist(), counts.tolist(), strict=True) if count > 0}
 
 
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """Compares the sample's reward with its baseline. Rewards of single tokens are part of it (credit=whole), or are
-    compared by themselves and count for the tokens up to theirs (credit=reward_to_go). So is the KL."""
+    """Compare each sample's reward with its baseline.
+
+    With credit=whole, token rewards and the KL are added to the sample's reward. With credit=reward_to_go, token
+    rewards have their own baseline, and a token's advantage includes those of the tokens from it on.
+    """
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
     for rewards in (batch.implicit_reward, batch.process_reward):
@@ -85,19 +92,19 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """Estimates advantages from all rewards of tokens, the sample's on its last one, and with a critic from its
-    values."""
+    """Estimate advantages from all token rewards, with the sample's reward on its last trained token, and from the
+    critic's values if the estimator uses them."""
     reward, spec = _token_rewards(batch), config.spec
     value = {}
     if spec.comparison == "values":
         assert batch.values is not None or not len(reward), f"{spec.name} needs the critic's values"
         value = {"value": reward if batch.values is None else batch.values}
-    found = spec.estimate(reward, batch.mask, batch.row_sample, **value, **config.options(spec.arguments))
-    return replace(batch, advantage=found.advantage, returns=found.returns)
+    estimated = spec.estimate(reward, batch.mask, batch.row_sample, **value, **config.options(spec.arguments))
+    return replace(batch, advantage=estimated.advantage, returns=estimated.returns)
 
 
 def _token_rewards(batch: TokenBatch) -> torch.Tensor:
-    """Returns all rewards of tokens, float32 [N], the sample's on its last trained token."""
+    """Return all rewards as token rewards, float32 [N], with the sample's reward on its last trained token."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
     for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
         if rewards is not None:
@@ -109,7 +116,7 @@ def _sample_sums(batch: TokenBatch, token_rewards: torch.Tensor) -> torch.Tensor
     return sum_of_sample(token_rewards, batch.mask, batch.row_sample, len(batch.reward))
 
 
-def _whiten(config: Advantage, batches: Sequence[TokenBatch], of_all: torch.Tensor) -> list[TokenBatch]:
-    mean, std = mean_and_std(*of_all.tolist(), config.option("whiten_std"))
+def _whiten(config: Advantage, batches: Sequence[TokenBatch], total_moments: torch.Tensor) -> list[TokenBatch]:
+    mean, std = mean_and_std(*total_moments.tolist(), config.option("whiten_std"))
     epsilon = config.option("whiten_epsilon")
     return [replace(batch, advantage=whiten(batch.advantage, batch.mask, mean, std, epsilon)) for batch in batches]

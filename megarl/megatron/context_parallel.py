@@ -1,8 +1,8 @@
-"""Shares of context-parallel ranks in the tokens of a pack.
+"""Assignment of a pack's tokens to context-parallel ranks.
 
-Early tokens of a document attend to little and late ones to much. Megatron therefore counts a sequence as 2·cp equal
-chunks, of which rank r has chunks r and 2·cp − 1 − r. A pack is many sequences, and must be cut so that this balances
-each of them.
+In causal attention, early tokens of a document are cheap and late ones expensive. Megatron therefore splits a sequence
+into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many sequences and must be cut so
+that each of them is balanced.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 @dataclass(frozen=True, slots=True)
 class ContextShares:
-    """The shares of all context-parallel ranks in a pack.
+    """The tokens of a pack that each context-parallel rank holds.
 
-    places   int64 [cp, T/cp]: the places of each rank's tokens in the pack
-    rank     this rank
+    Attributes:
+        places: int64 [cp, T/cp], pack positions of each rank's tokens.
+        rank: this rank.
     """
 
     places: torch.Tensor
     rank: int
 
     @property
-    def own(self) -> torch.Tensor:
-        """The places of this rank's tokens in the pack, int64 [T/cp]."""
+    def local(self) -> torch.Tensor:
+        """Pack positions of this rank's tokens, int64 [T/cp]."""
         return self.places[self.rank]
 
     @property
     def all(self) -> torch.Tensor:
-        """The places of all ranks' tokens, rank after rank as an all-gather returns them, int64 [T]."""
+        """Pack positions of all ranks' tokens, in the rank order of an all-gather, int64 [T]."""
         return self.places.flatten()
 
     @property
     def sequence(self) -> torch.Tensor:
-        """The places in Megatron's order, of which rank r has chunks r and 2·cp − 1 − r, int64 [T]."""
+        """Pack positions in Megatron's order, in which rank r has chunks r and 2·cp − 1 − r, int64 [T]."""
         if len(self.places) == 1:
             return self.places[0]
         first, second = self.places.chunk(2, dim=1)
         return torch.cat((first.flatten(), second.flip(0).flatten()))
 
     def rows(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows whose token this rank has: their numbers in the batch, and the token's place among its
-        tokens."""
+        """Return the rows whose tokens this rank holds: their indices in the batch, and the indices of the tokens among
+        this rank's tokens."""
         index = torch.full((self.places.numel(),), -1, device=self.places.device)
-        index[self.own] = torch.arange(len(self.own), device=index.device)
-        here = index[batch.rows]
-        numbers = (here >= 0).nonzero()[:, 0]
-        return numbers, here[numbers]
+        index[self.local] = torch.arange(len(self.local), device=index.device)
+        token_index = index[batch.rows]
+        numbers = (token_index >= 0).nonzero()[:, 0]
+        return numbers, token_index[numbers]
 
 
 def context_shares(batch: TokenBatch) -> ContextShares:
@@ -64,8 +65,8 @@ def context_shares(batch: TokenBatch) -> ContextShares:
 
 
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Returns places, int64 [size, T/size], with each document cut into chunks by itself, as Transformer Engine does.
-    The documents' lengths are multiples of 2 · size."""
+    """Return pack positions, int64 [size, T/size], with each document cut into chunks separately, as Transformer Engine
+    does. Document lengths must be multiples of 2 · size."""
     documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long().cpu())
     cut = [document.chunk(2 * size) for document in documents]
     return torch.stack(
@@ -74,14 +75,14 @@ def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
 
 
 def shares_of_pack(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Returns places, int64 [size, T/size], with neighbours in the pack in different chunks, so that each chunk has as
-    much of the beginning of every document as of its end, whatever their lengths. T is a multiple of 2 · size."""
+    """Return pack positions, int64 [size, T/size], with neighboring tokens in different chunks, so that every chunk has
+    equal parts of the beginning and end of each document, regardless of lengths. T must be a multiple of 2 · size."""
     chunks = torch.arange(len(batch.tokens), device=batch.tokens.device).view(-1, 2 * size).T
     return torch.stack([torch.cat((chunks[r], chunks[-1 - r])) for r in range(size)])
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sums values over the context-parallel ranks of a replica, in place."""
+    """Sum values over the context-parallel ranks of a replica, in place."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
     return values

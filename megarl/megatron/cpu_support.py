@@ -1,8 +1,8 @@
 """Patches that let megatron-core run on CPU with gloo.
 
-Megatron-core spells out CUDA in three ways: it asks torch.cuda for the current device, it calls torch.cuda functions
-that only raise without a GPU, and it has device literals in function bodies. Each patch below answers one of these.
-`install` does nothing where CUDA exists, so that the trainer calls it everywhere.
+Megatron-core assumes CUDA in three ways: it queries torch.cuda for the current device, it calls torch.cuda functions
+that raise without a GPU, and it has device literals in function bodies. Each patch below handles one of these.
+`install` is a no-op where CUDA is available, so the trainer always calls it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from packaging.version import Version
 
 
 def import_uncompiled() -> None:
-    """Imports megatron.core with its functions as they are written, before anything else imports it. Megatron marks
-    many of them for torch's compiler, whose import alone takes as long as all else that a rank imports. On CPU that
-    gains nothing: the few that are called are small, and would need a C++ compiler and leave its files behind. Does
-    nothing where CUDA exists."""
+    """Import megatron.core without torch's compiler. Must run before any other import of megatron.core. No-op where
+    CUDA is available.
+
+    Megatron decorates many functions for torch.compile, and importing the compiler takes as long as all other imports
+    of a rank. On CPU compilation gains nothing: the few functions that run are small, and compiling them would need a
+    C++ compiler and leave files behind.
+    """
     if torch.cuda.is_available():
         return
     compiler = torch.compile
@@ -29,10 +32,10 @@ def import_uncompiled() -> None:
         from megatron.core import jit
     finally:
         torch.compile = compiler
-    jit.disable_jit_fuser()  # for modules of it that are imported from now on
+    jit.disable_jit_fuser()  # for Megatron modules imported later
 
 
-# Each module:function has a constant that names the CUDA device ("cuda", or the type "torch.cuda.FloatTensor").
+# Each module:function has a constant that names a CUDA device ("cuda") or type ("torch.cuda.FloatTensor").
 DEVICE_LITERALS = (
     "pipeline_parallel.schedules:forward_backward_no_pipelining",
     "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
@@ -49,14 +52,14 @@ DEVICE_LITERALS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
-# Literals that only newer versions have: the first such version, and the place.
+# Literals that exist only since a certain version: that version and the function.
 NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False
 
 
 def install() -> None:
-    """Applies every patch once per process, before a model is built. Does nothing where CUDA exists."""
+    """Apply every patch, once per process, before a model is built. No-op where CUDA is available."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -75,22 +78,22 @@ def install() -> None:
 
 
 def device_queries() -> None:
-    """Answers queries of the device. Buffers are allocated on torch.cuda.current_device(); pipeline communication
-    synchronises with the device, and since megatron-core 0.19 the reduction of gradients asks for a stream, which it
-    needs for CUDA graphs alone."""
+    """Replace device queries. Buffers are allocated on torch.cuda.current_device(), and pipeline communication
+    synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which only CUDA graphs
+    use."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
 
 
 def tensor_moves() -> None:
-    """Makes tensor.cuda() return the tensor: tied embeddings under pipeline parallelism call it on their weight."""
+    """Make tensor.cuda() return the tensor. Tied embeddings under pipeline parallelism call it on their weight."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def random_state() -> None:
-    """Takes the CPU generator in place of CUDA's, whose states the tensor-parallel RNG tracker swaps: on CPU, dropout
-    draws from the CPU generator."""
+    """Use the CPU generator where the tensor-parallel RNG tracker swaps the state of CUDA's: on CPU, dropout draws from
+    the CPU generator."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -100,9 +103,10 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replaces the literals in the functions' constants, in place, so that every importer by name sees it.
+    """Replace device literals in the functions' constants, in place, so that modules which imported the functions by
+    name are patched as well.
 
-    A list that has gone stale with a new megatron-core is our bug, hence the assertion.
+    The assertion catches entries that are outdated by a new megatron-core.
     """
     import megatron.core
 
@@ -111,14 +115,15 @@ def device_literals() -> None:
     for entry in (*DEVICE_LITERALS, *newer):
         function = _resolve(entry)
         constants = tuple(_on_cpu(constant) for constant in function.__code__.co_consts)
-        assert constants != function.__code__.co_consts, f"{entry} names no CUDA device: drop it from DEVICE_LITERALS"
+        assert constants != function.__code__.co_consts, (
+            f"{entry} has no CUDA device literal. Fix: remove it from DEVICE_LITERALS"
+        )
         function.__code__ = function.__code__.replace(co_consts=constants)
 
 
 def uneven_collectives() -> None:
-    """Replaces collectives of unequal parts. Sharded experts gather and scatter as many tokens as the router sent to
-    each rank; gloo's ranks all need the same number. Gathering pads to the largest, scattering sums everything and
-    keeps this rank's part."""
+    """Emulate uneven collectives. Sharded experts gather and scatter a different number of tokens per rank, but gloo
+    requires equal sizes. Gathering pads to the largest; scattering sums everything and keeps this rank's part."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -143,8 +148,8 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """Skips collectives of groups of one. A rank that shares the optimizer with nobody has all gradients and parameters
-    in its buffers already, where gloo, unlike NCCL, would copy whole buffers to new memory and back."""
+    """Skip collectives over a single rank. A rank that shards the optimizer with no other rank already has all
+    gradients and parameters in its buffers. Unlike NCCL, gloo would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def unless_alone(collective: Callable) -> Callable:
@@ -158,8 +163,7 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replaces the choice of a context-parallel rank's share of the rotary angles, which uses an index in pinned
-    memory."""
+    """Replace the selection of a context-parallel rank's rotary angles, which uses an index in pinned memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):
@@ -167,14 +171,12 @@ def rotary_shares() -> None:
         chunks = pos_emb.chunk(2 * size, dim=seq_dim)
         return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=seq_dim)
 
-    rope_utils.get_pos_emb_on_this_cp_rank.__code__ = share.__code__  # others import the function by name
+    rope_utils.get_pos_emb_on_this_cp_rank.__code__ = share.__code__  # other modules import the function by name
 
 
 def expert_dispatch() -> None:
-    """Replaces the copies of the all-to-all dispatcher, which makes a CUDA stream and copies on it the sizes that the
-    host
-
-    needs: here they are on the host, and only the conversion to numpy is left."""
+    """Replace the device-to-host copies of the all-to-all dispatcher, which copies token counts on a CUDA stream. On
+    CPU only the conversion to numpy remains."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def on_host(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -189,13 +191,13 @@ def expert_dispatch() -> None:
 
 def _resolve(entry: str) -> Callable[..., Any]:
     module, path = entry.split(":")
-    found: Any = importlib.import_module(f"megatron.core.{module}")
+    target: Any = importlib.import_module(f"megatron.core.{module}")
     for name in path.split("."):
-        found = getattr(found, name)
-    found = getattr(found, "__func__", found)
-    while hasattr(found, "__wrapped__"):
-        found = found.__wrapped__
-    return found
+        target = getattr(target, name)
+    target = getattr(target, "__func__", target)
+    while hasattr(target, "__wrapped__"):
+        target = target.__wrapped__
+    return target
 
 
 def _on_cpu(constant: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What each layer of the trainer's model gives for one sequence, by one rank that holds all of it."""
+"""Outputs of each layer of the trainer's model for one sequence, computed on a single rank."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from megarl.models.folder import read_config
 
 
 class ForwardOnlyActor(ModelWorker):
-    """The actor's model, of which nothing is trained."""
+    """The actor's model for forward passes only."""
 
     role = "actor"
     temperature = 1.0
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
-    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
-    hidden], and as the last stage the log-probs of the tokens after the first, float32 [T − 1].
+    """Return each stage's output for all tokens but the last, float32 [T − 1, hidden], in the order of computation, and
+    finally the log-probs of the tokens after the first, float32 [T − 1].
 
-    config   with a layout of one rank. scratch: a folder of this process alone
+    Args:
+        config: a config with a layout of one rank.
+        scratch: a folder used by this process only.
     """
     store = FileStore(str(scratch / "store"), 1)
     worker = ForwardOnlyActor(config, read_config(folder), folder, 0, store, torch.get_num_threads())
     [chunk] = worker.chunks
     model, count = chunk.module, len(token_ids) - 1
-    found: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:
-        def hook(module, given, output) -> None:
+        def hook(module, inputs, output) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            found[stage] = hidden[:count, 0].float().cpu().numpy()
+            outputs[stage] = hidden[:count, 0].float().cpu().numpy()
 
         return hook
 
@@ -48,9 +50,9 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratc
     model.decoder.final_layernorm.register_forward_hook(keep("final norm"))
     run = (VersionRun(0, count),)
     response = token_ids[1:]
-    given = Prompt("diagnose", "", token_ids[:1])
-    sample = Sample("diagnose", given, response, [0.0] * count, [True] * count, run, "length", "")
+    prompt = Prompt("diagnose", "", token_ids[:1])
+    sample = Sample("diagnose", prompt, response, [0.0] * count, [True] * count, run, "length", "")
     batch = LocalBatch([TrainingSample(sample, 0.0, NO_BASELINE, 0.0)], [(0,)])
     scored = worker._forward(batch)["diagnose"]
     worker.close()
-    return found | {"log-probs": scored[:, 0].float().cpu().numpy()}
+    return outputs | {"log-probs": scored[:, 0].float().cpu().numpy()}

@@ -1,8 +1,8 @@
-"""The scale of a float16 model's loss: without one, most gradients inside the model would be rounded to 0.
+"""Loss scaling of float16 models. Without it, most gradients inside the model would underflow to 0.
 
-Megarl takes the scale out of the gradients before it looks at their norm, so that all that is said of them, clipping
-too, is of those of the loss. A norm that is not finite says that one overflowed: by Megatron's rule for dynamic scales
-the next loss has half the scale, and twice the scale after so many updates without.
+Gradients are unscaled before their norm is computed, so that the norm and clipping refer to the unscaled loss. A
+non-finite norm means that a gradient overflowed: as in Megatron's dynamic scaling, the scale is halved, and doubled
+after a number of updates without overflow.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.utils import unwrap_model
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
-"""Our values of Megatron's fields. Its own are 2³², by which the first 16 updates or so would be lost, and 2, by which
-an overflow now and then does not change the scale."""
+"""Our defaults of Megatron's fields. Megatron's initial scale, 2³², would skip about the first 16 updates, and its
+hysteresis, 2, would ignore occasional overflows."""
 
 TRACKERS = {"loss_scale_updates": "growth_tracker", "loss_scale_overflows_left": "hysteresis_tracker"}
-"""Names of counters, and Megatron's of the numbers that they are of."""
+"""Counter name -> Megatron's name of the tracker."""
 
 
 class LossScale:
-    """The scale of the loss of one model: of float16. With other dtypes there is none, and nothing is done."""
+    """The loss scale of one float16 model. For other dtypes there is no scale, and all methods are no-ops."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype, config: OptimizerConfig):
         self._chunks, self._scaler = chunks, None
@@ -37,7 +37,7 @@ class LossScale:
                 growth_interval=config.loss_scale_window,
                 hysteresis=config.hysteresis,
             )
-            # Megatron's schedules call it on the loss, and auxiliary losses take their scale from it.
+            # Called by Megatron's schedules on the loss and used to scale auxiliary losses.
             for chunk in chunks:
                 unwrap_model(chunk).config.grad_scale_func = self._scaled
 
@@ -50,11 +50,11 @@ class LossScale:
 
     @property
     def is_least(self) -> bool:
-        """Whether it cannot become smaller, so that a gradient which is not finite is no overflow of its making."""
+        """Whether the scale is at its minimum, so that a non-finite gradient is not caused by the scale."""
         return self._scaler is None or self._scaler.scale.item() <= self._scaler.min_scale.item()
 
     def take_out(self) -> None:
-        """Divides the accumulated gradients by it."""
+        """Divide the accumulated gradients by the scale."""
         if self._scaler is not None:
             for chunk in self._chunks:
                 chunk.scale_gradients(self._scaler.inv_scale)
@@ -67,10 +67,10 @@ class LossScale:
         if self._scaler is None:
             return {}
         state = self._scaler.state_dict()
-        return {"loss_scale": self.value} | {name: state[theirs] for name, theirs in TRACKERS.items()}
+        return {"loss_scale": self.value} | {name: state[tracker] for name, tracker in TRACKERS.items()}
 
     def restore(self, counters: Mapping[str, float]) -> None:
         if self._scaler is not None:
             scale = torch.full_like(self._scaler.scale, counters["loss_scale"])
-            trackers = {theirs: int(counters[name]) for name, theirs in TRACKERS.items()}
+            trackers = {tracker: int(counters[name]) for name, tracker in TRACKERS.items()}
             self._scaler.load_state_dict({"scale": scale} | trackers)

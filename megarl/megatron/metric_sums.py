@@ -1,4 +1,5 @@
-"""Metrics of a microbatch as tensors, which are read only after the last microbatch, so that no microbatch waits."""
+"""Metrics of microbatches as device tensors. They are read only after the last microbatch, so that no microbatch
+synchronizes."""
 
 from __future__ import annotations
 
@@ -22,15 +23,19 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 
 
 def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Returns the mean of the values by their weights, whose sum is its weight when microbatches are merged. A mask
-    makes it the mean over the trained tokens. Values with a weight of 0 have no part in it, whatever they are.
+    """Return the weighted mean. The sum of the weights becomes the metric's weight when microbatches are merged.
 
-    weight   bool or float32, 0 or more
+    A mask as weight gives the mean over trained tokens. Values with weight 0 are excluded, even if they are NaN.
+
+    Args:
+        weight: bool or non-negative float32.
     """
-    every = weight.sum()
-    return (values.detach() * weight).where(weight > 0, 0.0).sum() / every.where(every > 0, 1), every, "mean"
+    total_weight = weight.sum()
+    weighted_sum = (values.detach() * weight).where(weight > 0, 0.0).sum()
+    return weighted_sum / total_weight.where(total_weight > 0, 1), total_weight, "mean"
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Returns the maximum over the trained tokens, at least 0. values[mask] would make the host wait for its size."""
+    """Return the maximum over the trained tokens, at least 0. Indexing with values[mask] would synchronize with the
+    device."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), None, "max"

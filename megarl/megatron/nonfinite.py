@@ -1,7 +1,7 @@
-"""The rule for a gradient that is not finite: its update is skipped, and several in a row end the run.
+"""Handling of non-finite gradients: the update is skipped, and several skipped updates in a row end the run.
 
-All ranks follow it together, because all judge the same number: the norm of the whole gradient, which Megatron sums
-over the ranks. It is NaN or infinite if any element of the gradient is.
+All ranks decide alike because they check the same number: the norm of the whole gradient, which Megatron sums over the
+ranks. It is NaN or infinite if any element of the gradient is.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """The updates that were skipped.
+    """Counts of skipped updates.
 
-    total      since the run began
-    in_a_row   since the last update that was not
+    Attributes:
+        total: since the start of the run.
+        in_a_row: since the last update that was applied.
     """
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """counts: whether a skipped one is one more in a row, and not the price of a scale of the loss."""
+        """Record an update. `counts` is false for updates skipped to reduce the loss scale, which do not extend the
+        series."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + counts if is_skipped else 0
 
@@ -37,13 +39,13 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Takes up the counts of a checkpoint. One of format 1 has none: its run would have ended at the first."""
+        """Restore the counts of a checkpoint. Format 1 has none: its runs ended at the first non-finite gradient."""
         self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
 
 
 class RouterBiases:
-    """A copy of the biases of routers, which follow the load of the experts without a gradient, and before the gradient
-    is known."""
+    """A copy of the router biases, which follow expert load without a gradient, and before it is known whether the
+    gradient is finite."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         names = named_weights(chunks).keys() - named_parameters(chunks).keys()
@@ -56,22 +58,25 @@ class RouterBiases:
 
 
 def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[Sums], loss: str) -> str:
-    """Describes the worst microbatch of all ranks, the same on each: the first one with a metric that is not finite,
-    else the one with the largest loss, since its gradient alone has overflown.
+    """Describe the worst microbatch of all ranks; the result is the same on each. Collective.
 
-    members   the samples of each microbatch of this rank
-    sums      the metrics of each, none before the last stage
-    loss      the name of the metric of the loss
+    The worst is the first microbatch with a non-finite metric or, if only the gradient overflowed, the one with the
+    largest absolute loss.
+
+    Args:
+        members: the samples of each microbatch of this rank.
+        sums: the metrics of each microbatch; empty before the last stage.
+        loss: the name of the loss metric.
     """
-    found = [_describe(*pair, loss) for pair in zip(members, sums, strict=False)]
+    descriptions = [_describe(*pair, loss) for pair in zip(members, sums, strict=False)]
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, max(found, key=lambda item: item[0], default=(-1.0, "")))
+    dist.all_gather_object(gathered, max(descriptions, key=lambda item: item[0], default=(-1.0, "")))
     _, description = max(gathered, key=lambda item: item[0])
     return description
 
 
 def _describe(members: Sequence[TrainingSample], sums: Sums, loss: str) -> tuple[float, str]:
-    """Returns how bad a microbatch is, and its description in words."""
+    """Return a microbatch's severity and its description."""
     values = {name: metric.value for name, metric in read(sums).items()}
     nonfinite = {name: value for name, value in values.items() if not math.isfinite(value)}
     shown = ", ".join(f"{name} {value:g}" for name, value in (nonfinite or {loss: values[loss]}).items())

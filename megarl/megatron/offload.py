@@ -1,5 +1,5 @@
-"""Offload of parameters, gradients and the optimizer's state: to host memory and back, each on its own, bit by bit;
-gradients are given up, as every update begins with zeros."""
+"""Offload of parameters, gradients and optimizer state to host memory and back, each separately and bit for bit.
+Gradients are discarded instead, as every update starts from zeros."""
 
 from __future__ import annotations
 
@@ -19,64 +19,67 @@ Part = Literal["parameters", "gradients", "optimizer"]
 
 
 class Offload:
-    """Moves storages, so that all views of them (parameters in DDP's buffers, the optimizer's shards) stay valid; their
-    addresses change, and while a part is away its tensors must not be used.
+    """Moves whole storages, so that all views of them (parameters in DDP's buffers, the optimizer's shards) stay valid.
+    Their addresses change, and tensors of an offloaded part must not be used.
 
-    Gradients take no host memory and no time: they come back as zeros.
-
-    On CPU the storages are released into copies that are host memory as well: the same path, and nothing is gained.
-    Parameters that are published in shared memory are read there by the engines, and cannot move.
+    Gradients take no host memory and no time: they are restored as zeros. On CPU, storages are moved to copies that are
+    host memory as well: this exercises the same code but saves nothing. Parameters published in shared memory cannot
+    move, because engines read them there.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
-        """optimizer: the model's optimizer, None for a model that is not trained, which has parameters only."""
+        """`optimizer` is None for an untrained model, which has parameters only."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._away: dict[Part, dict[int, tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
-        """The storages that are away, by address, each with its bytes in host memory, or their number where they were
-        given up."""
+        self._offloaded: dict[Part, dict[int, tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
+        """Offloaded storages by address, each with its bytes in host memory, or their number if discarded."""
         self._hosts: dict[int, torch.Tensor] = {}
-        """Host memory of the bytes of each storage while it is away."""
+        """Host buffer of each storage, kept for reuse."""
 
     def move_out(self, part: Part) -> int:
-        """Moves away what of a part is there, and returns the bytes that are free on the device for all of it. Raises
-        UserError where the part is published."""
-        there = [storage for storage in self._storages(part) if storage.nbytes()]
-        if any(storage.device.type == "cpu" and storage.is_shared() for storage in there):
-            raise UserError(f"offload: the {part} are published in shared memory, where engines read them; keep them")
+        """Offload a part and return the bytes freed on the device, including storages that were already offloaded.
+        Raises UserError if the part is published."""
+        present = [storage for storage in self._storages(part) if storage.nbytes()]
+        if any(storage.device.type == "cpu" and storage.is_shared() for storage in present):
+            raise UserError(
+                f"offload: the {part} are published in shared memory for the engines and cannot move. "
+                f"Fix: remove {part} from offload"
+            )
         keep = torch.UntypedStorage.nbytes if part == "gradients" else self._to_host
-        away = self._away.setdefault(part, {})
-        away |= {storage._cdata: (storage, keep(storage)) for storage in there}
-        device.synchronize()  # the copies are done before the memory is anybody else's
-        for storage in there:
+        offloaded = self._offloaded.setdefault(part, {})
+        offloaded |= {storage._cdata: (storage, keep(storage)) for storage in present}
+        device.synchronize()  # complete the copies before the memory is reused
+        for storage in present:
             storage.resize_(0)
         device.release_cache()
-        return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in away.values())
+        return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in offloaded.values())
 
     def move_in(self, part: Part) -> int:
-        """Moves a part back, and returns the bytes that this takes on the device. Does nothing for a part that is
-        there."""
-        away = self._away.pop(part, {}).values()
-        for storage, kept in away:
+        """Restore a part and return the bytes it takes on the device. No-op if it is not offloaded."""
+        offloaded = self._offloaded.pop(part, {}).values()
+        for storage, kept in offloaded:
             _restore(storage, kept)
         device.synchronize()
-        return sum(storage.nbytes() for storage, _ in away)
+        return sum(storage.nbytes() for storage, _ in offloaded)
 
     @contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Has those of these tensors that are away on the device while it is inside, to be read."""
-        wanted = {tensor.untyped_storage()._cdata for tensor in tensors}
-        fetched = [away[address] for away in self._away.values() for address in wanted.intersection(away)]
+        """Temporarily restore the offloaded ones among these tensors to the device, for reading."""
+        requested = {tensor.untyped_storage()._cdata for tensor in tensors}
+        fetched = [
+            storages[address] for storages in self._offloaded.values() for address in requested.intersection(storages)
+        ]
         for storage, kept in fetched:
             _restore(storage, kept)
         try:
             yield
         finally:
-            device.synchronize()  # who has read is done before the memory is anybody else's
+            device.synchronize()  # complete pending reads before the memory is reused
             for storage, _ in fetched:
                 storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Copies a storage to host memory: with a GPU, to the same memory each time, because locking it takes long."""
+        """Copy a storage to host memory. With a GPU, reuse the same pinned buffer each time, because pinning is
+        slow."""
         source, host = _bytes(storage), self._hosts.get(storage._cdata)
         if host is None or host.numel() != storage.nbytes():
             host = device.host_empty_like(source)
@@ -85,15 +88,15 @@ class Offload:
         return host.copy_(source, non_blocking=True)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """Yields each storage of a part once. Without bfloat16, the optimizer's main weights are views of the
-        parameters, and belong to them."""
+        """Yield each storage of a part once. Without 16-bit parameters, the optimizer's main weights are views of the
+        parameters and count as parameters."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
             "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
             "gradients": (buffer.grad_data for buffer in self._buffers()),
             "optimizer": self._optimizer_tensors(),
         }
-        others = chain(tensors["parameters"], tensors["gradients"]) if part == "optimizer" else ()
-        seen = {tensor.untyped_storage()._cdata for tensor in others}
+        excluded = chain(tensors["parameters"], tensors["gradients"]) if part == "optimizer" else ()
+        seen = {tensor.untyped_storage()._cdata for tensor in excluded}
         for tensor in tensors[part]:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
@@ -108,13 +111,13 @@ class Offload:
         for part in self._optimizer.chained_optimizers:
             if part.optimizer is None:  # a stage without trainable parameters
                 continue
-            yield from chain.from_iterable(group["params"] for group in part.optimizer.param_groups)
+            yield from chain.from_iterable(param_group["params"] for param_group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _restore(storage: torch.UntypedStorage, kept: torch.Tensor | int) -> None:
-    """Fills a storage that is away, with zeros where its bytes were given up."""
+    """Refill an offloaded storage, with zeros if its bytes were discarded."""
     if isinstance(kept, int):
         storage.resize_(kept)
         _bytes(storage).zero_()

@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW, from our config."""
+"""Megatron's distributed AdamW, built from our config."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megarl.megatron.overrides import build, checked, described
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
 )
-"""Parameters without weight decay: the chosen ones, and biases and norms, which it would pull to 0, where a norm lets
-nothing through."""
+"""Parameters without weight decay: explicitly marked ones, biases, and norm weights, which decay would pull to 0, where
+a norm's output vanishes."""
 
 DEFAULTS = (
     *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
     *("optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
 )
-"""Fields of OptimizerConfig that the rates, the loss, offload and checkpoints rely on."""
+"""Fields of OptimizerConfig whose defaults learning rates, loss, offload and checkpoints rely on."""
 
 
 def build_optimizer(
@@ -39,11 +39,11 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """Builds the optimizer, whose float32 state is sharded over the data-parallel ranks. Under bfloat16 and float16 its
-    main weights begin as copies of the parameters: see main_weights.py. It knows no scale of the loss: see
-    loss_scale.py.
+    """Build the optimizer, whose float32 state is sharded over the data-parallel ranks. With 16-bit parameters, its
+    main weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
 
-    without_decay: parameters without weight decay beside biases and norms
+    Args:
+        without_decay: parameters without weight decay in addition to biases and norms.
     """
     for parameter in without_decay:
         parameter.without_decay = True
@@ -60,7 +60,7 @@ def build_optimizer(
 
 def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     config = settings.optimizer
-    ours = dict(
+    settings_fields = dict(
         lr=config.lr,
         min_lr=config.schedule.min_lr,
         adam_beta1=config.beta1,
@@ -77,28 +77,30 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
         use_distributed_optimizer=True,
         overlap_param_gather=settings.overlap_communication,
     )
-    homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(ours, f"{settings.section}.optimizer")
+    homes = dict.fromkeys((*fixed, *DEFAULTS)) | dict.fromkeys(settings_fields, f"{settings.section}.optimizer")
     key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
-    return build(described(settings.section, key, extra), OptimizerConfig, ours | fixed | loss_scale.DEFAULTS | extra)
+    return build(
+        described(settings.section, key, extra), OptimizerConfig, settings_fields | fixed | loss_scale.DEFAULTS | extra
+    )
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Returns the parts of the optimizer that hold parameters. A model with experts has a second one for them under
-    some layouts; a part without parameters is left out."""
+    """Return the parts of the optimizer that hold parameters. Under some layouts a model with experts has a second part
+    for them. Parts without parameters are omitted."""
     return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Sets learning rate and weight decay of the next update. Both are set anew for each update: a loaded optimizer
-    brings those that it was saved with."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+    """Set learning rate and weight decay of the next update. Both are set before every update, because a loaded
+    optimizer has its saved values."""
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+        param_group["weight_decay"] = weight_decay * param_group["wd_mult"]
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """Makes torch's AdamW take its fused kernel, which it has for CPU as well as for CUDA: one pass over memory, and no
-    temporary copies of the largest parameter."""
-    for group in optimizer.param_groups:
-        group["fused"] = True
+    """Make torch's AdamW use its fused kernel, available on CPU and CUDA: a single pass over memory, without temporary
+    copies of the largest parameter."""
+    for param_group in optimizer.param_groups:
+        param_group["fused"] = True

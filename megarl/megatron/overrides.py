@@ -1,4 +1,4 @@
-"""The key megatron_overrides: fields of Megatron's own dataclasses, checked against their names and types."""
+"""The key megatron_overrides: fields of Megatron's dataclasses, validated by name and type."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from megarl.core.errors import UserError
 T = TypeVar("T")
 
 
-def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str, str | None]) -> dict[str, Any]:
-    """Returns the fields for the dataclass `target`, with dtypes and enum members in place of their names.
+def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the override fields for the dataclass `target`, with names of dtypes and enum members resolved.
 
-    key    the key under which they are given, such as actor.megatron_overrides.model
-    ours   fields that follow from keys of our own -> that key; None: no key, the trainer relies on its value
+    Args:
+        key: the config key that holds the fields, such as actor.megatron_overrides.model.
+        reserved: fields derived from our own keys -> that key; None if the trainer relies on the field's default.
 
-    Raises UserError for a field that is unknown, one of ours, or of another type.
+    Raises:
+        UserError: a field is unknown, reserved, or of the wrong type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)
@@ -30,14 +32,14 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
     for name, value in extra.items():
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out"
-            raise UserError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field; {remedy}")
-        if name in ours:
-            home = ours[name]
+            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            raise UserError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field. Fix: {remedy}")
+        if name in reserved:
+            home = reserved[name]
             why = (
-                f"this follows from {home}; set it there"
+                f"derived from {home}. Fix: set it there"
                 if home
-                else "the trainer relies on its own value; leave it out"
+                else "the trainer relies on its own value. Fix: remove it"
             )
             raise UserError(f"{key}.{name}={value}: {why}")
         values[name] = _converted(f"{key}.{name}", value, hints[name] | None if defaults[name] is None else hints[name])
@@ -45,29 +47,28 @@ def checked(key: str, extra: Mapping[str, Any], target: type, ours: Mapping[str,
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Makes the dataclass. Raises UserError that names the settings for fields that it refuses."""
+    """Build the dataclass. If it rejects its fields, raise UserError that names the settings."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
-        raise UserError(f"{settings}: Megatron's {target.__name__} refuses these settings: {error}") from error
+        raise UserError(f"{settings}: Megatron's {target.__name__} rejects these settings: {error}") from error
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Returns the settings of a section for a message: the overrides under the key, or the section if there are
-    none."""
+    """Describe a section's settings for a message: the overrides under the key, or the section if there are none."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 
 def _converted(key: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
-    named = value
+    resolved = value
     if isinstance(value, str) and torch.dtype in kinds:
-        named = getattr(torch, value, value)
+        resolved = getattr(torch, value, value)
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:
-            named = kind[value]
+            resolved = kind[value]
     try:
-        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(named, strict=True)
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(resolved, strict=True)
     except ValidationError:
         raise UserError(f"{key}={value!r}: expected {_readable(hint)}, found {type(value).__name__}") from None
 

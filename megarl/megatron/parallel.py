@@ -1,4 +1,4 @@
-"""The trainer's process group and Megatron's subdivision of it."""
+"""The trainer's process group and its subdivision by Megatron."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Joins the process group and makes Megatron's tensor, pipeline and data-parallel groups.
+    """Join the process group and create Megatron's tensor, pipeline and data-parallel groups.
 
-    timeout_s bounds every collective: a rank whose peer is gone fails then at the latest.
+    Args:
+        timeout_s: timeout of every collective, after which a rank with a dead peer fails.
     """
     cpu_support.install()
     dist.init_process_group(
@@ -39,7 +40,7 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
 
 @contextmanager
 def pretended(layout: Layout, rank: int) -> Iterator[None]:
-    """Pretends in a single process that it is this rank of many: groups have ranks and sizes, but nothing
+    """Simulate one rank of a layout in a single process: process groups have ranks and sizes, but nothing
     communicates."""
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
@@ -52,12 +53,12 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _subdivide(layout: Layout, **options: float) -> None:
-    # Groups over gloo would be for Megatron's own checkpoints of the optimizer.
+    # Only Megatron's own optimizer checkpoints need gloo groups.
     parallel_state.initialize_model_parallel(**sizes(layout), create_gloo_process_groups=False, **options)
 
 
 def sizes(layout: Layout) -> dict[str, int | None]:
-    """Returns the sizes of a layout by megatron-core's names."""
+    """Return the sizes of a layout under megatron-core's names."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -69,9 +70,9 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Returns the group of all ranks over host memory, for a thread beside training, which uses the other groups
-    alone."""
-    assert _host_group is not None, "before initialize"
+    """Return the host-memory process group of all ranks, for a thread that runs while training uses the other
+    groups."""
+    assert _host_group is not None, "initialize was not called"
     return _host_group
 
 
@@ -82,23 +83,23 @@ def destroy() -> None:
     dist.destroy_process_group()
 
 
-def own_part(tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a sequence's tokens that sequence parallelism gives this tensor-parallel rank."""
+def local_part(tokens: torch.Tensor) -> torch.Tensor:
+    """Return this tensor-parallel rank's part of a sequence's tokens under sequence parallelism."""
     return tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())[
         parallel_state.get_tensor_model_parallel_rank()
     ]
 
 
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
-    """Returns the group of the ranks that have parts of the same tensors: those of experts are cut among others."""
+    """Return the process group that shards a tensor: expert tensor parallelism has its own."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Makes a tensor, in place, the maximum over the ranks of a group."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+def reduce_max(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Reduce a tensor to the maximum over a process group, in place."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=process_group)
 
 
 def data_parallel_rank() -> int:
@@ -106,7 +107,8 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Returns whether this virtual stage of this rank (None: there are none) is the model's first."""
+    """Return whether this rank's virtual stage is the model's first. `virtual` is None if there are no virtual
+    stages."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
@@ -115,12 +117,12 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Returns whether this rank's loss and metrics speak for its data-parallel and context-parallel replica: one
-    does."""
+    """Return whether this rank reports loss and metrics of its data-parallel and context-parallel replica. Exactly one
+    rank of each replica does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def returns_results() -> bool:
-    """Returns whether this rank's results of all of the replica's rows speak for its data-parallel replica: one
-    does."""
+    """Return whether this rank returns the results of all rows of its data-parallel replica. Exactly one rank of each
+    replica does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

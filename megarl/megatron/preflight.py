@@ -1,5 +1,5 @@
-"""The program that asks Megatron which settings of a run's models it refuses: it reads config and models as JSON on
-stdin, and prints a JSON list of lines."""
+"""Checks which settings of a run's models Megatron rejects. Run as a program, it reads config and models as JSON from
+stdin and prints a JSON list of messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.megatron.optimizer import optimizer_config
 
 
 def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each of Megatron's dataclasses that refuses its settings. hf_configs: the configs of the
-    models, by role."""
-    dtype, found = getattr(torch, config.model.dtype), []
+    """Return a message for each of Megatron's dataclasses that rejects its settings. `hf_configs` maps roles to their
+    models' configs."""
+    dtype, messages = getattr(torch, config.model.dtype), []
     for role, hf_config in hf_configs.items():
         settings = config.placed(role)
         for build in (
@@ -31,8 +31,8 @@ def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> li
             try:
                 build()
             except ValueError as error:
-                found.append(str(error))
-    return found
+                messages.append(str(error))
+    return messages
 
 
 if __name__ == "__main__":

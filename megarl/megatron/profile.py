@@ -1,4 +1,4 @@
-"""torch's profiler around the work of a rank in one step."""
+"""torch's profiler for a rank's work in one step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Profiler:
-    """Notes each operator and kernel from `start` to `stop`; shapes, stacks and memory, which cost much more, are left
-    out."""
+    """Records operators and kernels between `start` and `stop`. Shapes, stacks and memory are not recorded because of
+    their overhead."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
@@ -19,7 +19,7 @@ class Profiler:
         self._profile.start()
 
     def stop(self, file: Path) -> None:
-        """Writes what was noted, as Chrome's trace events, compressed where the name ends so."""
+        """Write the recording as a Chrome trace, compressed if the file name ends in .gz."""
         assert self._profile is not None, "stop without start"
         self._profile.stop()
         self._profile.export_chrome_trace(str(file))

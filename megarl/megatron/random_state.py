@@ -1,4 +1,4 @@
-"""The states of all random number generators of a trainer rank."""
+"""Random number generators of a trainer rank: seeding, saving and restoring their states."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megarl.core import device
 
 
 def seed(value: int) -> None:
-    """Seeds all generators; Megatron's follow from the rank's place in the layout, too."""
+    """Seed all generators. Megatron's also depend on the rank's position in the layout."""
     random.seed(value)
     torch.manual_seed(value)
     model_parallel_cuda_manual_seed(value)
 
 
 def seed_anew(value: int, num_updates: int) -> None:
-    """Seeds ranks that go on after num_updates in a layout whose states were not saved. The seed is the same for every
-    run that goes on from there, and differs from that of the start."""
+    """Seed the ranks of a run that resumes after num_updates in a layout without saved states. The seed is
+    deterministic and differs from that of the start."""
     seed(random.Random(f"{value}.{num_updates}").getrandbits(31))
 
 
 def capture() -> dict[str, Any]:
-    """Returns the states of Python's, torch's and the device's generator, and those that Megatron keeps for
+    """Return the states of Python's, torch's and the device's generator, and of Megatron's generators for
     tensor-parallel regions."""
     return {
         "python": random.getstate(),

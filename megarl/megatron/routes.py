@@ -1,9 +1,8 @@
-"""The experts that tokens go to: those of the engine in place of the trainer's own choice, and how they differ.
+"""Expert routing: replay of the engine's routes in the trainer, and metrics of their differences.
 
-A router of Megatron asks an object for its choice, by default Megatron's RouterReplay. Ours stands in its place. Those
-of Megatron have a registry for the whole process, in which an actor and a critic would take each other's routes; every
-token must have some; and all are switched together between forward and recomputed passes, which alternate in a
-pipeline.
+A Megatron router delegates its choice to an object, by default Megatron's RouterReplay. Ours replaces it because
+Megatron's has a process-wide registry, so actor and critic would use each other's routes; it requires routes for every
+token; and it switches all routers between forward and recomputation at once, although these alternate in a pipeline.
 """
 
 from __future__ import annotations
@@ -27,41 +26,42 @@ from megarl.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of this rank's tokens of a microbatch, in the order in which its routers get them.
+    """The routes of this rank's tokens of a microbatch, in the order in which its routers process them.
 
-    experts     as in TokenBatch, [t, layers, experts per token]; None: every token takes the trainer's
-    is_sampled  bool [t]: False for padding after the samples
+    Attributes:
+        experts: [t, layers, experts per token], as in TokenBatch; None lets the trainer choose for every token.
+        is_sampled: bool [t], false for padding after the samples.
     """
 
     experts: torch.Tensor | None
     is_sampled: torch.Tensor
 
     @classmethod
-    def of(cls, batch: TokenBatch, own: torch.Tensor, sequence_parallel: bool) -> Routes:
-        """own: the places in the pack of this context-parallel rank's tokens, of which sequence parallelism gives each
-        tensor-parallel rank one of equal parts."""
+    def of(cls, batch: TokenBatch, places: torch.Tensor, sequence_parallel: bool) -> Routes:
+        """Return this rank's routes. `places` holds the pack positions of this context-parallel rank's tokens; sequence
+        parallelism splits them evenly over tensor-parallel ranks."""
         if sequence_parallel:
-            own = parallel.own_part(own)
+            places = parallel.local_part(places)
         is_sampled = torch.zeros_like(batch.tokens, dtype=torch.bool)
         is_sampled[batch.document_tokens[: int(batch.boundaries[len(batch.reward)])]] = True
-        return cls(None if batch.routes is None else batch.routes[own], is_sampled[own])
+        return cls(None if batch.routes is None else batch.routes[places], is_sampled[places])
 
 
 class LayerRouter:
-    """The choice of experts in one layer, which a router of Megatron calls with its scores.
+    """The choice of experts in one layer, called by a Megatron router with its scores.
 
-    A layer may be computed a second time in the backward pass, in whichever microbatch's turn that comes: schedules go
-    backward through a chunk's microbatches in the order in which they went forward.
+    In the backward pass a layer may be recomputed for any microbatch in flight. Schedules run a chunk's backward passes
+    in the order of its forward passes, so a queue suffices.
     """
 
     def __init__(self, router: TopKRouter, layer: int, num_experts: int):
-        """layer: the number of the router's layer among those with experts."""
+        """`layer` is the index of the router's layer among those with experts."""
         self.layer = layer
         self._router, self._num_experts = router, num_experts
         self._routes: Routes | None = None
-        """Those of the microbatch that goes forward; None while none does."""
-        self._again: list[Routes] = []
-        """Those of the microbatches that will be computed again."""
+        """Routes of the microbatch in its forward pass; None outside of forward passes."""
+        self._recomputed: list[Routes] = []
+        """Routes of microbatches that will be recomputed."""
         self._counts: torch.Tensor | None = None
 
     def begin(self, routes: Routes) -> None:
@@ -78,51 +78,51 @@ class LayerRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores and numbers of each token's experts. Those of another layer's choice are scores like
-        others, with a gradient: they are not taken from what the router's own choice has left."""
-        routes = self._again.pop(0) if self._routes is None else self._routes
+        """Return scores and indices of each token's experts. Replayed experts are scored like any others, with a
+        gradient: their scores do not come from the router's own top-k."""
+        routes = self._recomputed.pop(0) if self._routes is None else self._routes
         with torch.no_grad():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = own
+            _, preferred = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = preferred
         if routes.experts is not None:
             replayed = routes.experts[:, self.layer].long()
-            chosen = torch.where(replayed < 0, own, replayed)
+            chosen = torch.where(replayed < 0, preferred, replayed)
         if self._routes is not None and self._router.training:
-            self._count(own, chosen, routes)
+            self._count(preferred, chosen, routes)
             if not torch.is_grad_enabled():
-                self._again.append(routes)
+                self._recomputed.append(routes)
         return scores.gather(1, chosen), chosen
 
     @torch.no_grad()
-    def _count(self, own: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
-        """Counts the tokens of each expert, those that are replayed elsewhere than the router would send them, and
-        those that are replayed."""
+    def _count(self, preferred: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
+        """Count the tokens of each expert, the tokens replayed to other experts than the router's choice, and all
+        replayed tokens."""
         if self._counts is None:
-            self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=own.device)
+            self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=preferred.device)
         is_sampled = routes.is_sampled.long()
         self._counts.scatter_add_(0, chosen.flatten(), is_sampled.repeat_interleave(chosen.shape[1]))
         if routes.experts is not None:
             is_replayed = is_sampled * (routes.experts[:, self.layer] >= 0).all(dim=1)
-            differs = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
+            differs = (preferred.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
             self._counts[-2] += (is_replayed * differs).sum()
             self._counts[-1] += is_replayed.sum()
 
     def take_counts(self) -> torch.Tensor | None:
-        """Returns what has been counted since the last call; None if nothing was."""
-        taken, self._counts = self._counts, None
-        return taken
+        """Return the counts since the last call, or None if there are none."""
+        counts, self._counts = self._counts, None
+        return counts
 
     @property
     def is_done(self) -> bool:
-        """Whether every microbatch has been computed again that will be."""
-        return not self._again
+        """Whether no microbatch is waiting to be recomputed."""
+        return not self._recomputed
 
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
-    """Makes the routers of a chunk choose by a LayerRouter each."""
+    """Install a LayerRouter in each router of a chunk."""
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
-        layer = router.layer_number - 1  # Megatron counts from 1, over all stages, layers without experts included
+        layer = router.layer_number - 1  # Megatron counts all layers of all stages from 1
         assert shape.has_experts(layer), f"layer {layer} has no experts"
         router.router_replay = LayerRouter(router, sum(shape.experts.layers[:layer]), shape.experts.count)
     model.layer_routers = [router.router_replay for router in routers]
@@ -134,7 +134,7 @@ def layer_routers(chunks: Sequence[DistributedDataParallel]) -> list[LayerRouter
 
 @contextmanager
 def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
-    """Makes the chunk, which goes forward meanwhile, send the tokens of a microbatch by these routes."""
+    """Route a microbatch's tokens by these routes while the chunk's forward pass runs."""
     for router in model.layer_routers:
         router.begin(routes)
     yield
@@ -143,27 +143,28 @@ def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
 
 
 def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, prefix: str) -> dict[str, Metric]:
-    """Returns the metrics of the routes of one update, of all ranks, which call it together."""
+    """Return the routing metrics of one update over all ranks. Collective."""
     if shape.experts is None:
         return {}
     routers = layer_routers(chunks)
-    assert all(router.is_done for router in routers), "a microbatch was not computed again"
+    assert all(router.is_done for router in routers), "a microbatch was not recomputed"
     device = next(chunks[0].parameters()).device
     counts = torch.zeros(sum(shape.experts.layers), shape.experts.count + 2, dtype=torch.int64, device=device)
     for router in routers:
-        own = router.take_counts()
-        if own is not None:
-            counts[router.layer] += own
+        layer_counts = router.take_counts()
+        if layer_counts is not None:
+            counts[router.layer] += layer_counts
     dist.all_reduce(counts)
     return metrics_of(counts.cpu(), prefix)
 
 
 def metrics_of(counts: torch.Tensor, prefix: str) -> dict[str, Metric]:
-    """Returns the metrics of the counts of each layer, as LayerRouter has them, int64 [layers, experts + 2].
+    """Return the metrics of the LayerRouter counts of each layer, int64 [layers, experts + 2].
 
-    max_vio        how much more than the mean the busiest expert of a layer has, mean over the layers: 0 if all have as
-                   many tokens (arXiv 2408.15664)
-    routes_differ  share of replayed tokens and layers where the trainer would have chosen another set of experts
+    max_vio: load of a layer's busiest expert relative to the mean, minus 1, averaged over layers; 0 if all loads are
+    equal (MaxVio, arXiv 2408.15664).
+
+    routes_differ: fraction of replayed (token, layer) pairs for which the trainer would have chosen other experts.
     """
     loads, (differing, replayed) = counts[:, :-2].double(), counts[:, -2:].sum(dim=0).tolist()
     metrics = {}

@@ -1,4 +1,4 @@
-"""Forward-backward over the microbatches of one update, and forward-only passes, of any model and objective."""
+"""Forward-backward over the microbatches of an update, and forward-only passes, for any model and objective."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megarl.megatron.routes import routed
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
-    """Accumulates the gradient of Σ w·ℓ over the microbatches of all ranks in the parameters' main_grad. Returns the
-    objective's metrics of each microbatch on this rank (none before the last stage)."""
-    # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks; the product of
-    # both is undone here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
+    """Accumulate the gradient of Σ w·ℓ over all microbatches and ranks in the parameters' main_grad. Return the
+    loss's metrics of each microbatch on this rank (empty before the last stage)."""
+    # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks. Both are undone
+    # here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
     def compute_loss(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        loss, sums = objective(item.rows, scored[0])
-        return scale * loss, sums
+        terms = loss.terms(item.rows, scored[0])
+        return scale * terms.loss, loss.metrics(item.rows, terms)
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -45,10 +45,10 @@ def accumulate_gradients(
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Does one optimizer step, unless the gradient is not finite: then weights and moments stay as they are. Returns
-    the norm of the gradient before clipping, by which all ranks know which of the two was done."""
-    # Megatron's own step clips by this norm too, but it would go on with any: so it is computed twice, which costs a
-    # pass over the rank's shard of the gradient.
+    """Run one optimizer step, unless the gradient is non-finite: then weights and moments are unchanged. Return the
+    norm of the gradient before clipping, from which all ranks know whether the step ran."""
+    # Megatron's step computes this norm again for clipping but does not check it. The cost is an additional pass over
+    # the rank's gradient shard.
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if math.isfinite(grad_norm):
@@ -57,16 +57,16 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Completes the parameters after the last update: with overlapped communication, other ranks' parts would only be
-    fetched by the next forward pass of an update."""
+    """All-gather the parameters after the last update. With overlapped communication, other ranks' parts would
+    otherwise be fetched only by the next training forward pass."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """Returns the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
-    It is on the last stage only, and elsewhere an empty list."""
+    """Return the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
+    The list is empty except on the last stage."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), item.whole(scored[0])
@@ -77,12 +77,13 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
         return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
-def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Returns the objective's metrics of each microbatch on this rank, by a forward-only pass (none before the last
+def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
+    """Return the loss's metrics of each microbatch on this rank from a forward-only pass (empty before the last
     stage)."""
 
     def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return objective(item.rows, scored[0])
+        terms = loss.terms(item.rows, scored[0])
+        return terms.loss, loss.metrics(item.rows, terms)
 
     for chunk in chunks:
         chunk.eval()
@@ -93,8 +94,8 @@ def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches
 def _schedule(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
 ) -> dict[str, Any]:
-    """Returns the arguments of Megatron's schedule for this layout, which returns the second result of compute_loss for
-    each microbatch."""
+    """Return the arguments of this layout's Megatron schedule, which returns the second result of compute_loss for each
+    microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -115,7 +116,7 @@ def _schedule(
         data_iterator=[iter(inputs) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        # Packs differ in length; each stage learns the real one from the one before it.
+        # Upper bound: packs differ in length, and each stage receives the actual length from the previous one.
         seq_length=max(len(batch.tokens) for batch in batches),
         micro_batch_size=1,
     )
@@ -128,8 +129,8 @@ def _inputs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBa
 
 
 class _Inputs:
-    """The model's inputs of each microbatch, shared by the chunks of a model. The thread prepares the next one while
-    this one is computed; it has no collectives."""
+    """The model inputs of each microbatch, shared by the model's chunks. A thread prepares the next input while the
+    current one is computed; it runs no collectives."""
 
     def __init__(self, batches: Sequence[TokenBatch], sequence_parallel: bool, thread: Executor):
         self._batches, self._sequence_parallel, self._thread = batches, sequence_parallel, thread

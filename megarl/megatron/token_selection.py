@@ -1,5 +1,5 @@
-"""The selection of an update's tokens that an objective treats apart, over all of its microbatches and ranks, before
-the first of them is trained on."""
+"""Selection of the tokens that an objective treats separately, over all microbatches and ranks of an update and before
+its first microbatch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from megarl.core.types import TrainingSample
 def with_selection(
     algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
 ) -> list[TokenBatch]:
-    """Returns the microbatches of this rank with `selected`: of all tokens of the update that have a loss the
-    covariance_share that its objective orders highest, at least one, and those equal to the last of them.
+    """Return this rank's microbatches with `selected`.
 
-    There are collectives over the data-parallel ranks: all of them call this. Two tokens whose order differs by less
-    than the rounding between two layouts may be chosen in one and not in the other.
+    Of all tokens in the update's loss, the fraction covariance_share with the highest selection keys is selected, at
+    least one token, including ties with the last one. Collective over the data-parallel ranks. Tokens whose keys differ
+    by less than rounding may be selected in one layout and not in another.
 
-    members: the samples of each microbatch
+    Args:
+        members: the samples of each microbatch.
     """
     objective, selection = algorithm.objective, algorithm.objective.spec.selection
     olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]
-    assert all(old is not None for old in olds), "the batches have no old log-probs"
+    assert all(old is not None for old in olds), "the batches lack old log-probs"
     count, mean_old, mean_advantage = _means(batches, olds)
     orders = []
     for batch, old, samples in zip(batches, olds, members, strict=True):
@@ -47,7 +48,7 @@ def with_selection(
 
 
 def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
-    """Returns number, mean old log-prob and mean advantage of the update's tokens that have a loss."""
+    """Return count, mean old log-prob and mean advantage of the update's tokens in the loss."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
     for batch, old in zip(batches, olds, strict=True):
         sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
@@ -57,18 +58,18 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
 
 
 def _draw(item: TrainingSample) -> torch.Tensor:
-    """Returns random numbers, float32 [R], that follow from the sample's name alone and are the same in every
+    """Return random numbers, float32 [R], derived from the sample's name only, so that they are the same in every
     layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
     return torch.rand(len(item.sample.response_ids), generator=generator)
 
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns the k-th largest of the data-parallel ranks' values together; −∞ if there are fewer."""
+    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer than k. Collective."""
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top
-    group = parallel_state.get_data_parallel_group()
-    all_largest = largest.new_empty(dist.get_world_size(group) * k)
-    dist.all_gather_into_tensor(all_largest, largest, group=group)
+    process_group = parallel_state.get_data_parallel_group()
+    all_largest = largest.new_empty(dist.get_world_size(process_group) * k)
+    dist.all_gather_into_tensor(all_largest, largest, group=process_group)
     return all_largest.topk(k).values[-1]

@@ -1,14 +1,14 @@
-"""TRPO's update (Schulman et al. 2015, arXiv:1502.05477): the natural gradient under a hard bound on the divergence.
+"""TRPO's update (Schulman et al. 2015, arXiv:1502.05477): a natural gradient step under a hard bound on the divergence.
 
-It takes some twenty passes over the samples where AdamW takes one, and is here because a source teaches it. Megatron's
-schedules have no second derivative, and need none: the Fisher matrix of the sampled tokens (the paper's appendix C) is
-F = 1/N Σ ∇lp·∇lpᵀ, so that F·v is the gradient of 1/N Σ (∇lp·v)·lp, whose factors ∇lp·v are central differences of two
-forward passes.
+It costs about twenty passes over the samples where AdamW needs one, and is included for reference. Second derivatives,
+which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the paper's appendix C) is F =
+1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central differences of two forward
+passes.
 
-Each rank has its shard of the parameters and of every vector, as the distributed optimizer cuts them. A product reduces
-its gradient over all replicas, as an update does, and gathers the moved parameters in each of them. A dot product is an
-all-reduce of one number over all ranks, in which a shard that several ranks have counts once. A trial of the line
-search is a forward pass, and an all-reduce of three numbers.
+Each rank holds its shard of the parameters and of every vector, as the distributed optimizer splits them. A Fisher
+product reduces its gradient over all replicas, like an update, and all-gathers the shifted parameters within them. A
+dot product is an all-reduce of one number over all ranks, in which replicated shards count once. A line search trial is
+a forward pass and an all-reduce of three numbers.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from megarl.core import device
 from megarl.core.metrics import merge
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel, step
-from megarl.megatron.losses import Loss
+from megarl.megatron.losses import Loss, Scalar
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.optimizer import parts_of
 
 DIFFERENCE = 1e-3
-"""The norm of a difference's step, of which there is one to either side, as a share of that of all parameters."""
+"""Norm of a central difference's one-sided step, relative to the norm of all parameters."""
 
 SHORTER = 0.5
-"""The factor by which the line search shortens a step."""
+"""Factor by which the line search shortens a step."""
 
 Vector = list[torch.Tensor]
 """This rank's shards of a vector of all trained parameters, float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What an update has done.
+class StepResult:
+    """The result of a TRPO update.
 
-    rate         the factor of the natural gradient; 0 where no trial was good enough, and the parameters stay
-    divergence   from the old policy, the mean over the trained tokens
-    trials       steps that the line search has tried
+    Attributes:
+        rate: the factor of the natural gradient; 0 if no trial was accepted and the parameters are unchanged.
+        divergence: from the old policy, mean over the trained tokens.
+        trials: number of line search trials.
     """
 
     rate: float
@@ -64,13 +65,16 @@ def take_step(
     batches: Sequence[TokenBatch],
     sums: Sequence[Sums],
     limits: TrustRegion,
-) -> Taken:
-    """Moves the parameters from θ to θ − β·x, with F·x = ∇loss by conjugate gradients: β begins at √(2·limit / x·F·x),
-    where the quadratic model of the divergence reaches the limit, and is halved until the loss is less than at θ, and
-    the divergence itself within the limit. All ranks call this, after the gradient is prepared.
+) -> StepResult:
+    """Move the parameters from θ to θ − β·x, where x solves F·x = ∇loss by conjugate gradients. Collective over all
+    ranks; requires prepared gradients.
 
-    objective   the loss, whose metrics have policy/loss and policy/kl_old; the batches have old log-probs
-    sums        its metrics at θ, by microbatch
+    β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit, and is halved until
+    the loss is below that at θ and the divergence is within the limit.
+
+    Args:
+        objective: the loss, with metrics policy/loss and policy/kl_old. The batches have old log-probs.
+        sums: its metrics at θ, by microbatch.
     """
     shards = Shards(chunks, optimizer)
     gradient, start = shards.gradient(), shards.copy()
@@ -82,17 +86,17 @@ def take_step(
         shards.move(start, -rate, direction)
         loss, divergence = _read(step.evaluate(chunks, objective, batches))
         if loss < first_loss and divergence <= limits.kl_limit:
-            return Taken(rate, divergence, trial)
+            return StepResult(rate, divergence, trial)
         rate *= SHORTER
     shards.move(start, 0.0, direction)
-    return Taken(0.0, 0.0, limits.trials if rate else 0)
+    return StepResult(0.0, 0.0, limits.trials if rate else 0)
 
 
 def conjugate_gradients(
     product: Callable[[Vector], Vector], right: Vector, dot: Callable[[Vector, Vector], float], iterations: int
 ) -> tuple[Vector, float]:
-    """Returns x, for which product(x) is close to `right`, and x·product(x). product: of a symmetric positive definite
-    matrix (Hestenes and Stiefel 1952)."""
+    """Return x with product(x) ≈ right, and x·product(x). `product` multiplies by a symmetric positive definite matrix
+    (Hestenes and Stiefel 1952)."""
     solution = [torch.zeros_like(part) for part in right]
     residual, direction = [part.clone() for part in right], [part.clone() for part in right]
     square = first = dot(residual, residual)
@@ -111,10 +115,10 @@ def conjugate_gradients(
 
 
 class Shards:
-    """This rank's shards of the trained parameters, as its optimizer has them."""
+    """This rank's shards of the trained parameters, as its optimizer holds them."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
-        """The gradient of all parameters is prepared."""
+        """Requires prepared gradients of all parameters."""
         self.chunks, self._optimizer = chunks, optimizer
         self._parts = parts_of(optimizer)
         self._parameters = [parameter for part in self._parts for parameter in part.get_parameters()]
@@ -122,7 +126,7 @@ class Shards:
             param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
             for parameter in self._parameters
         ]
-        """Whether each shard comes to a dot product: of those that several ranks have, one does."""
+        """Whether each shard counts in dot products: of a replicated shard, one copy does."""
 
     def gradient(self) -> Vector:
         return [parameter.grad.clone() for parameter in self._parameters]
@@ -131,7 +135,7 @@ class Shards:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def dot(self, one: Vector, other: Vector) -> float:
-        """Returns the dot product of two whole vectors, by an all-reduce over all ranks."""
+        """Return the dot product of two whole vectors. Collective over all ranks."""
         products = [
             torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
         ]
@@ -141,7 +145,7 @@ class Shards:
 
     @torch.no_grad()
     def move(self, start: Vector, factor: float, direction: Vector) -> None:
-        """Sets the parameters to start + factor · direction, complete on every rank."""
+        """Set the parameters to start + factor · direction and all-gather them."""
         for parameter, begin, part in zip(self._parameters, start, direction, strict=True):
             parameter.copy_(begin).add_(part, alpha=factor)
         for part in self._parts:
@@ -156,7 +160,7 @@ class Shards:
 
 
 class FisherProduct:
-    """The product of (F + damping · 1) with a vector, at the parameters `start`, where it leaves them."""
+    """Multiplies vectors by (F + damping · 1) at the parameters `start`. A call leaves the parameters at `start`."""
 
     def __init__(self, shards: Shards, start: Vector, batches: Sequence[TokenBatch], damping: float):
         self._shards, self._start, self._batches, self._damping = shards, start, batches, damping
@@ -171,23 +175,23 @@ class FisherProduct:
         above, below = (self._log_probs(sign * length, vector) for sign in (1, -1))
         self._shards.move(self._start, 0.0, vector)
         batches = self._batches
-        if above:  # on the last stage, which alone has a loss
+        if above:  # only the last stage has a loss
             slopes = [(a - b) / (2 * length) for a, b in zip(above, below, strict=True)]
             batches = [replace(batch, advantage=slope) for batch, slope in zip(batches, slopes, strict=True)]
-        product = self._shards.gradient_of(self._loss, batches)
-        return [part.add_(own, alpha=self._damping) for part, own in zip(product, vector, strict=True)]
+        product = self._shards.gradient_of(Loss(self._loss, lambda *_: {}), batches)
+        return [part.add_(component, alpha=self._damping) for part, component in zip(product, vector, strict=True)]
 
     def _log_probs(self, factor: float, vector: Vector) -> list[torch.Tensor]:
         self._shards.move(self._start, factor, vector)
         return [scored[:, 0] for scored in step.score(self._shards.chunks, self._batches)]
 
-    def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> Scalar:
         log_prob, slope = (values.where(batch.mask, 0.0) for values in (scored[:, 0], batch.advantage))
-        return (slope * log_prob).sum() / self._num_tokens, {}
+        return Scalar((slope * log_prob).sum() / self._num_tokens)
 
 
 def _read(sums: Sequence[Sums]) -> tuple[float, float]:
-    """Returns loss and divergence from the old policy over the microbatches of all ranks."""
+    """Return loss and divergence from the old policy over the microbatches of all ranks. Collective."""
     metrics = merge(map(read, sums)) if parallel.reports_metrics() else {}
     values = torch.zeros(3, dtype=torch.float64, device=device.device())
     if "policy/kl_old" in metrics:

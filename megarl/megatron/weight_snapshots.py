@@ -1,4 +1,4 @@
-"""Copies of a model's weights in host memory, exchanged with the live ones for the length of a pass."""
+"""Copies of a model's weights in host memory, swapped with the live weights during a pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class WeightSnapshots:
         self._shares: dict[str, float] = {}
 
     def keep(self, name: str, share: float | None = None) -> None:
-        """Copies the live weights into a snapshot of this name.
+        """Copy the live weights into a snapshot of this name.
 
-        share: the share of the live weights that `renew` takes, in (0, 1]; None: the snapshot never changes. Below 1
-        the snapshot is a mean, which is kept in float32: in bfloat16 it would not move by a small share of a small
-        difference.
+        Args:
+            share: the weight of the live weights in `renew`, in (0, 1]; None makes the snapshot immutable. Below 1
+                the snapshot is a moving average, kept in float32 because small changes would be rounded away in
+                bfloat16.
         """
         kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
         self._sets[name] = kept
@@ -35,18 +36,18 @@ class WeightSnapshots:
             self._means[name] = kept if share == 1 else {key: weight.float() for key, weight in kept.items()}
 
     def renew(self, name: str) -> None:
-        """Moves the named snapshot to the live weights: share · live + (1 − share) · snapshot."""
+        """Update the named snapshot: share · live + (1 − share) · snapshot."""
         for key, live in self._live():
             mean = self._means[name][key]
             mean.lerp_(live.to(mean), self._shares[name])
             self._sets[name][key].copy_(mean)
 
     def state(self) -> dict[str, Weights]:
-        """Returns the snapshots that change, by name and not copied, as they must be saved."""
+        """Return the mutable snapshots by name, without copying, for saving."""
         return dict(self._means)
 
     def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Restores the snapshots of a `state` bit by bit."""
+        """Restore the snapshots of a `state` bit for bit."""
         for name, weights in state.items():
             for key, mean in self._means[name].items():
                 mean.copy_(weights[key])
@@ -54,8 +55,8 @@ class WeightSnapshots:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Gives the model the named snapshot while it is inside, and its own weights back, bit by bit, afterwards. The
-        optimizer's float32 main weights stay unchanged."""
+        """Swap the named snapshot into the model while entered, and restore the live weights bit for bit afterwards.
+        The optimizer's float32 main weights are unchanged."""
         self._exchange(name)
         try:
             yield
@@ -63,7 +64,7 @@ class WeightSnapshots:
             self._exchange(name)
 
     def _exchange(self, name: str) -> None:
-        """Exchanges live and named weights, one parameter after the other, so that at most the largest is on the device
+        """Exchange live and named weights, one parameter at a time, so that at most one parameter is on the device
         twice."""
         kept = self._sets[name]
         for key, live in self._live():

@@ -1,4 +1,4 @@
-"""Finds the model that a path in the config names, as an ordinary Hugging Face folder on this machine."""
+"""Resolves the path of a model in the config to a Hugging Face folder on this machine."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""The sections whose key `path` names a model."""
+"""Config sections whose key `path` names a model."""
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
-    """Returns the Hugging Face folder that `path` names, absolute and with links followed: a link such as runs/latest
-    may later point elsewhere.
+    """Return the Hugging Face folder that `path` names, as an absolute path with symlinks resolved.
 
-    path      an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted
-              once into `cache`), or a hub id (downloaded into Hugging Face's own cache)
-    key       the config key that the path was given for
-    cache     default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl
-    revision  a hub id's branch, tag or commit (None: its main branch)
+    Symlinks are resolved because a link such as runs/latest may later point elsewhere.
 
-    Raises UserError, with the remedy, where there is no such model.
+    Args:
+        path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
+            into `cache`), or a hub id (downloaded into Hugging Face's own cache).
+        key: the config key of the path, for error messages.
+        cache: default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
+        revision: branch, tag or commit of a hub id; None for its main branch.
+
+    Raises:
+        UserError: there is no such model. The message contains the remedy.
     """
     if not is_hub_id(path):
         _refuse_revision(key, path, revision)
@@ -44,7 +47,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
 
 def names_folder(path: str) -> bool:
-    """Returns whether the path of a model is that of a folder, rather than a package's name or a hub id."""
+    """Return whether a model path is a folder rather than a package name or a hub id."""
     is_package = path.startswith(PACKAGE_PREFIX)
     return not is_package and (path.startswith((".", "/", "~")) or Path(path).expanduser().exists())
 
@@ -54,41 +57,48 @@ def is_hub_id(path: str) -> bool:
 
 
 def real_path(path: str) -> str:
-    """Returns the path of a folder, absolute and with links followed; every other path as it is."""
+    """Return the path of a folder as absolute, with symlinks resolved; return any other path unchanged."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if names_folder(path) and folder.exists() else path
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Returns the paths of models that the config names, by their keys."""
+    """Return the model paths in the config by key."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
 
 
 def with_real_paths(config: Config) -> Config:
-    """Returns the config with the paths of models' folders absolute and links followed: the link runs/latest moves when
-    the run begins, and workers have other working directories."""
+    """Return the config with model folders as absolute paths with symlinks resolved.
+
+    The link runs/latest moves when the run starts, and workers have other working directories.
+    """
     sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
-    given = {name: section for name, section in sections.items() if section.path is not None}
-    found = {name: section.model_copy(update={"path": real_path(section.path)}) for name, section in given.items()}
+    with_path = {name: section for name, section in sections.items() if section.path is not None}
+    updates = {
+        name: section.model_copy(update={"path": real_path(section.path)}) for name, section in with_path.items()
+    }
     lora = config.actor.lora
     if lora.path is not None:
         adapters = lora.model_copy(update={"path": str(Path(lora.path).expanduser().resolve())})
-        found["actor"] = config.actor.model_copy(update={"lora": adapters})
-    return config.model_copy(update=found)
+        updates["actor"] = config.actor.model_copy(update={"lora": adapters})
+    return config.model_copy(update=updates)
 
 
 class NotHere(Exception):
-    """The reason why a model's config.json is not on this machine."""
+    """Raised when a model's config.json is not available on this machine; the message is the reason."""
 
 
 def config_here(
     path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json of the model that `path` names, with nothing downloaded or converted. The arguments are
-    those of `resolve`.
+    """Return the config.json of the model that `path` names without downloading or converting anything.
 
-    Raises NotHere where that takes more, and UserError where there is no such model.
+    The arguments are those of `resolve`.
+
+    Raises:
+        NotHere: the file would have to be downloaded or converted.
+        UserError: there is no such model.
     """
     if not is_hub_id(path):
         _refuse_revision(key, path, revision)
@@ -100,12 +110,12 @@ def config_here(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the model's config.json. Raises UserError where it is damaged."""
+    """Return the model's config.json. Raises UserError if it is damaged."""
     path = folder / "config.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); copy the model's file again") from None
+        raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the model's file again") from None
 
 
 def default_cache() -> Path:
@@ -116,16 +126,19 @@ def default_cache() -> Path:
 
 def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
-        raise UserError(f"{key}: {path} does not exist; give a Hugging Face folder, a hub id or package:NAME")
+        raise UserError(f"{key}={path}: does not exist. Fix: use a Hugging Face folder, a hub id or package:NAME")
     if not (folder / "config.json").is_file():
-        raise UserError(f"{key}: {path} has no config.json; give the folder that holds config.json and *.safetensors")
+        raise UserError(
+            f"{key}={path}: has no config.json. Fix: use the folder that contains config.json and *.safetensors"
+        )
     return folder
 
 
 def _refuse_revision(key: str, path: str, revision: str | None) -> None:
     if revision is not None:
         raise UserError(
-            f"model.revision={revision}: {key}={path} is no hub id, and has no revisions; set model.revision=null"
+            f"model.revision={revision}: {key}={path} is not a hub id and has no revisions. Fix: set "
+            "model.revision=null"
         )
 
 
@@ -133,21 +146,21 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories hold copies of the weights in other formats than safetensors.
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    # Many repositories also contain copies of the weights in other formats than safetensors.
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted)))
-    except (HFValidationError, OSError) as error:  # OSError: all that the network and the hub's answers raise
+        return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
+    except (HFValidationError, OSError) as error:  # network and HTTP errors are subclasses of OSError
         reason = str(error).strip().splitlines()[0]
-        named = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
+        model = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
         raise UserError(
-            f"{key}: {named} is no folder here, and as a hub id it could not be fetched ({reason}); "
-            "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or give a folder"
+            f"{key}={model}: not a folder on this machine, and it could not be downloaded as a hub id ({reason}). Fix: "
+            "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or use a folder"
         ) from error
 
 
 def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
-    """Returns the config.json of the newest download of this revision. Raises NotHere where there is none."""
+    """Return the config.json of the newest download of this revision. Raises NotHere if there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -156,7 +169,7 @@ def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
     except HFValidationError:
         file = None
     if not isinstance(file, str):
-        raise NotHere("it is no folder here, and as a hub id it has not been downloaded")
+        raise NotHere("it is not a folder on this machine, and as a hub id it has not been downloaded")
     return read_config(Path(file).parent)
 
 
@@ -169,10 +182,10 @@ def _from_package(key: str, name: str, cache: Path) -> Path:
 
 
 def _config_of_package(key: str, name: str, cache: Path) -> dict[str, Any]:
-    """Returns the config.json of the conversion, or until there is one what the GGUF file says of itself."""
+    """Return the config.json of the conversion, or the one derived from the GGUF file's metadata before conversion."""
     source, version = _packaged_gguf(key, name)
     if missing := _missing("transformers", "torch", "gguf"):
-        raise NotHere(f"to read its GGUF file takes {' and '.join(missing)}")
+        raise NotHere(f"reading its GGUF file requires {' and '.join(missing)}")
     folder = _converted(name, version, cache)
     return read_config(folder) if folder.exists() else json.loads(_run_gguf(key, source))
 
@@ -182,34 +195,39 @@ def _converted(name: str, version: str, cache: Path) -> Path:
 
 
 def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
-    """Returns the GGUF file inside the distribution, which is not imported, and the distribution's version."""
+    """Return the GGUF file inside the distribution and the distribution's version, without importing it."""
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-        raise UserError(f"{key}: no Python distribution {name!r} is installed; pip install --no-deps {name}") from error
+        raise UserError(
+            f"{key}={PACKAGE_PREFIX}{name}: no Python distribution {name!r} is installed. Fix: pip install --no-deps "
+            f"{name}"
+        ) from error
     files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(files) != 1:
-        found = ", ".join(map(str, files)) or "none"
+        names = ", ".join(map(str, files)) or "none"
         raise UserError(
-            f"{key}: {PACKAGE_PREFIX}{name} must hold exactly one .gguf file, found: {found}; "
-            "name another distribution, or convert the file and give the folder"
+            f"{key}={PACKAGE_PREFIX}{name}: the distribution must contain exactly one .gguf file, found: {names}. Fix: "
+            "name another distribution, or convert the file and use the folder"
         )
     return Path(str(distribution.locate_file(files[0]))), distribution.version
 
 
 def _convert(key: str, name: str, source: Path, folder: Path) -> None:
-    """Converts into a temporary folder and renames it: other processes see a whole folder or none."""
+    """Convert into a temporary folder and rename it, so that other processes see a complete folder or none."""
     if missing := _missing("gguf", "accelerate"):
-        raise UserError(f"{key}: {PACKAGE_PREFIX}{name} needs {' and '.join(missing)}; pip install 'megarl[gguf]'")
-    print(f"converting {source} to {folder}, once (under a minute)", flush=True)
+        raise UserError(
+            f"{key}={PACKAGE_PREFIX}{name}: {' and '.join(missing)} not installed. Fix: pip install 'megarl[gguf]'"
+        )
+    print(f"converting {source} to {folder} (only once, takes under a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        whole = Path(temporary) / folder.name
-        _run_conversion(key, source, whole)
+        complete = Path(temporary) / folder.name
+        _run_conversion(key, source, complete)
         try:
-            whole.rename(folder)
+            complete.rename(folder)
         except OSError:
-            # Another process was faster; a folder of the same key is the same model.
+            # Another process finished first; its folder has the same name, hence the same model.
             if not folder.exists():
                 raise
 
@@ -223,7 +241,7 @@ def _run_conversion(key: str, source: Path, folder: Path) -> None:
 
 
 def _run_gguf(key: str, source: Path, *folder: str) -> str:
-    """Runs megarl.models.gguf in a process of its own. Returns what it prints."""
+    """Run megarl.models.gguf in a subprocess and return its standard output."""
     package_root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "megarl.models.gguf", str(source.absolute()), *folder]
     try:
@@ -232,4 +250,4 @@ def _run_gguf(key: str, source: Path, *folder: str) -> str:
         ).stdout
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise UserError(f"{key}: {source} could not be read as GGUF ({reason}); give a Hugging Face folder") from error
+        raise UserError(f"{key}: could not read {source} as GGUF ({reason}). Fix: use a Hugging Face folder") from error

@@ -1,7 +1,7 @@
-"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.models.gguf FILE.gguf FOLDER`. Without a folder it
-prints the config.json that the folder would have.
+"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.models.gguf FILE.gguf FOLDER`.
 
-A process of its own, so that the memory of the conversion is given back when it ends.
+Without FOLDER, prints the config.json that the folder would contain. Runs in its own process so that the memory used by
+the conversion is freed afterwards.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Writes the model as float32 safetensors, with its tokenizer, chat template and generation config.
+    """Write the model as float32 safetensors, with its tokenizer, chat template and generation config.
 
-    Needs the packages gguf and accelerate beside transformers.
+    Requires the packages gguf and accelerate in addition to transformers.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     location = _location(source)
     AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
-    # Without `dequantize` the weights stay in GGUF blocks, which cannot be saved.
+    # Without `dequantize`, the weights stay in GGUF blocks, which cannot be saved.
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
     model.save_pretrained(folder)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config
 from megarl.models.folder import model_paths, with_real_paths
-from megarl.run.folder import ATTEMPT, Models, RunFolder
+
+Models = Mapping[str, Mapping[str, str]]
+"""The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
 
 
-def find_model_paths(config: Config) -> Config:
-    """Returns the config with the paths of models' folders as `with_real_paths` has them. Where the run goes on, a path
-    that is given as it was before stands for the folder that it led to then, which a line says: the link runs/latest
-    has moved to this run meanwhile, and the same command is to go on with it."""
-    folders = {} if config.resume == "never" else _earlier_folders(RunFolder.of(config))
+def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
+    """Returns the config with the paths of models' folders as `with_real_paths` has them. A path that is given as it
+    was before stands for the folder that it led to then, which a line says: the link runs/latest has moved to this run
+    meanwhile, and the same command is to go on with it.
+
+    folders   the folders that paths led to in the attempts of the run so far, by what was given
+    """
     real = with_real_paths(config)
     for key, given in model_paths(config).items():
         folder, path = folders.get(given), model_paths(real)[key]
@@ -60,15 +63,3 @@ def with_present_paths(config: Config, saved: Mapping[str, Any], moved: Iterable
     for name in (key.split(".")[0] for key in moved):
         present[name] = {**saved[name], "path": getattr(config, name).path}
     return present
-
-
-def _earlier_folders(run: RunFolder) -> dict[str, str]:
-    """Returns the folders that paths led to in the attempts of the run so far, by what was given."""
-    manifests = [run.manifest, *run.path.glob(f"logs/{ATTEMPT.format('*')}/{run.manifest.name}")]
-    models = [
-        model
-        for manifest in manifests
-        if manifest.is_file()
-        for model in (json.loads(manifest.read_text(encoding="utf-8")).get("models") or {}).values()
-    ]
-    return {model["given"]: model["folder"] for model in models if "given" in model}

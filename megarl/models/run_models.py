@@ -18,7 +18,6 @@ from megarl.models.rules import check_critic_model, check_implicit_reward_model,
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.weights_hash import weights_hash
-from megarl.resharding.selection import check_selections
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,12 @@ def find_models(config: Config) -> ModelFolders:
     return folders
 
 
-def check_models_here(config: Config) -> list[str]:
+def check_models_here(config: Config) -> tuple[list[str], dict[Role, dict[str, Any]]]:
     """Checks each config.json as `find_models` does, without a download or a conversion. Returns a line for each model,
-    which says that it was checked or why it could not be. Raises UserError as `find_models` does."""
+    which says that it was checked or why it could not be, and the configs of the trained ones that are here, with their
+    heads. Raises UserError as `find_models` does."""
     lines: list[str] = []
+    found: dict[str, dict[str, Any]] = {}
 
     def look(
         key: str, path: str, check: Callable[[dict[str, Any]], None], revision: str | None = None
@@ -93,34 +94,25 @@ def check_models_here(config: Config) -> list[str]:
 
     actor = look("model.path", config.model.path, partial(_check_actor, config), config.model.revision)
     if actor is None:
-        return lines  # the other models are checked against the actor
+        return lines, {}  # the other models are checked against the actor
+    found["actor"] = actor
     for there, placed, check in (
-        (config.has_critic, config.critic, _check_critic),
+        (config.has_critic, config.critic, check_critic_model),
         (config.has_reward_model, config.reward_model, check_reward_model),
-        (config.has_implicit_reward, config.implicit_reward, _check_implicit_reward),
+        (config.has_implicit_reward, config.implicit_reward, check_implicit_reward_model),
     ):
         if there and placed.path is None:
             check(config, actor, actor)
-        elif there:
-            look(f"{placed.section}.path", placed.path, partial(check, config, actor))
-    return lines
+            found[placed.section] = actor
+        elif there and (model := look(f"{placed.section}.path", placed.path, partial(check, config, actor))):
+            found[placed.section] = model
+    return lines, {role: trained_hf_config(config, role, found[role]) for role in get_args(Role) if role in found}
 
 
 def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
     check_model(config, hf_config)
-    check_selections(config.actor, trained_hf_config(config, "actor", hf_config))
     if config.actor.adapters is not None and config.actor.lora.path is not None:
         check_adapter_config(Path(config.actor.lora.path).expanduser(), config.actor.lora)
-
-
-def _check_critic(config: Config, actor: Mapping[str, Any], critic: dict[str, Any]) -> None:
-    check_critic_model(config, actor, critic)
-    check_selections(config.critic, trained_hf_config(config, "critic", critic))
-
-
-def _check_implicit_reward(config: Config, actor: Mapping[str, Any], implicit_reward: dict[str, Any]) -> None:
-    check_implicit_reward_model(config, actor, implicit_reward)
-    check_selections(config.implicit_reward, implicit_reward)
 
 
 def _announce_left_out(folders: ModelFolders) -> None:
@@ -137,7 +129,7 @@ def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path |
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
-    _check_critic(config, hf_config, read_config(folder))
+    check_critic_model(config, hf_config, read_config(folder))
     return folder
 
 
@@ -173,7 +165,7 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
     if not config.has_implicit_reward:
         return None
     folder = actor if path is None else resolve(path, key="implicit_reward.path")
-    _check_implicit_reward(config, hf_config, read_config(folder))
+    check_implicit_reward_model(config, hf_config, read_config(folder))
     if path is not None:
         remedy = "take a model with the actor's tokenizer"
         _check_tokenizer(config, "implicit_reward.path", path, folder, actor, remedy)

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, without torch where the folder allows."""
+"""Loads a model's tokenizer, without importing torch if possible."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ if TYPE_CHECKING:
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 CONTEXT = 6
-"""The tokens of the prompt before a response that tell how its text begins: some tokenizers give the first token of a
-text no space."""
+"""Number of prompt tokens decoded before a response. They are needed because some tokenizers omit the leading space of
+a text's first token."""
 
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
-"""The text of bytes that are no character, such as the first of one whose others have not been sampled."""
+"""Decoded text of bytes that are not a complete character, for example because its last bytes were not sampled."""
 
 MOST_BYTES = 4
-"""The bytes of a character in UTF-8, at most."""
+"""Maximum length of a UTF-8 character in bytes."""
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a Hugging Face folder, which was given for the config key `key`. Raises UserError if the
-    folder holds none."""
+    """Load the tokenizer of a Hugging Face folder. Raises UserError, naming the config key, if the folder has none."""
     if not any(folder.glob("tokenizer*")):
-        raise UserError(f"{key}: {folder} has no tokenizer; copy the model's tokenizer files into it")
+        raise UserError(f"{key}={folder}: has no tokenizer. Fix: copy the model's tokenizer files into the folder")
     if _is_generic(folder):
         from transformers import PreTrainedTokenizerFast
 
@@ -41,8 +40,11 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
 
 
 def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
-    """Returns a function that decodes ids, special tokens included, of a folder that has a tokenizer: by the library
-    below transformers, which takes a second less to import, where tokenizer.json says it all."""
+    """Return a function that decodes ids, including special tokens.
+
+    If the folder has a tokenizer.json, the tokenizers library is used directly; it imports a second faster than
+    transformers.
+    """
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -53,24 +55,26 @@ def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-    """Returns what the response adds to the prompt's text, without special tokens, nor an incomplete character at its
-    end."""
+    """Return the text that the response adds to the prompt, without special tokens.
+
+    A trailing incomplete character is dropped.
+    """
     context = list(prompt_ids[-CONTEXT:])
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode([*context, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    start, whole = len(decode([])), decode(response_ids)
+    start, full_text = len(decode([])), decode(response_ids)
     for incomplete in range(1, MOST_BYTES):
-        if not whole.endswith(UNDECODED):
+        if not full_text.endswith(UNDECODED):
             break
-        # Without what is incomplete: some tokenizers show no byte before it, either.
-        whole = decode(response_ids[: max(0, len(response_ids) - incomplete)])
-    return whole[start:].rstrip(UNDECODED)
+        # Drop the tokens of the incomplete character: some tokenizers also hide the bytes before it.
+        full_text = decode(response_ids[: max(0, len(response_ids) - incomplete)])
+    return full_text[start:].rstrip(UNDECODED)
 
 
 def _is_generic(folder: Path) -> bool:
-    """Returns whether tokenizer.json says it all: AutoTokenizer, whose import loads torch, then has nothing to add."""
+    """Return whether tokenizer.json defines the tokenizer completely. If so, AutoTokenizer and torch are not needed."""
     config_file = folder / "tokenizer_config.json"
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False

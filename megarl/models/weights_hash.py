@@ -1,4 +1,4 @@
-"""The hash of a model's weights, by which a run knows that it goes on with the model that it started from."""
+"""Hash of a model's weights, by which a resumed run recognizes the model that it started from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHOLE_BYTES = 64 * 2**20
-"""The size of a file up to which all of it is read."""
+"""Files up to this size are hashed completely."""
 
 BLOCK_BYTES, NUM_BLOCKS = 2**16, 64
 
 
 def weights_hash(folder: Path) -> str:
-    """Returns the SHA-256 of the names, sizes and contents of the folder's safetensors files.
+    """Return the SHA-256 of the names, sizes and contents of the folder's safetensors files.
 
-    Of a file above 64 MiB only 64 blocks of 64 KiB are read, at even distances from its first byte, and with that its
-    header, to its last one: models of a terabyte take seconds. Another training changes nearly every element, which the
-    blocks show; a change of a few tensors between two blocks they do not.
+    For a file above 64 MiB, only 64 evenly spaced blocks of 64 KiB are read, from its first byte (and thus its header)
+    to its last, so that models of a terabyte take seconds. Training changes nearly every element and therefore the
+    blocks. A change to a few tensors between two blocks goes undetected.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
@@ -29,10 +29,10 @@ def weights_hash(folder: Path) -> str:
 
 
 def _blocks(file: Path, size: int) -> Iterator[bytes]:
-    whole = size <= WHOLE_BYTES
+    is_small = size <= WHOLE_BYTES
     starts = (
         range(0, size, BLOCK_BYTES)
-        if whole
+        if is_small
         else (i * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS))
     )
     with file.open("rb") as stream:

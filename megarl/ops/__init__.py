@@ -1,1 +1,1 @@
-"""Tensor operations that training spends its time in, each beside a plain twin that says what it computes."""
+"""Performance-critical tensor operations, each with a plain reference implementation."""

@@ -1,6 +1,6 @@
-"""Works on a tile of the head's logits by torch's operators: a few rows at a time, which stay in a core's cache.
+"""Tile kernels of the linear head in plain torch, for CPU. They process a few rows at a time, which stay in cache.
 
-`megarl/ops/head_tile_triton.py` has the same functions as kernels for CUDA.
+`megarl/ops/head_tile_triton.py` implements the same functions as CUDA kernels.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 
 NEVER = -1e30
-"""The logit of a token with probability 0. It is finite, so that 0 times it is 0."""
+"""The logit of a token with probability 0. Finite, so that 0 · logit is 0."""
 
 BLOCK = 2**18
-"""The elements of the tile that are worked on at a time: 1 MiB in float32."""
+"""Elements of a tile processed at a time: 1 MiB in float32."""
 
 
 def fold(
@@ -23,14 +23,15 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Adds the tile's part to the sums of its rows, in place. The logits are lost.
+    """Accumulate a tile of logits into the running sums of its rows, in place. Overwrites the logits.
 
-    logits    float32 [n, v]
-    targets   int64 [n]: columns; one outside of the tile is in another tile
-    scale     float32 [n]: the factor of a row's logits (None: 1)
-    kept      bool [n, v]: columns with another probability than 0 (None: all)
-    sums      float32 [4, n]: the largest logit m so far; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
-              its tile has come
+    Args:
+        logits: float32 [n, v].
+        targets: int64 [n], target columns; a column outside the tile belongs to another tile.
+        scale: float32 [n], multiplies the logits of each row; None means 1.
+        kept: bool [n, v], false for columns with probability 0; None keeps all.
+        sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
+            its tile has been processed.
     """
     for rows in _blocks(logits):
         z = _prepared(logits[rows], scale, kept, rows)
@@ -55,12 +56,13 @@ def to_gradient(
     coefficients: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Writes p · (a + b · log p) + c · 1[target] to gradient, p being exp(z − log_sum_exp). Arguments as in `fold`,
-    and:
+    """Write p · (a + b · log p) + c · 1[target] to `gradient`, where p = exp(z − log_sum_exp).
 
-    log_sum_exp    float32 [n]
-    coefficients   float32 [3, n]: a, b, c
-    gradient       [n, v], of any dtype; may be the logits, which are lost otherwise, too
+    Args:
+        logits: as in `fold`; overwritten.
+        log_sum_exp: float32 [n].
+        coefficients: float32 [3, n]: a, b, c.
+        gradient: [n, v], any dtype; may be the same tensor as `logits`.
     """
     for rows in _blocks(logits):
         a, b, c = coefficients[:, rows]
@@ -85,17 +87,17 @@ def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tens
 
 
 def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which of the columns are in the tile, and the columns moved into it."""
+    """Return the mask of columns inside the tile, [n], and the columns clamped to it, [n, 1]."""
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
 
 
 def _pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Returns z[i, columns[i]] where that column is in this tile, else 0."""
+    """Return z[i, columns[i]], or 0 if that column is not in this tile."""
     inside, columns = _inside(columns, z.shape[1])
     return z.gather(1, columns)[:, 0].where(inside, 0)
 
 
 def _add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Adds values[i] to gradient[i, columns[i]] where that column is in this tile."""
+    """Add values[i] to gradient[i, columns[i]] if that column is in this tile."""
     inside, columns = _inside(columns, gradient.shape[1])
     gradient.scatter_add_(1, columns, (values * inside)[:, None])

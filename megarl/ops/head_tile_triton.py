@@ -1,7 +1,8 @@
-"""Works on a tile of the head's logits by kernels for CUDA: see `megarl/ops/head_tile.py`.
+"""Tile kernels of the linear head in Triton, for CUDA. See `megarl/ops/head_tile.py`.
 
-One program works on one row of the tile, BLOCK columns at a time. Both kernels read the tile once and keep nothing of
-its size: the first leaves four numbers a row, the second writes the gradient, over the logits where it has their dtype.
+One program handles one row of the tile, BLOCK columns at a time. Both kernels read the tile once and allocate nothing
+of its size: the first writes four numbers per row, the second writes the gradient, in place over the logits if their
+dtypes match.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Does what head_tile.fold does, and leaves the logits as they are."""
+    """Like head_tile.fold, but leaves the logits unchanged."""
     rows, width = logits.shape
     _fold[(rows,)](logits, targets, scale, kept, sums, width, logits.stride(0), sums.stride(0), **_options(scale, kept))
 
@@ -37,7 +38,7 @@ def to_gradient(
     coefficients: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Does what head_tile.to_gradient does."""
+    """Like head_tile.to_gradient."""
     rows, width = logits.shape
     strides = logits.stride(0), coefficients.stride(0), gradient.stride(0)
     _to_gradient[(rows,)](
@@ -51,7 +52,7 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 @triton.jit
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Returns float32 [block]: the row's logits at these columns, −1e30 where they have no probability."""
+    """Return float32 [block]: the row's scaled logits at these columns, NEVER for columns with probability 0."""
     inside = columns < width
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
     if has_kept:

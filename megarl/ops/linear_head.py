@@ -1,14 +1,14 @@
-"""Computes log-prob and entropy of sampled tokens straight from hidden states and a vocabulary-sharded output weight.
+"""Log-prob and entropy of sampled tokens, computed from hidden states and a vocabulary-sharded output weight.
 
-Logits are formed in tiles of tokens × vocabulary and never kept: the forward pass folds each tile into a running
-log-sum-exp, the backward pass forms the tile again. With z the logits, L = log Σ exp z, p = exp(z − L), H the entropy:
+Logits are formed in tiles of tokens × vocabulary and never stored. The forward pass folds each tile into a running
+log-sum-exp; the backward pass recomputes the tile. With logits z, L = log Σ exp z, p = exp(z − L) and entropy H:
 
     log-prob  = z[y] − L                  ∂ log-prob / ∂z = 1[y] − p
     H         = L − Σ p·z                 ∂ H / ∂z        = −p · (log p + H)
 
-Where the policy that sampled was truncated to some tokens of the vocabulary (top-k, top-p), both are those of the
-truncated policy: the sums run over these tokens, and the logits of the others have no gradient. The target counts as
-one of them, whatever the list says.
+If the sampling policy was truncated to candidate tokens (top-k, top-p), both quantities are those of the truncated
+policy: the sums run over the candidates, and all other logits have no gradient. The target is always a candidate,
+whether listed or not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megarl.cluster.memory.rank import TILE
 from megarl.core import device
 from megarl.ops import head_tile
 from megarl.ops.head_tile import NEVER
 from megarl.ops.products import add_product, put_product
+from megarl.ops.tile import TILE
 
 CPU_TILE = (1024, 4096)
-"""The tokens × vocabulary of a tile: a CPU's caches want smaller ones than a GPU's matrix products."""
+"""Tokens × vocabulary of a tile on CPU. CPU caches favor smaller tiles than GPU matrix products."""
 
 
 def plain_log_prob_and_entropy(
@@ -40,8 +40,8 @@ def plain_log_prob_and_entropy(
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight, by torch's own
-    log-softmax: the plain twin of `log_prob_and_entropy`."""
+    """Return log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight: the plain reference for
+    `log_prob_and_entropy`."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
     if candidate_ids is not None:
@@ -58,26 +58,27 @@ def log_prob_and_entropy(
     targets: torch.Tensor,
     temperature: float | torch.Tensor,
     vocab_size: int,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns log-prob of `targets` and entropy of the distribution that they come from, at a temperature.
+    """Return the log-prob of each target and the entropy of its distribution, float32 [N, 2].
 
-    hidden       [N, h]; the same on every rank of `group`. Its gradient is this shard's part: the caller reduces it.
-    weight       [V / tp, h]: this rank's rows of the output weight. Where it has a `main_grad` buffer (Megatron's
-                 gradient accumulation), the gradient is added there and marked by `grad_added_to_main_grad`.
-    targets      int64 [N], in the whole vocabulary
-    temperature  divisor of the logits; float32 [N] for one of each token
-    vocab_size   rows of the unsharded weight that are tokens; those above are padding, with probability 0
-    group        the tensor-parallel ranks that hold the other shards, in order
-    bias         [V / tp]: this rank's part of the output bias (None: there is none)
-    candidate_ids   int64 [N, K]: the only tokens with a probability, in the whole vocabulary; −1 stands for none, and a
-                 row of nothing else for all of them (None: every row is)
-    logits_dtype  float32, or a narrower one that the logits are rounded to before the temperature, as they come from a
-                 product in that dtype; the gradient is as without the rounding
-    returns      float32 [N, 2]: log-prob, entropy
+    Args:
+        hidden: [N, h], identical on all ranks of `process_group`. Its gradient is this shard's contribution; the caller
+            reduces it.
+        weight: [V / tp, h], this rank's rows of the output weight. If it has a `main_grad` buffer (Megatron's
+            gradient accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
+        targets: int64 [N], ids in the whole vocabulary.
+        temperature: divisor of the logits; a float, or float32 [N] for one per token.
+        vocab_size: number of token rows of the unsharded weight. Rows beyond it are padding, with probability 0.
+        process_group: the tensor-parallel ranks that hold the shards, in order.
+        bias: [V / tp], this rank's part of the output bias; None if the layer has none.
+        candidate_ids: int64 [N, K], the only tokens with nonzero probability, as ids in the whole vocabulary,
+            padded with −1. A row of −1 only, or None, makes every token a candidate.
+        logits_dtype: float32, or a narrower dtype to which logits are rounded before the temperature is applied, as
+            if the matrix product returned that dtype. The gradient ignores the rounding.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
         raise ValueError(
@@ -89,19 +90,22 @@ def log_prob_and_entropy(
     scale = None
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))
-    return _LinearHead.apply(hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype)
+    return _LinearHead.apply(
+        hidden, weight, bias, targets, scale, candidate_ids, vocab_size, process_group, logits_dtype
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Some tokens, and what is known of them before their logits. Vocabulary is counted from this rank's first row: ids
-    of other ranks are below 0 or above its last.
+    """Some tokens and their per-token inputs. Vocabulary ids are relative to this rank's first row, so ids of other
+    ranks are negative or beyond its last row.
 
-    hidden    [n, h]
-    targets   int64 [n]
-    scale     float32 [n]: 1 / temperature (None: 1)
-    candidate_ids   int64 [n, K + 1] (None: every token of the vocabulary is a candidate)
-    all_candidates  bool [n]: whether every token of the vocabulary is one
+    Attributes:
+        hidden: [n, h].
+        targets: int64 [n].
+        scale: float32 [n], 1 / temperature; None means 1.
+        candidate_ids: int64 [n, K + 1]; None makes every token a candidate.
+        all_candidates: bool [n], true where every token is a candidate.
     """
 
     hidden: torch.Tensor
@@ -124,27 +128,26 @@ class _Tokens:
         )
 
     def split(self) -> Iterator[_Tokens]:
-        """Yields the tokens of each tile."""
+        """Yield the tokens of each tile."""
         size, _ = _tile()
         for start in range(0, len(self.targets), size):
             values = [getattr(self, field.name) for field in fields(self)]
             yield _Tokens(*(None if value is None else value[start : start + size] for value in values))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Returns bool [n, width]: which tokens of the vocabulary are candidates, for the tile that begins at
-        `start`."""
+        """Return bool [n, width], true for candidates in the tile that starts at column `start`."""
         if self.candidate_ids is None:
             return None
         columns = self.candidate_ids - start
-        columns = columns.where((columns >= 0) & (columns < width), width)  # a column that is cut off again
+        columns = columns.where((columns >= 0) & (columns < width), width)  # `width` is a dummy column, cut off below
         mask = columns.new_zeros(len(columns), width + 1, dtype=torch.bool)
         return mask.scatter_(1, columns, True)[:, :width] | self.all_candidates[:, None]
 
 
 class _LinearHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, group, logits_dtype):
-        first_row = dist.get_rank(group) * weight.shape[0] if _sharded(group) else 0
+    def forward(ctx, hidden, weight, bias, targets, scale, candidate_ids, vocab_size, process_group, logits_dtype):
+        first_row = dist.get_rank(process_group) * weight.shape[0] if _sharded(process_group) else 0
         num_rows = max(0, min(weight.shape[0], vocab_size - first_row))
         tokens = _Tokens.of(hidden, targets, scale, candidate_ids, first_row)
         sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
@@ -152,8 +155,8 @@ class _LinearHead(torch.autograd.Function):
         num_tokens, _ = _tile()
         for part, part_sums in zip(tokens.split(), sums.split(num_tokens, 1), strict=False):
             _fold(part, weight[:num_rows], bias, logits_dtype, part_sums)
-        if _sharded(group):
-            _reduce(sums, group)
+        if _sharded(process_group):
+            _reduce(sums, process_group)
         maximum, total, total_d, target_z = sums
         log_sum_exp = maximum + total.log()
         entropy = total.log() - total_d / total
@@ -199,8 +202,8 @@ class _LinearHead(torch.autograd.Function):
         )
 
 
-def _sharded(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and dist.get_world_size(group) > 1
+def _sharded(process_group: dist.ProcessGroup | None) -> bool:
+    return process_group is not None and dist.get_world_size(process_group) > 1
 
 
 def _tile() -> tuple[int, int]:
@@ -216,10 +219,11 @@ def _tile_functions() -> ModuleType:
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns what autograd gets where the gradient already is in main_grad, so that DDP's hook is called and reads
-    nothing.
+    """Return the weight gradient for autograd when the real one is already in main_grad: a tensor that triggers DDP's
+    hook, which ignores its values.
 
-    Under zero_out_wgrad it reads all the same: the weight is the embedding's too, whose gradient calls the hook.
+    Under zero_out_wgrad return None. The weight is then tied to the embedding, whose gradient triggers the hook, and
+    these values would be read.
     """
     weight.grad_added_to_main_grad = True
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
@@ -228,27 +232,27 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
 def _fold(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype, sums: torch.Tensor
 ) -> None:
-    """Adds this rank's vocabulary to the tokens' sums, float32 [4, n], in place."""
+    """Accumulate this rank's part of the vocabulary into the tokens' sums, float32 [4, n], in place."""
     fold = _tile_functions().fold
     for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, len(rows)), sums)
 
 
-def _reduce(sums: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Combines the sums of the shards, in place: first the maximum, then the sums relative to it."""
+def _reduce(sums: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Combine the shards' sums in place: first the maximum, then the sums relative to it."""
     maximum, total, total_d, _ = sums
     raised = maximum.clone()
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=process_group)
     shrunk, rise = (maximum - raised).exp(), raised - maximum
     total_d.sub_(rise * total).mul_(shrunk)
     total.mul_(shrunk)
     maximum.copy_(raised)
-    dist.all_reduce(sums[1:], group=group)
+    dist.all_reduce(sums[1:], group=process_group)
 
 
 def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:
-    """Returns float32 [3, N]: a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], from that of [N,
-    2]."""
+    """Return a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], float32 [3, N], from the output's
+    gradient [N, 2]."""
     grad_log_prob, grad_entropy = gradient.float().unbind(-1)
     coefficients = torch.stack((-grad_entropy * entropy - grad_log_prob, -grad_entropy, grad_log_prob))
     return coefficients if scale is None else coefficients * scale
@@ -257,13 +261,13 @@ def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: t
 def _add_gradients(
     tokens, weight, bias, logits_dtype, log_sum_exp, coefficients, hidden_grad, weight_grad, bias_grad
 ) -> None:
-    """Adds the tokens' part, in place, to each gradient that is wanted: hidden_grad float32 [n, h], weight_grad float32
-    [≥ v, h], bias_grad float32 [≥ v]."""
+    """Add the tokens' contribution to each requested gradient, in place: hidden_grad float32 [n, h], weight_grad
+    float32 [≥ v, h], bias_grad float32 [≥ v]."""
     to_gradient = _tile_functions().to_gradient
     for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         span = slice(start, start + len(rows))
         candidate_ids = tokens.keeps(start, len(rows))
-        # The gradient is a factor of two products, and has the dtype of the other.
+        # The matrix products below need the gradient in the dtype of their other factor.
         gradient = logits if rows.dtype is logits.dtype else torch.empty_like(logits, dtype=rows.dtype)
         to_gradient(logits, tokens.targets - start, tokens.scale, candidate_ids, log_sum_exp, coefficients, gradient)
         if hidden_grad is not None:
@@ -277,8 +281,10 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yields first row, rows of the weight and logits, float32 [n, v], without the temperature, of each tile. The
-    logits of all of them use the same memory. In bfloat16, logits near 20 lie 0.06 to 0.13 apart."""
+    """Yield for each tile the first row, the weight's rows, and the logits, float32 [n, v], before the temperature.
+
+    All tiles share one logits buffer. With bfloat16 as logits_dtype, logits near 20 are 0.06 to 0.13 apart.
+    """
     _, size = _tile()
     num_elements = len(tokens.targets) * min(size, len(weight))
     buffer = tokens.hidden.new_empty(num_elements, dtype=torch.float32)

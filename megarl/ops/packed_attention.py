@@ -1,7 +1,7 @@
-"""Computes causal self-attention over packed documents at the cost of the documents, in plain torch.
+"""Causal self-attention over packed documents in plain torch, at the cost of the documents.
 
-A mask over the whole pack would cost the square of the pack. Here documents of similar length are unpacked into one
-padded batch, attended by torch's causal kernel, and packed again.
+A mask over the whole pack would cost the square of the pack. Instead, documents of similar length are unpacked into a
+padded batch, processed by torch's causal kernel, and packed again.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 
 LENGTH_STEP = 16
-"""The step of document lengths. Documents whose lengths round up to the same multiple share a batch: less than 16
-padded positions each."""
+"""Bucket width in tokens. Documents whose lengths round up to the same multiple share a batch, with fewer than 16
+padding positions each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Documents of similar length, D of them, the longest of S tokens, with at most Q queries each.
+    """D documents of similar length: at most S tokens and at most Q queries each.
 
-    keys      int64 [D, S]: where a document's keys and values are; a shorter one's last token stands again
-    queries   int64 [D, Q]: where its queries are; where there are fewer, any stand again
-    visible   bool [D, 1, Q, S]: which keys a query sees; None: Q = S, and each sees those up to its own
+    Attributes:
+        keys: int64 [D, S], indices of each document's keys and values. Shorter documents repeat their last token.
+        queries: int64 [D, Q], indices of its queries. Missing ones are filled with repetitions.
+        visible: bool [D, 1, Q, S], the keys that each query attends to. None means Q = S and a causal mask.
     """
 
     keys: torch.Tensor
@@ -38,8 +39,9 @@ class Bucket:
 class Documents:
     """The documents of a pack.
 
-    buckets   all documents, each in one bucket
-    outputs   int64 [n]: where each query's output is among those of the buckets, flattened one after the other
+    Attributes:
+        buckets: the documents, each in one bucket.
+        outputs: int64 [n], the index of each query's output among the flattened, concatenated outputs of the buckets.
     """
 
     buckets: tuple[Bucket, ...]
@@ -49,40 +51,42 @@ class Documents:
 def documents_of(
     document_tokens: torch.Tensor,
     boundaries: torch.Tensor,
-    own: torch.Tensor | None = None,
-    held: torch.Tensor | None = None,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
 ) -> Documents:
-    """Returns the documents of a pack, computed once a microbatch, for all layers.
+    """Return the documents of a pack. Computed once per microbatch, for all layers.
 
-    document_tokens, boundaries   as in TokenBatch
-    own    int64 [n ≥ 1]: the places in the pack of the tokens that queries come from (None: all, in order)
-    held   int64 [T]: the place in the pack of each token, in the order of keys and values; given with own
+    A token shared by several documents (a common prompt) has the same output in each of them, because attention is
+    causal. It is a query in the first of them only.
 
-    A token that several documents share (a common prompt) has the same output in each of them, as it attends to
-    nothing after it; it is a query of the first document only.
+    Args:
+        document_tokens, boundaries: as in TokenBatch.
+        query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all,
+            in order.
+        key_positions: int64 [T], the pack position of each row of keys and values. Required with `query_positions`.
     """
     device = document_tokens.device
     num_tokens = int(document_tokens.max()) + 1
     documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
-    groups: dict[tuple[bool, int], list[_Document]] = {}
+    members_by_shape: dict[tuple[bool, int], list[_Document]] = {}
     unclaimed = torch.ones(num_tokens, dtype=torch.bool)
-    query_index, key_index = (_inverse(places, num_tokens) for places in (own, held))
+    query_index, key_index = (_inverse(places, num_tokens) for places in (query_positions, key_positions))
     for places in documents:
         document = _Document(places, query_index, key_index, unclaimed)
         unclaimed[places] = False
         if len(document.queries):
-            groups.setdefault((document.is_whole, -(-len(places) // LENGTH_STEP)), []).append(document)
-    ordered = [members for _, members in sorted(groups.items())]
+            members_by_shape.setdefault((document.is_whole, -(-len(places) // LENGTH_STEP)), []).append(document)
+    ordered = [members for _, members in sorted(members_by_shape.items())]
     buckets = [_bucket(members) for members in ordered]
     tokens = torch.cat([bucket.queries.flatten() for bucket in buckets])
     kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
-    outputs = torch.empty(num_tokens if own is None else len(own), dtype=torch.long)
+    outputs = torch.empty(num_tokens if query_positions is None else len(query_positions), dtype=torch.long)
     outputs[tokens[kept]] = kept.nonzero()[:, 0]
     return Documents(tuple(bucket.to(device) for bucket in buckets), outputs.to(device))
 
 
 def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """Returns int64 [num_tokens]: the index in `places` of each place in the pack, −1 where it is not among them."""
+    """Return int64 [num_tokens]: the index in `places` of each pack position, or −1 if absent."""
     if places is None:
         return torch.arange(num_tokens)
     index = torch.full((num_tokens,), -1)
@@ -91,8 +95,8 @@ def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
 
 
 class _Document:
-    """A document: its keys [S], its queries [q] that no document before it has, and their positions in it. Where those
-    are all, the kernel needs no mask."""
+    """One document: its keys [S], its queries [q] that no earlier document has, and their positions in it. If all its
+    tokens are queries, the kernel needs no mask."""
 
     def __init__(self, places, query_index, key_index, unclaimed):
         self.keys = key_index[places]
@@ -112,7 +116,8 @@ def _bucket(documents: list[_Document]) -> Bucket:
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """Returns the rows as one [D, longest]; a shorter row is filled up by `fill`, or without it by its last element."""
+    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, or with their last element if it is
+    None."""
     longest = max(map(len, rows))
     return torch.stack(
         [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
@@ -120,8 +125,8 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns rows[index], whose gradient is the same in every run: that of indexing sums rows that stand more than
-    once in the order in which threads happen to reach them."""
+    """Return rows[index] with a deterministic gradient. The gradient of plain indexing sums repeated rows in a
+    nondeterministic order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
@@ -133,12 +138,15 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the attended values, [n, heads, v].
+    """Return the attention output, [n, heads, v].
 
-    query [n, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
+    Args:
+        query: [n, heads, d].
+        key: [T, kv heads, d].
+        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
     """
     value_dim, outputs = value.shape[-1], []
-    # torch's kernels want as many channels of all three; where they differ, it stores the score of each pair of tokens.
+    # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     for bucket in documents.buckets:
         q, k, v = take(query, bucket.queries), take(key, bucket.keys), take(value, bucket.keys)
@@ -162,8 +170,8 @@ def plain_attention(
     boundaries: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Returns [T, heads, v] by a softmax under one mask over the whole pack, in which a token sees those before it in
-    its documents: the plain twin of `packed_attention`."""
+    """Return [T, heads, v], computed by a softmax under one mask over the whole pack, where a token attends to the
+    preceding tokens of its documents. The plain reference for `packed_attention`."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
     for document in document_tokens.tensor_split(boundaries[1:-1].long()):

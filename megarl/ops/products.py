@@ -1,4 +1,4 @@
-"""Matrix products with results in float32, of factors in float32, bfloat16 or float16."""
+"""Matrix products with float32 results from float32, bfloat16 or float16 factors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ from megarl.core import device
 
 
 def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Writes a · b to out: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n]."""
+    """Write a · b to `out`.
+
+    Args:
+        out: float32 [m, n].
+        a: float32, bfloat16 or float16 [m, k].
+        b: [k, n], the dtype of `a`.
+    """
     if a.dtype is out.dtype:
         torch.mm(a, b, out=out)
     elif device.on_cuda():
         torch.mm(a, b, torch.float32, out=out)
-    else:  # on CPU torch rounds products to the factors' dtype
+    else:  # on CPU, torch rounds the result to the factors' dtype
         torch.mm(a.float(), b.float(), out=out)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a · b to total in place: float32 [m, n], of float32, or of bfloat16 or float16, [m, k] and [k, n].
+    """Add a · b to `total` in place.
 
-    On CPU the product of two bytes is rounded to them before it is added: the error of each is small against the
-    gradients that are added up here, and a product of float32 would take four times as long.
+    On CPU, 16-bit products are rounded to 16 bits before they are added. The error is small compared with the
+    accumulated gradients, and a float32 product would take four times as long.
+
+    Args:
+        total: float32 [m, n].
+        a: float32, bfloat16 or float16 [m, k].
+        b: [k, n], the dtype of `a`.
     """
     if a.dtype is total.dtype:
         torch.addmm(total, a, b, out=total)

@@ -1,7 +1,7 @@
-"""Computes causal self-attention over a pack whose documents share tokens, where one kernel takes the whole pack.
+"""Causal self-attention over a pack whose documents share tokens, in one kernel for the whole pack.
 
-FlexAttention skips blocks of the scores that a mask leaves empty. Compiled for a GPU, it never stores scores, and what
-documents share is computed once, queries included.
+FlexAttention skips blocks of scores that the mask leaves empty. Compiled for a GPU, it never stores scores, and shared
+tokens are computed once, including as queries.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""The queries and the keys of a block of scores."""
+"""Queries, and keys, per block of scores."""
 
 
 def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockMask:
-    """Returns which tokens of a pack see which, computed once a microbatch, for all layers.
+    """Return the attention mask of a pack. Computed once per microbatch, for all layers.
 
-    document_tokens, boundaries   as in TokenBatch
+    Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token follow it
+    before anything else. A token is therefore visible to a contiguous range, from itself to the end of its last
+    document. Block masks follow from these range ends, without a mask of the squared pack length.
 
-    Documents that share tokens are a tree, which stands in the pack depth first: whatever goes on from a token follows
-    it, before anything that does not. So a token is seen by those from itself to the end of the last of its documents,
-    and whole blocks follow from these ends, without the square of the pack.
+    Args:
+        document_tokens, boundaries: as in TokenBatch.
     """
     device, tokens, bounds = document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
@@ -47,19 +48,20 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
 
 
 def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
-    """Checks that each token is to see as many as there are in its document up to it."""
+    """Assert that every token attends to as many tokens as precede it in its document, including itself."""
     steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
     in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
-    assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not in the pack depth first"
+    assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not packed depth first"
 
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two bool [count, count]: the blocks of queries and keys of which any see each other, and all do.
+    """Return two bool [count, count] masks over blocks of queries × keys: some pair is visible; all pairs are visible.
 
-    ends   int64 [T]: the token after the last that sees each
+    Args:
+        ends: int64 [T], for each key, the position after the last query that attends to it.
+        count: number of blocks per dimension.
     """
-    # Keys that follow each other and are seen up to the same token are a rectangle of queries and keys, of which the
-    # part up to the diagonal counts.
+    # Consecutive keys with the same end form a rectangle of queries × keys. Only its part up to the diagonal counts.
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
     stops = torch.cat((starts[1:], torch.tensor([len(ends)])))
     begins = torch.stack((starts, starts), 1)
@@ -70,9 +72,9 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns bool [count, count]: the cells in any of the rectangles whose rows and columns begin and end so, both
-    int64 [R, 2]."""
-    begins = begins.minimum(ends)  # none, where nothing is inside
+    """Return bool [count, count]: the cells covered by any of the rectangles from `begins` to `ends`, both int64 [R, 2]
+    (row, column)."""
+    begins = begins.minimum(ends)  # makes empty rectangles cover nothing
     steps = torch.zeros(count + 1, count + 1, dtype=torch.long)
     for (rows, columns), step in (
         ((begins[:, 0], begins[:, 1]), 1),
@@ -85,8 +87,9 @@ def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tens
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many blocks each row has, int32 [1, 1, n], and their columns first among all, int32 [1, 1, n, n]."""
-    # The kernel reads rows whose elements follow each other.
+    """Return the number of blocks in each row, int32 [1, 1, n], and each row's column numbers with those of its blocks
+    first, int32 [1, 1, n, n]."""
+    # The kernel requires contiguous rows.
     columns = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -94,16 +97,19 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shared_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """Returns the attended values, [T, heads, v].
+    """Return the attention output, [T, heads, v].
 
-    query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v], heads a multiple of kv heads.
+    Args:
+        query: [T, heads, d].
+        key: [T, kv heads, d].
+        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
     """
     out = _kernel(query.device.type)(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        # Packs of fewer tokens than a block would else be computed by a kernel for decoding, compiled for them alone.
+        # Otherwise packs shorter than a block would use a separately compiled decoding kernel.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return out[0].transpose(0, 1)
@@ -111,6 +117,6 @@ def shared_attention(
 
 @cache
 def _kernel(device: str) -> Callable[..., torch.Tensor]:
-    """Returns FlexAttention, compiled once for packs of all lengths; on CPU, where it has no kernel for the backward
-    pass, as torch's plain products of the whole pack."""
+    """Return FlexAttention, compiled once for packs of any length. On CPU, where it has no backward kernel, return the
+    eager version, which computes plain products over the whole pack."""
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -1,4 +1,4 @@
-"""The gated activation of an MLP, which keeps nothing for its backward pass but what it is given."""
+"""SwiGLU activation that saves only its input for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 
 def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Returns SiLU(gate) · up, for which autograd keeps three products beside its input: the plain twin of `swiglu`."""
+    """Return SiLU(gate) · up. Autograd saves three products in addition to the input. The plain reference for
+    `swiglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Returns from […, 2f] the […, f] of SiLU(gate) · up, with gate the first f channels and up the others
-    (arXiv:2002.05202)."""
+    """Return SiLU(gate) · up, […, f], from […, 2f]: gate is the first f channels, up the rest (arXiv:2002.05202)."""
     return _SwiGLU.apply(gate_and_up)
 
 

@@ -224,7 +224,7 @@ def _engines_keep_weights(config: Config) -> bool:
     """Returns whether sleeping engines have their weights in host memory: see EngineGroup.sleep."""
     rollout = config.rollout
     between_rounds = config.batch.sampling_rounds > 1 and reward_model_is_beside_engines(config)
-    return between_rounds or rollout.refit_delta or rollout.vllm_overrides.get("quantization") is not None
+    return between_rounds or rollout.vllm_overrides.get("quantization") is not None
 
 
 def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:

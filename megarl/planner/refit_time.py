@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.cluster.memory.parameters import ModelParameters
-from megarl.cluster.memory.rank import item_bytes
 from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
@@ -47,27 +46,6 @@ def _speeds(config: Config, cluster: Cluster) -> Bandwidth:
     """Returns the speeds of the links. Trainer and engines that are on one node have its own between them."""
     network, nvlink = (1e9 * LINK_SHARE * speed for speed in (cluster.gpu.network_gb_s, cluster.gpu.nvlink_gb_s))
     return Bandwidth(inter=nvlink if num_devices(config) <= cluster.gpus_per_node else network, intra=nvlink)
-
-
-def deltas_are_measured_faster(config: Config, model: ModelParameters, cluster: Cluster) -> str | None:
-    """Refuses deltas on GPUs, where they have not been measured, with what they cost and what they can save.
-
-    A rank reads the last state of what it sends over PCIe, and writes the new one after the exchange, each byte once to
-    however many nodes it goes.
-    """
-    if not config.rollout.refit_delta or not config.sends_weights:
-        return None
-    layout, link = config.actor.layout, _speeds(config, cluster).inter
-    full = refit_time(config, model, cluster)
-    held = item_bytes(config) * max(model.of_stage(layout, stage).count for stage in range(layout.pp))
-    kept = min(held, full.parts["bytes out of the trainer"] * link)
-    pcie = cluster.gpu.host_gb_s * 1e9 * LINK_SHARE
-    return (
-        f"rollout.refit_delta=true: a trainer's rank would read {kept / 1e9:.3g} GB of its last state over PCIe and "
-        f"write as much, 2 x {kept / 1e9:.3g} / {pcie / 1e9:g} GB/s = {2 * kept / pcie:.2g} s, to save a part of the "
-        f"{full.seconds:.2g} s of a full refit at {link / 1e9:g} GB/s (links as of {cluster.name}), and on GPUs it has "
-        "not been measured to be faster; set rollout.refit_delta=false"
-    )
 
 
 def least_refit(

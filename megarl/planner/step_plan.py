@@ -19,7 +19,7 @@ from megarl.planner.phases import (
     phase_loads,
     refusal,
 )
-from megarl.planner.refit_time import RefitTime, deltas_are_measured_faster, refit_time
+from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
 from megarl.planner.save_time import SaveTime, save_time
 from megarl.planner.train_time import TrainTime, train_time
@@ -123,7 +123,6 @@ class StepPlan:
     loads   the fullest GPU of each phase
     host    what is in a node's host memory -> bytes
     save    of a checkpoint, None where none is saved
-    broken  the line for a key that this model's GPUs refuse; None without one
     """
 
     config: Config
@@ -133,13 +132,10 @@ class StepPlan:
     host: Mapping[str, float]
     times: StepTimes
     save: SaveTime | None
-    broken: str | None
 
     @property
     def problem(self) -> str | None:
         """The reason why it cannot run, with the arithmetic and the remedy; None if it fits."""
-        if self.broken is not None:
-            return self.broken
         if load := overfull(self.loads, self.cluster):
             return refusal(load, self.cluster)
         needed, there = sum(self.host.values()), host_memory(self.cluster)
@@ -170,7 +166,6 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
         host=host_parts(config, models, workload, cluster),
         times=step_times(config, models, workload, cluster),
         save=save_time(config, models, cluster),
-        broken=None if workload.is_offline else deltas_are_measured_faster(config, models.actor, cluster),
     )
 
 

@@ -14,10 +14,17 @@ from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    from megarl.config.model_schema import Trained
+    from megarl.config.model_schema import Role, Trained
+    from megarl.config.schema import Config
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_layers=None, last_stage_layers=None)
+
+
+def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> None:
+    """Checks the selections of all models that the run trains. hf_configs: their config.json, with their heads."""
+    for role, hf_config in hf_configs.items():
+        check_selections(config.placed(role), hf_config)
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Reward functions, found by name or in a user's file, and the scorer that calls them. No torch."""
+"""Built-in and user-defined reward functions, and the scorer that combines their results. No torch."""

@@ -1,4 +1,4 @@
-"""Makes a sample's reward from a classifier's scores of its tokens."""
+"""Computes a sample's reward from a classifier's per-token scores."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelReward:
-    """The judgement of a reward model on a sample.
+    """A reward model's result for one sample.
 
-    value      its reward, not finite where the model's scores are not; None if it could not be asked
-    by_token   R rewards of its response tokens, which sum up to value, NaN for a token without one; None where tokens
-               have no rewards of their own
-    failure    the reason why there is no value, or None
+    Attributes:
+        value: the reward, not finite if the model's scores are not; None if the model could not score the sample.
+        by_token: R rewards of the response tokens, which sum to `value`, NaN for tokens without one; None if rewards
+            are not assigned to single tokens.
+        failure: the reason why there is no value, or None.
     """
 
     value: float | None
@@ -34,7 +35,7 @@ class ModelReward:
 
 
 class ClassifierReward:
-    """The rule by which a reward model's scores become rewards."""
+    """Converts a reward model's scores to rewards."""
 
     def __init__(
         self,
@@ -44,21 +45,22 @@ class ClassifierReward:
         reader: Reader | None,
         rewards_tokens: bool,
     ):
-        """Takes the settings of a reward model.
+        """Create a converter from the settings of a reward model.
 
-        kind             the kind of classifier
-        tokenizer        the classifier's tokenizer
-        reader           None where it reads the sampled ids
-        rewards_tokens   whether the advantages have a use for rewards of single tokens
+        Args:
+            kind: the kind of classifier.
+            tokenizer: the classifier's tokenizer.
+            reader: None if the classifier reads the sampled ids directly.
+            rewards_tokens: whether the advantage estimator uses per-token rewards.
         """
         self._kind, self._settings, self._tokenizer, self._reader = kind, settings, tokenizer, reader
         self._by_token = rewards_tokens and kind == "token" and settings.aggregation is None
 
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
-        """Returns the sample's reward.
+        """Return the sample's reward.
 
-        scores   of the response's tokens, the sampled ones or those of the reading; a sequence classifier's last score
-                 is that of the sample
+        `scores` are those of the sampled response tokens, or of the reading's tokens. The last score of a sequence
+        classifier is the score of the sample.
         """
         if self._kind == "sequence":
             return ModelReward(scores[-1])
@@ -75,18 +77,18 @@ class ClassifierReward:
         return ModelReward(math.fsum(reward for reward in by_token if not math.isnan(reward)), by_token)
 
     def _scored(self, sample: Sample) -> Sequence[int]:
-        """Returns the indexes of the sampled tokens whose scores count."""
+        """Return the indices of the sampled tokens whose scores count."""
         if self._settings.step_end is None:
             return range(len(sample.response_ids))
         pieces = [self._tokenizer.decode([token]) for token in sample.response_ids.tolist()]
         return step_ends(pieces, self._settings.step_end)
 
     def _scored_in_reading(self, sample: Sample, reading: Reading) -> Sequence[int]:
-        """Returns the indexes of the reading's tokens whose scores count."""
+        """Return the indices of the reading's tokens whose scores count."""
         last = len(reading.ends) - 1
         if self._settings.step_end is None:
             return range(last + 1)
         ends, stops = reading.ends, step_stops(sample.text, self._settings.step_end)
         reached = (ends[min(bisect_left(ends, stop), last)] for stop in stops)
-        # Of several tokens of one character, the last counts.
+        # If a character consists of several tokens, the last of them counts.
         return sorted({*(bisect_right(ends, end) - 1 for end in reached), last})

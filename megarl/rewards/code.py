@@ -1,6 +1,7 @@
-"""Rewards of programs: the last fenced code block of a response runs in a sandbox, against tests or expected outputs.
+"""Rewards for programs: the last fenced code block of a response runs in a sandbox, against tests or expected outputs.
 
-A program that fails, hangs or goes over a limit is wrong. Only where its sandbox could not run is there no reward."""
+A program that fails, hangs or exceeds a limit is wrong. Only a failure of the sandbox itself yields no reward.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _PYTHON = ("", "python", "python3", "py")
 
 PROGRAM = "solution.py"
 
-# The tests are read before the program runs, which then finds an empty stdin. The word shows that the last test was
-# passed: the exit status is 0 also of a program that leaves before.
+# The tests are read before the program runs, which therefore sees an empty stdin. The random word proves that the last
+# test was reached; an exit status of 0 does not, since the program may exit early.
 _RUN_TESTS = f"""
 import os, sys, types
 word, _, tests = sys.stdin.read().partition("\\n")
@@ -42,18 +43,19 @@ async def code_tests(
     entry_point: str | None = None,
     test_setup_code: str | None = None,
 ) -> bool:
-    """Returns whether the response's program passes all tests.
+    """Return whether the response's program passes all tests.
 
-    The answer has them as Python: a text, or a list of texts, such as `assert` lines (as in MBPP). They see what the
-    program defines. A column `test_setup_code` runs before them; with a column `entry_point`, which names a function,
-    they define `check`, which is called with it (as in HumanEval). What stands under `if __name__ == "__main__"` does
-    not run.
+    The answer contains the tests as Python source, a text or a list of texts, such as `assert` lines (as in MBPP). They
+    run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that names
+    a function, the tests define `check`, which is called with that function (as in HumanEval). Code under
+    `if __name__ == "__main__"` does not run.
 
-    Raises ValueError if there are no tests.
+    Raises:
+        ValueError: there are no tests.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
-        raise ValueError("the answer has no tests; code_tests needs a text, or a list of texts, of Python")
+        raise ValueError("code_tests: the answer has no tests; it must be Python source as a text or a list of texts")
     program = last_code_block(response)
     if program is None:
         return False
@@ -66,13 +68,14 @@ async def code_tests(
 
 
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:
-    """Returns whether the response's program prints what it should for every input.
+    """Return whether the response's program prints the expected output for every input.
 
     The answer is a list of `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or
-    either as JSON. Outputs are the same if they have the same words in each line: whitespace around and between words
-    and empty lines at the end do not count. The first output that differs ends the test.
+    either as JSON text. Outputs are compared line by line as sequences of words, ignoring other whitespace and empty
+    lines at the end. Testing stops at the first wrong output.
 
-    Raises ValueError if there are no such pairs.
+    Raises:
+        ValueError: the answer has no such pairs.
     """
     pairs = _pairs(answer)
     program = last_code_block(response)
@@ -80,15 +83,15 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
         return False
     async with await sandbox.start() as box:
         await box.upload(PROGRAM, program)
-        for given, expected in pairs:
-            if not _prints(await _run(box, given), expected):
+        for stdin, expected in pairs:
+            if not _prints(await _run(box, stdin), expected):
                 return False
     return True
 
 
 def last_code_block(response: str) -> str | None:
-    """Returns the last fenced block of Python, or of no named language, None if there is none that is closed."""
-    found, opened, lines = None, None, []
+    """Return the last closed fenced block that is marked as Python or has no language; None if there is none."""
+    block, opened, lines = None, None, []
     for line in response.splitlines():
         fence = _FENCE.fullmatch(line)
         if opened is None:
@@ -96,15 +99,15 @@ def last_code_block(response: str) -> str | None:
                 opened, lines = fence, []
         elif fence is not None and fence["marks"].startswith(opened["marks"]) and not fence["info"].strip():
             if opened["info"].strip().split(" ")[0].lower() in _PYTHON:
-                found = "\n".join(lines) + "\n"
+                block = "\n".join(lines) + "\n"
             opened = None
         else:
             lines.append(line)
-    return found
+    return block
 
 
-async def _run(box: Sandbox, given: str) -> Finished:
-    return await box.run([box.python, PROGRAM], _encoded(given))
+async def _run(box: Sandbox, stdin: str) -> Finished:
+    return await box.run([box.python, PROGRAM], _encoded(stdin))
 
 
 def _prints(finished: Finished, expected: str) -> bool:
@@ -118,16 +121,18 @@ def _words(text: str) -> list[list[str]]:
 
 
 def _pairs(answer: Any) -> list[tuple[str, str]]:
-    """Returns inputs and outputs. Raises ValueError if the answer is none."""
+    """Return pairs of input and output. Raises ValueError if the answer has none."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
         except json.JSONDecodeError as error:
-            raise ValueError(f"the answer is no JSON ({error}); code_stdin_stdout needs inputs and outputs") from None
+            raise ValueError(f"code_stdin_stdout: the answer is not valid JSON: {error}") from None
     if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
         columns = list(answer["inputs"]), list(answer["outputs"])
         if len(columns[0]) != len(columns[1]):
-            raise ValueError(f"the answer has {len(columns[0])} inputs and {len(columns[1])} outputs")
+            raise ValueError(
+                f"code_stdin_stdout: the answer has {len(columns[0])} inputs, but {len(columns[1])} outputs"
+            )
         pairs = list(zip(*columns, strict=True))
     elif isinstance(answer, Sequence) and all(
         isinstance(pair, Mapping) and {"input", "output"} <= pair.keys() for pair in answer
@@ -136,12 +141,12 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
     else:
         pairs = []
     if not pairs:
-        raise ValueError('the answer has no pairs; code_stdin_stdout needs a list of {"input": …, "output": …}')
-    return [(_text(given), _text(expected)) for given, expected in pairs]
+        raise ValueError('code_stdin_stdout: the answer must be a non-empty list of {"input": …, "output": …}')
+    return [(_text(stdin), _text(expected)) for stdin, expected in pairs]
 
 
 def _text(value: Any) -> str:
-    """Returns an input or an output, which may be a list of lines."""
+    """Return an input or output as text; it may be given as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

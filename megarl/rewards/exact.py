@@ -1,4 +1,4 @@
-"""Compares a response with the answer, character by character."""
+"""Exact comparison of a response with the answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> bool:
-    """Returns whether response and str(answer) are equal once the whitespace around both is stripped; nothing else is
-    normalised (case, punctuation, "12" against "12.0").
+    """Return whether the response equals str(answer) after stripping surrounding whitespace from both.
 
-    Raises ValueError if there is no answer to compare with.
+    Nothing else is normalized: case, punctuation and number formats ("12" and "12.0") matter.
+
+    Raises:
+        ValueError: there is no answer.
     """
     if answer is None:
-        raise ValueError("the prompt has no answer (null); exact_match needs one")
+        raise ValueError("exact_match: the prompt has no answer (null)")
     return response.strip() == str(answer).strip()

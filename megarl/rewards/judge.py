@@ -1,4 +1,4 @@
-"""Rewards by comparison: a judge says which of two responses to a prompt is the better one."""
+"""Rewards from pairwise comparison: a judge decides which of two responses to a prompt is better."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megarl.core.types import Sample
 from megarl.rewards.result import Result
 
 NAME = "judge"
-"""The name of the judge's part of the reward, and of its function: f(prompt, first, second, answer) returns whether the
-first response is better, or the probability of that, and raises where it cannot tell."""
+"""Name of the judge's part of the reward and of its function. f(prompt, first, second, answer) returns whether the
+first response is better, or the probability of that, and raises if it cannot decide."""
 
 Order = Literal["both", "seeded"]
-"""The orders in which each two responses are compared, as judges tend to prefer the one that stands first: both, or one
-that is drawn for each pair."""
+"""Orders in which each pair of responses is compared, since judges tend to prefer the first: `both`, or one drawn at
+random for each pair."""
 
 Verdict = float | str
-"""The share of the other responses to its prompt that a response is better than, a tie counting half; or the reason why
+"""Fraction of the other responses to the prompt that a response beats, with ties counted as half; or the reason why
 there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One question to the judge."""
+    """One pairwise comparison to be judged."""
 
     first: Sample
     second: Sample
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:
-    """Returns the comparisons of each two responses to a prompt. seed: the run's, from which drawn orders follow."""
+    """Return the comparisons of every pair of responses to a prompt. Random orders depend on the run's seed."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
@@ -57,7 +57,7 @@ def _is_swapped(pair: tuple[Sample, Sample], seed: int) -> bool:
 
 
 def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Result]]) -> dict[str, Verdict]:
-    """Returns the verdicts by sample id. A comparison that fails is a failure of both of its samples."""
+    """Return the verdicts by sample id. If a comparison fails, both of its samples fail."""
     wins: dict[str, list[float]] = {sample.id: [] for sample in samples}
     failures: dict[str, Verdict] = {}
     for comparison, result in results:
@@ -70,7 +70,7 @@ def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Resu
         else:
             wins[first].append(result.value)
             wins[second].append(1 - result.value)
-    alone: Verdict = "has no other response to compare it with"
+    alone: Verdict = "has no other response to compare with"
     return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures
 
 

@@ -1,4 +1,4 @@
-"""The reward of Knights and Knaves puzzles: who of some people always tells the truth, and who always lies."""
+"""Reward for Knights and Knaves puzzles: find out who always tells the truth and who always lies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from megarl.rewards.think_answer import tagged_answer
 
-# The pairs by which reasoning-gym calls those who tell the truth and those who lie.
+# reasoning-gym's names for truth-tellers and liars, in pairs.
 ROLES = "knight|knave|pioneer|laggard|saint|sinner|hero|villain|angel|devil|altruist|egoist|sage|fool"
 _ROLE = re.compile(rf"\b(?:{ROLES})\b", re.IGNORECASE)
-# "Zoey is a knave", in a list, a sentence or emphasis. Bounded, so that the time stays linear in the response.
+# "Zoey is a knave" in a list, a sentence or emphasis. Repetitions are bounded so that matching takes linear time.
 _STATEMENT = re.compile(
     rf"\b(?P<name>[A-Za-z]{{1,64}})\W{{1,8}}is\W{{1,8}}(?:an?\W{{1,8}})?(?P<role>{ROLES})\b", re.IGNORECASE
 )
@@ -19,27 +19,30 @@ _STATEMENT = re.compile(
 def knights_knaves(
     prompt: str, response: str, answer: Any, right: float = 2.0, wrong: float = -1.5, unparseable: float = -2.0
 ) -> float:
-    """Returns `right` if the response says of all people what they are, `wrong` if it gets one of them wrong, and
-    `unparseable` if it is not `<think>…</think><answer>…</answer>` or does not say exactly one role of each.
+    """Score the roles that the response assigns to the people of the puzzle.
 
-    Logic-RL's answer reward (https://arxiv.org/abs/2502.14768, §2.2). The answer, and what stands between the tags,
-    are text such as "(1) Zoey is a knave (2) Oliver is a knight", or "Zoey is a knave, and Oliver is a knight."
+    Logic-RL's answer reward (https://arxiv.org/abs/2502.14768, §2.2). The answer and the text between the answer tags
+    have a form such as "(1) Zoey is a knave (2) Oliver is a knight" or "Zoey is a knave, and Oliver is a knight."
 
-    Raises ValueError if the answer is not such text.
+    Returns:
+        `right` if all roles are correct, `wrong` if one is not, and `unparseable` if the response does not have the
+        form `<think>…</think><answer>…</answer>` or does not assign exactly one role to each person.
+
+    Raises:
+        ValueError: the answer does not have this form.
     """
     expected = _roles(str(answer))
     if not expected:
-        raise ValueError(f"the answer {answer!r} does not say who is a knight or a knave; knights_knaves needs it")
+        raise ValueError(f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave")
     text = tagged_answer(prompt, response)
-    said = None if text is None else _roles(text)
-    if said is None or said.keys() != expected.keys():
+    roles = None if text is None else _roles(text)
+    if roles is None or roles.keys() != expected.keys():
         return unparseable
-    return right if said == expected else wrong
+    return right if roles == expected else wrong
 
 
 def _roles(text: str) -> dict[str, str] | None:
-    """Returns the role of each name, in lower case. None where the text speaks of more roles than that, so that it is
-    not clear which count."""
+    """Return the role of each name in lower case; None if the text mentions further roles and is thus ambiguous."""
     statements = [(match["name"].lower(), match["role"].lower()) for match in _STATEMENT.finditer(text)]
     roles = dict(statements)
     return roles if len(_ROLE.findall(text)) == len(roles) == len(statements) else None

@@ -1,34 +1,36 @@
-"""Rewards for the length of a response, in tokens."""
+"""Rewards for the length of a response in tokens."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
+from megarl.rewards.exact import exact_match
+from megarl.rewards.options import NUM_TOKENS, SINGLE
 from megarl.rewards.overlong import overlong_penalty
 
 
 def length_penalty(
     prompt: str, response: str, answer: Any, num_response_tokens: int, free_tokens: int = 0, per_tokens: float = 1000.0
 ) -> float:
-    """Returns −max(0, num_response_tokens − free_tokens) / per_tokens: a line that falls by 1 every per_tokens."""
+    """Return −max(0, num_response_tokens − free_tokens) / per_tokens."""
     return -max(0, num_response_tokens - free_tokens) / per_tokens
 
 
 class SoftOverlong:
-    """DAPO's soft over-long punishment (https://arxiv.org/abs/2503.14476, eq. 13), for any limit of tokens: 0 up to
-    max_tokens − buffer, and from there on a line down to −1 at max_tokens.
+    """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13) with a configurable token limit.
 
-    rewards.overlong_buffer is the same for rollout.max_new_tokens, and has no part in whether prompts are informative.
+    The reward is 0 up to max_tokens − buffer and decreases linearly to −1 at max_tokens. rewards.overlong_buffer is the
+    same for rollout.max_new_tokens, but does not affect whether prompts are informative.
     """
 
     def __init__(self, max_tokens: int, buffer: int):
         for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
             if not isinstance(value, int) or value < 1 or (most is not None and value > most):
                 bound = "" if most is None else f", and at most max_tokens={most}"
-                raise ValueError(f"options.{name}={value!r} is not an integer above 0{bound}")
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer{bound}")
         self._max_tokens, self._buffer = max_tokens, buffer
 
     def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int) -> float:
@@ -38,36 +40,29 @@ class SoftOverlong:
 class CosineLength:
     """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (https://arxiv.org/abs/2502.03373, §3.1).
 
-    With n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which goes from `start` to `end`: right_start
-    to right_end for a right response, wrong_start to wrong_end for a wrong one; too_long from max_tokens on. The
-    defaults are the paper's: right responses should be short, wrong ones may think on.
+    For n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which moves from `start` to `end`: right_start
+    to right_end for a correct response, wrong_start to wrong_end for a wrong one. From max_tokens on, r = too_long. The
+    defaults are the paper's: correct responses should be short, wrong ones may be longer.
     """
 
     def __init__(
         self,
         max_tokens: int,
-        verifier: str | Mapping[str, Any] = "exact_match",
+        verifier: Callable[..., Any] = exact_match,
         right_start: float = 2.0,
         right_end: float = 1.0,
         wrong_start: float = -10.0,
         wrong_end: float = 0.0,
         too_long: float = -10.0,
     ):
-        """verifier: the function that says whether a response is right (more than 0), as rewards.functions names it,
+        """verifier: a function that is positive for a correct response. In a config, its name as in rewards.functions,
         or {function, options}."""
-        from megarl.rewards.registry import BATCH, NUM_TOKENS, SINGLE, resolve, takes_batches
-
-        given = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
         if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"options.max_tokens={max_tokens!r} is not an integer above 0")
-        if "function" not in given or given.keys() - {"function", "options"}:
-            raise ValueError(f"options.verifier={verifier!r} is neither a function nor {{function, options}}")
-        self._verifier = resolve(given["function"], given.get("options", {}))
-        if takes_batches(self._verifier):
-            raise ValueError(f"options.verifier={verifier!r} takes ({', '.join(BATCH)}); give one of single samples")
+            raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer")
+        self._verifier = verifier
         self._max_tokens, self._too_long = max_tokens, too_long
         self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
-        # What the verifier asks for is asked for here.
+        # Expose the columns that the verifier requires as parameters of this function.
         columns = list(inspect.signature(self._verifier).parameters.values())[len(SINGLE) :]
         self._reads_length = any(parameter.name == NUM_TOKENS for parameter in columns)
         keyword = inspect.Parameter.KEYWORD_ONLY

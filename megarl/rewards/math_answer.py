@@ -1,4 +1,4 @@
-"""Compares the mathematical expression that a response settles on with the answer, by the package math-verify."""
+"""Compares the final mathematical expression of a response with the answer, using math-verify."""
 
 from __future__ import annotations
 
@@ -13,49 +13,56 @@ _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bra
 _BOXED = "\\boxed{"
 
 MOST_BETWEEN = 16
-"""The characters that may be between boxes that stand side by side, such as "$, $" and "$ and $". Whether they are one
-answer is for math-verify to say."""
+"""Maximum number of characters between adjacent boxes, such as "$, $" or "$ and $". math-verify decides whether
+adjacent boxes form one answer."""
 
 
 class MathMatch:
-    """Whether the response's last expression equals the answer: numbers, fractions, roots, sets, intervals, matrices,
-    equations, in LaTeX or in plain text. If the response has boxes (`\\boxed{…}`), only the last one counts, or the
-    last ones that stand side by side; else what comes after "the answer is", or the last expression.
+    """Whether the response's final expression equals the answer.
 
-    By https://github.com/huggingface/Math-Verify. What it cannot read in a response is wrong; what raises or takes
-    longer than timeout_s while it compares is a failure, and so is an answer that it cannot read. Its clock is a
-    signal, which only a process's main thread can have; in other threads there is none.
+    Expressions may be numbers, fractions, roots, sets, intervals, matrices or equations, in LaTeX or plain text. If the
+    response has boxes (`\\boxed{…}`), the last one counts, together with boxes adjacent to it. Otherwise the expression
+    after "the answer is" counts, or the last expression.
+
+    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse is wrong. An answer that it
+    cannot parse is a failure, and so is a comparison that raises or takes longer than timeout_s. The timeout uses a
+    signal, which only a process's main thread can receive; other threads have no timeout.
     """
 
     def __init__(self, timeout_s: int = 5, digits: int = 6, last_characters: int = 4000):
-        """timeout_s: of reading the response, and of one comparison, in whole seconds. digits: decimal places to which
-        floating-point numbers are compared. last_characters: the end of the response in which it is looked for."""
+        """Create the function with its options.
+
+        Args:
+            timeout_s: timeout for parsing the response and for one comparison, in whole seconds.
+            digits: decimal places to which floating-point numbers are compared.
+            last_characters: number of characters at the end of the response that are searched.
+        """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"options.{name}={value!r} is not an integer above 0")
-        import math_verify  # takes most of a second, which the first call would not have
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer")
+        import math_verify  # takes most of a second, which should not count towards the first call's timeout
 
         parse_quickly()
         self._verify, self._parse = math_verify.verify, math_verify.parse
         self._timeout_s, self._digits, self._last_characters = timeout_s, digits, last_characters
-        # Many samples of a prompt end with the same answer.
+        # Many samples of a prompt have the same final answer.
         self._gold = lru_cache(maxsize=1024)(self._parsed_answer)
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
         expected, end = str(answer).strip(), response[-self._last_characters :]
         boxes, bare = _last_boxes(end), _bare(expected)
-        said = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
-        gold_number, said_number = number(bare), number(said) if len(boxes) == 1 else None
-        if gold_number is not None and said_number is not None:
-            return gold_number == said_number
-        self._gold(expected)  # raises for an answer that cannot be read, whatever the response is
-        if said == bare:
+        boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
+        gold_number, boxed_number = number(bare), number(boxed) if len(boxes) == 1 else None
+        if gold_number is not None and boxed_number is not None:
+            return gold_number == boxed_number
+        self._gold(expected)  # raises for an answer that cannot be parsed, whatever the response
+        if boxed == bare:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
 
-    def _compare(self, said: str, answer: str) -> bool:
-        gold, parsed = self._gold(answer), self._parsed(said)
+    def _compare(self, response: str, answer: str) -> bool:
+        gold, parsed = self._gold(answer), self._parsed(response)
         return not differ(gold, parsed) and self._verify(
             gold,
             parsed,
@@ -65,10 +72,10 @@ class MathMatch:
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
-        """Raises ValueError for an answer without an expression."""
+        """Parse the answer. Raises ValueError if it has no expression."""
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
-            raise ValueError(f"the answer {answer!r} is no mathematical expression; math_match needs one")
+            raise ValueError(f"math_match: the answer {answer!r} is not a mathematical expression")
         return parsed
 
     def _parsed(self, text: str) -> list[Any]:
@@ -79,7 +86,7 @@ class MathMatch:
 
 
 def _bare(answer: str) -> str:
-    """Returns the answer without what makes it LaTeX: dollars, brackets, a box."""
+    """Return the answer without its LaTeX wrapper: dollars, brackets or a box."""
     if (wrapped := _WRAPPED.fullmatch(answer)) is not None:
         answer = next(part for part in wrapped.groups() if part is not None).strip()
     boxes = _last_boxes(answer)
@@ -88,7 +95,7 @@ def _bare(answer: str) -> str:
 
 
 def _last_boxes(text: str) -> list[slice]:
-    """Returns where the last closed box is, after those that stand side by side with it."""
+    """Return the spans of the last closed box and of the boxes directly before it, in order."""
     boxes: list[slice] = []
     start = text.rfind(_BOXED)
     while start >= 0 and (stop := _end_of_box(text, start)) is not None:

@@ -1,5 +1,7 @@
-"""Ways around the slow parts of math-verify, each with the verdict that math-verify has: numbers are compared as such,
-expressions that differ in value are not simplified, and LaTeX is parsed in ANTLR's quicker mode where that suffices.
+"""Shortcuts around slow parts of math-verify that yield the same verdicts.
+
+Plain numbers are compared directly, expressions that differ in value are not simplified, and LaTeX is parsed in ANTLR's
+faster mode where it suffices.
 """
 
 from __future__ import annotations
@@ -20,44 +22,46 @@ _NUMBER = re.compile(
     r"|(?P<integer>0|[1-9]\d{0,8})"
     r")"
 )
-"""Numbers of so few digits that no two of them are the same to math-verify, which compares 15 digits."""
+"""Numbers with so few digits that math-verify, which compares 15 digits, never considers two of them equal."""
 
 LARGEST = 1e6
-"""The largest number and power in expressions that are evaluated here: rounding is far below NOTICEABLE then."""
+"""Largest number and power in evaluated expressions. Up to this size, rounding errors are far below NOTICEABLE."""
 
 MOST_POWER = 9
 
 NOTICEABLE = 1e-3
-"""The share of the values by which two of them differ that cannot be the same number."""
+"""Relative difference above which two values cannot be the same number."""
 
 POINT = (1.3173, 0.7291, 2.1837, 1.6619)
-"""The values of the variables, in the order of their names: where two expressions differ, they are not the same. No
-more variables are looked at."""
+"""Values substituted for the variables, in order of their names. Expressions that differ at this point are not equal.
+Expressions with more variables are not evaluated."""
 
 
 def number(text: str) -> Fraction | None:
-    """Returns the value of a plain integer or fraction, None for anything else, be it a number or not."""
-    found = _NUMBER.fullmatch(text)
-    if found is None:
+    """Return the value of a plain integer or fraction; None for any other text, even if it is a number."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return None
-    above = found["numerator"] or found["dividend"] or found["integer"]
-    below = found["denominator"] or found["divisor"] or "1"
-    return Fraction(int(above), int(below)) * (-1 if found["sign"] else 1)
+    numerator = match["numerator"] or match["dividend"] or match["integer"]
+    denominator = match["denominator"] or match["divisor"] or "1"
+    return Fraction(int(numerator), int(denominator)) * (-1 if match["sign"] else 1)
 
 
-def differ(gold: Sequence[Any], said: Sequence[Any]) -> bool:
-    """Returns whether two answers, as math-verify parses them, are certainly not the same: terms of the same variables
-    that have other values at one place."""
+def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
+    """Return whether two answers parsed by math-verify certainly differ.
+
+    This is the case for terms in the same variables that have different values at POINT.
+    """
     import sympy
 
-    if len(gold) != 2 or len(said) != 2 or not all(_is_term(answer[0], sympy) for answer in (gold, said)):
+    if len(gold) != 2 or len(response) != 2 or not all(_is_term(answer[0], sympy) for answer in (gold, response)):
         return False
     symbols = sorted(gold[0].free_symbols, key=str)
-    if set(symbols) != said[0].free_symbols or len(symbols) > len(POINT):
+    if set(symbols) != response[0].free_symbols or len(symbols) > len(POINT):
         return False
     point = dict(zip(symbols, POINT, strict=False))
     try:
-        first, second = _value(gold[0], point, sympy), _value(said[0], point, sympy)
+        first, second = _value(gold[0], point, sympy), _value(response[0], point, sympy)
     except _Unknown:
         return False
     return abs(first - second) > NOTICEABLE * max(1.0, abs(first), abs(second))
@@ -68,11 +72,11 @@ def _is_term(parsed: Any, sympy: Any) -> bool:
 
 
 class _Unknown(Exception):
-    """An expression has a part that is not evaluated here."""
+    """Raised for an expression with a part that cannot be evaluated here."""
 
 
 def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> float:
-    """Returns the value of sums, products, and small powers of numbers and variables. Raises _Unknown for others."""
+    """Evaluate sums, products and small powers of numbers and variables. Raises _Unknown for anything else."""
     if isinstance(term, sympy.Rational):
         value = float(term) if max(abs(term.p), term.q) <= LARGEST else math.inf
     elif isinstance(term, sympy.Symbol):
@@ -94,9 +98,11 @@ def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> f
 
 
 def parse_quickly() -> None:
-    """Makes the parser of LaTeX below math-verify use ANTLR's SLL mode. Where that finds a tree it is the one of the
-    full mode, which does not keep what it has worked out: https://www.antlr.org/papers/allstar-techreport.pdf. Where
-    it finds none, the full mode has its turn."""
+    """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails.
+
+    If SLL mode finds a parse tree, it is the tree of LL mode, which is slower because it does not cache its decisions:
+    https://www.antlr.org/papers/allstar-techreport.pdf.
+    """
     from antlr4.atn.PredictionMode import PredictionMode
     from latex2sympy2_extended import latex2sympy2
 
@@ -107,7 +113,7 @@ def parse_quickly() -> None:
             self._interp.predictionMode = PredictionMode.SLL
             try:
                 return super().math()
-            except Exception:  # the parser's errors have no class of their own
+            except Exception:  # the parser's errors have no common base class
                 self.reset()
                 self._interp.predictionMode = PredictionMode.LL
                 return super().math()

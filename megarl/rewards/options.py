@@ -1,4 +1,4 @@
-"""Options of reward functions: the keyword arguments that an entry of rewards.functions gives its function."""
+"""Options of reward functions: keyword arguments from the function's entry in rewards.functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from megarl.core.errors import UserError
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
-NUM_ARGUMENTS = 3
-"""A function's first arguments are prompt, response and answer, or lists of them. They are no options."""
+SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
+"""Leading parameters of a function of single samples and of whole batches, which cannot be options."""
+
+NUM_ARGUMENTS = len(SINGLE)
+
+NUM_TOKENS = "num_response_tokens"
+"""Name of the parameter that receives the response's number of tokens instead of a column."""
 
 
 class WithOptions:
-    """A function with its options, which are no parameters of it any more."""
+    """A function with its options bound and removed from its signature."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]):
         self._function, self._options = function, dict(options)
@@ -28,26 +33,29 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a user's function with these options. Those that it is not given stay parameters, which ask for columns
-    of the data. Raises UserError for an option that it does not have."""
+    """Bind options to a user's function. Its remaining parameters name required columns of the data.
+
+    Raises UserError for an option that the function does not have.
+    """
     if not options:
         return function
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise UserError(
-            f"rewards.functions: {name} is compiled and does not tell its parameters; drop options"
+            f"rewards.functions: {name} is compiled and has no signature. Fix: remove its options"
         ) from None
     _require_known(name, [p for p in parameters[NUM_ARGUMENTS:] if p.kind is not p.VAR_POSITIONAL], options)
     return WithOptions(function, options)
 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns one of megarl's own functions with these options: a class is made with them, once; of a function, a
-    parameter with a default is an option only, and never a column of the data.
+    """Bind options to one of megarl's own functions; a class is instantiated with them.
 
-    Raises UserError for an option that it does not have, one that it needs and is not given, and a value that it
-    refuses.
+    A function's parameters with defaults are options only, never columns of the data.
+
+    Raises:
+        UserError: an option is unknown, missing or has an invalid value.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if not inspect.isclass(function):
@@ -58,7 +66,7 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
     _require_known(name, parameters, options)
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
     if missing:
-        raise UserError(f"rewards.functions: {name} needs options: {{{missing[0]}: …}}")
+        raise UserError(f"rewards.functions: {name} requires an option. Fix: add options: {{{missing[0]}: …}}")
     try:
         return function(**options)
     except UserError:
@@ -67,7 +75,7 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         raise UserError(f"rewards.functions: {name}: {error}") from None
     except ImportError as error:
         raise UserError(
-            f"rewards.functions: {name} needs the package {error.name}; install it: pip install 'megarl[rewards]'"
+            f"rewards.functions: {name} needs the package {error.name}. Fix: pip install 'megarl[rewards]'"
         ) from None
 
 
@@ -77,4 +85,7 @@ def _require_known(name: str, known: list[inspect.Parameter], options: Mapping[s
     names = [p.name for p in known if p.kind is not p.POSITIONAL_ONLY]
     unknown = next((option for option in options if option not in names), None)
     if unknown is not None:
-        raise UserError(f"rewards.functions: {name} has no option {unknown!r}; known: {', '.join(names) or 'none'}")
+        raise UserError(
+            f"rewards.functions: {name} has no option {unknown!r}. Fix: use one of its options: "
+            f"{', '.join(names) or 'none'}"
+        )

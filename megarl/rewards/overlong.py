@@ -1,10 +1,10 @@
-"""Soft over-long punishment: a response that comes near the longest possible one loses reward, the more the nearer."""
+"""Soft overlong punishment: responses lose reward as they approach the maximum length."""
 
 from __future__ import annotations
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """Returns 0 up to max_tokens − buffer tokens, and from there on a line down to −1 at max_tokens.
+    """Return 0 up to max_tokens − buffer tokens, then decrease linearly to −1 at max_tokens.
 
     DAPO (https://arxiv.org/abs/2503.14476, eq. 13).
     """

@@ -1,4 +1,4 @@
-"""Process rewards: makes rewards of steps, turns and the whole sample from scores of a response's tokens."""
+"""Process rewards: converts per-token scores to rewards of steps, turns and the whole sample."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _AGGREGATIONS: dict[Aggregation, Callable[[Sequence[float]], float]] = {
 
 
 def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
-    """Returns one number for at least one score, NaN where one of them is not finite."""
+    """Aggregate at least one score to one number; NaN if a score is not finite."""
     return _AGGREGATIONS[how](scores) if all(map(math.isfinite, scores)) else math.nan
 
 
 def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[float]:
-    """Returns scores of some tokens (by index) as rewards of all, NaN for one that has none.
+    """Convert scores of some tokens, by index, to rewards of all tokens, NaN for tokens without one.
 
-    A token that is not trained on is no action: its score is a reward of the last trained one before it, which led to
-    it. What comes before the first trained one follows from none of them, and is left out.
+    Untrained tokens are not actions, so their scores are added to the last trained token before them, which led to
+    them. Scores before the first trained token follow from no action and are dropped.
     """
     flags = np.asarray(mask, np.bool_).tolist()
     rewards, action = [math.nan] * len(flags), None
@@ -43,31 +43,36 @@ def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[floa
 
 
 def turn_ends(mask: ArrayLike) -> list[int]:
-    """Returns the indexes of the tokens that end a turn, ascending. A turn is a run of trained tokens: what stands
-    between two of them is not the policy's, such as the answer of a tool."""
+    """Return the indices of the tokens that end a turn, in ascending order.
+
+    A turn is a run of trained tokens. Tokens between turns, such as a tool's output, are not sampled by the policy.
+    """
     trained = np.append(np.asarray(mask, np.bool_), False)
     return np.flatnonzero(trained[:-1] & ~trained[1:]).tolist()
 
 
 def on_turns(rewards: Sequence[float], mask: ArrayLike) -> list[float]:
-    """Returns rewards of the turns, in their order, as rewards of tokens: of the last token of each, NaN elsewhere."""
+    """Convert rewards of the turns, in order, to rewards of tokens: each on the turn's last token, NaN elsewhere."""
     return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
 
 
 def together(rewards: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the sum of each token's rewards, NaN for a token that has none. rewards: R from each of their givers."""
+    """Sum per-token rewards from several sources, R values each; NaN for a token that has none."""
     by_token = ([reward for reward in column if not math.isnan(reward)] for column in zip(*rewards, strict=True))
-    return [math.fsum(given) if given else math.nan for given in by_token]
+    return [math.fsum(token_rewards) if token_rewards else math.nan for token_rewards in by_token]
 
 
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:
-    """Returns the indexes of the tokens that end a step, ascending: those in which an occurrence of the text step_end
-    ends, and the last one. pieces: the text of each token of a response."""
+    """Return the indices of the tokens that end a step, in ascending order.
+
+    A step ends in the token in which an occurrence of `step_end` ends; the last token also ends one. `pieces` are the
+    texts of a response's tokens.
+    """
     ends = list(accumulate(map(len, pieces)))
     stops = step_stops("".join(pieces), step_end)
     return sorted({*(bisect_left(ends, stop) for stop in stops), len(pieces) - 1})
 
 
 def step_stops(text: str, step_end: str) -> list[int]:
-    """Returns how many characters of the text come up to each occurrence of step_end, itself included."""
-    return [found.end() for found in re.finditer(re.escape(step_end), text)]
+    """Return the offset of the end of each occurrence of `step_end` in the text."""
+    return [match.end() for match in re.finditer(re.escape(step_end), text)]

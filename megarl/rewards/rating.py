@@ -1,4 +1,4 @@
-"""What a language model that judges a response is asked, and the rating in what it says."""
+"""The default question to a judging language model, and the parser of its rating."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _RATING = re.compile(r"\[\[\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*\]\]")
 
 
 def question(template: str, prompt: str, response: str, answer: Any) -> str:
-    """Returns the template with {prompt}, {response} and {answer} filled in. What is filled in is not looked at."""
+    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted texts are left alone."""
     fields = {"prompt": prompt, "response": response, "answer": str(answer)}
     return _FIELD.sub(lambda field: fields[field[1]], template)
 
 
-def rating(said: str, scale: Sequence[float]) -> float:
-    """Returns (rating − lowest) / (highest − lowest), from 0 to 1, of the last [[number]] of what the judge says.
+def rating(text: str, scale: Sequence[float]) -> float:
+    """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text.
 
-    scale: the lowest and the highest rating. Raises ValueError where there is no rating between them.
+    `scale` consists of the lowest and the highest rating. Raises ValueError if there is no rating within it.
     """
     lowest, highest = scale
-    numbers = _RATING.findall(said)
-    found = float(numbers[-1]) if numbers else None
-    if found is None or not lowest <= found <= highest:
-        raise ValueError(f"no rating [[{lowest:g} to {highest:g}]] in what the judge says: …{said[-200:]!r}")
-    return (found - lowest) / (highest - lowest)
+    numbers = _RATING.findall(text)
+    value = float(numbers[-1]) if numbers else None
+    if value is None or not lowest <= value <= highest:
+        raise ValueError(f"no rating [[{lowest:g} to {highest:g}]] in the judge's answer: …{text[-200:]!r}")
+    return (value - lowest) / (highest - lowest)

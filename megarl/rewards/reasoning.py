@@ -1,4 +1,4 @@
-"""The rewards of reasoning-gym's tasks, by the package's own judgement of an answer."""
+"""Rewards for reasoning-gym tasks, computed by the package's own verifiers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ READS = ("tags", "response")
 
 
 class ReasoningGym:
-    """The score, mostly from 0 to 1, that the row's task of reasoning-gym gives the response
-    (https://github.com/open-thought/reasoning-gym).
+    """The score, mostly from 0 to 1, that the row's reasoning-gym task gives to the response.
 
-    Its columns are those of data.source=reasoning_gym:TASK: the task's name, its options and the metadata of the entry.
-    Some tasks raise an error for text that they cannot read: it is worth 0 if they can read the entry's own answer, and
-    else the failure of the sample. Of game_of_life_halting, for which the package takes any text as True, the answer is
-    compared as text.
+    See https://github.com/open-thought/reasoning-gym. The columns are those of data.source=reasoning_gym:TASK: the
+    task's name, its options and the entry's metadata. Some tasks raise an error for text that they cannot parse. The
+    response then scores 0 if the task can parse the entry's own answer; otherwise the sample fails. The verifier of
+    game_of_life_halting treats any text as True, so its answers are compared as text.
     """
 
     def __init__(self, reads: str = "tags"):
-        """reads: tags: what stands in the last `<answer>…</answer>`, a response without one being an empty answer |
-        response: all of it."""
+        """Create the function with its options.
+
+        Args:
+            reads: "tags" scores the last `<answer>…</answer>` (empty if there is none); "response" scores all of it.
+        """
         if reads not in READS:
-            raise ValueError(f"options.reads={reads!r} is none of {', '.join(READS)}")
+            raise ValueError(f"options.reads={reads!r}: must be one of {', '.join(READS)}")
         self._extract = load_gym().utils.extract_answer if reads == "tags" else str.strip
 
     def __call__(
         self, prompt: str, response: str, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any
     ) -> float:
-        said, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
+        text, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
         if task == "game_of_life_halting":
-            return float(said == answer)
+            return float(text == answer)
         dataset = _dataset(task, json.dumps(options, sort_keys=True))
         try:
-            return float(dataset.score_answer(said, entry))
+            return float(dataset.score_answer(text, entry))
         except Exception:
             dataset.score_answer(answer or "", entry)
             return 0.0

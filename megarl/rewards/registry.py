@@ -1,4 +1,4 @@
-"""Reward functions by the names that a config gives them."""
+"""Looks up reward functions by their names in the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rewards.knights_knaves import knights_knaves
 from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
-from megarl.rewards.options import NO_OPTIONS, configure, give_options
+from megarl.rewards.options import BATCH, NO_OPTIONS, SINGLE, configure, give_options
 from megarl.rewards.reasoning import ReasoningGym
 from megarl.rewards.regex_answer import RegexMatch
 from megarl.rewards.remote_judge import GenerativeJudge
@@ -24,16 +24,11 @@ from megarl.rewards.think_answer import think_answer_format
 
 RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
-for each turn, and raises where it cannot tell. A further parameter gets the column of the data's row that has its name,
-and `row` all columns; one called `sandbox` gets the provider of the run's sandboxes (megarl.sandbox.provider).
+per turn. It raises if it cannot tell. Each further parameter receives the column of the data row with its name; `row`
+receives all columns, and `sandbox` the run's sandbox provider (megarl.sandbox.provider).
 
-A function f(prompts, responses, answers) takes lists instead, of all samples of a scoring pass, also of the columns,
-and returns a list with one such result for each sample."""
-
-SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-
-NUM_TOKENS = "num_response_tokens"
-"""The name of a parameter that gets the number of the response's tokens, in place of a column of the data."""
+A function f(prompts, responses, answers) receives lists instead, for all samples of a scoring pass, also for columns.
+It returns a list with one such result per sample."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
@@ -51,49 +46,67 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cosine_length": CosineLength,
     "generative_judge": GenerativeJudge,
 }
-"""megarl's own functions, and classes of them, which are made with their options."""
+"""megarl's own functions, and classes that are instantiated with their options."""
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """Returns a function of FUNCTIONS, or `path/to/file.py:function`, with its options. Raises UserError if there is
-    none, or it does not have them."""
+    """Return a function of FUNCTIONS or of `path/to/file.py:function`, with its options bound.
+
+    Raises UserError if there is no such function or option.
+    """
     if name in FUNCTIONS:
+        if FUNCTIONS[name] is CosineLength and "verifier" in options:
+            options = {**options, "verifier": _verifier(name, options["verifier"])}
         return configure(name, FUNCTIONS[name], options)
     if ":" in name:
         function = from_file("rewards.functions", name, SINGLE)
         if _first_parameters(function)[:1] == BATCH[:1] and not takes_batches(function):
             raise UserError(
-                f"rewards.functions: {name} takes {_signature(function)}; a function of whole batches takes "
-                f"({', '.join(BATCH)}), by these names, and one of single samples ({', '.join(SINGLE)})"
+                f"rewards.functions: {name} takes {_signature(function)}. Fix: name its first parameters "
+                f"({', '.join(BATCH)}) for whole batches, or ({', '.join(SINGLE)}) for single samples"
             )
         return give_options(name, function, options)
     if name.endswith(".py"):
-        raise UserError(f"rewards.functions: {name} names a file but no function; write {name}:FUNCTION")
+        raise UserError(f"rewards.functions: {name} is a file without a function. Fix: write {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise UserError(
-        f"rewards.functions: no function {name!r}; {hint}known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
+        f"rewards.functions: no function {name!r}; {hint}Known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
     )
 
 
+def _verifier(name: str, verifier: Any) -> RewardFunction:
+    """Return the function that the option `verifier` names, as rewards.functions does or by {function, options}."""
+    entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+    key = f"rewards.functions: {name}: options.verifier={verifier!r}"
+    if "function" not in entry or entry.keys() - {"function", "options"}:
+        raise UserError(f"{key}: must be a function's name or {{function, options}}")
+    function = resolve(entry["function"], entry.get("options", {}))
+    if takes_batches(function):
+        raise UserError(f"{key}: takes batches ({', '.join(BATCH)}). Fix: use a function of single samples")
+    return function
+
+
 def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
-    """Returns the function of `path/to/file.py:function`, which a key of the config names. Raises UserError if there
-    is none, or it cannot be called with these arguments."""
-    path, function, found = defined_in_file(key, name)
-    definition = f"define it as {function}({', '.join(arguments)})"
-    if not callable(found):
-        raise UserError(f"{key}: {path} has no function {function!r}; {definition}")
-    if (signature := _signature(found)) is not None:
+    """Return the function of `path/to/file.py:function`, the value of a config key.
+
+    Raises UserError if there is no such function, or if it cannot be called with these arguments.
+    """
+    path, name_in_file, function = defined_in_file(key, name)
+    definition = f"define it as {name_in_file}({', '.join(arguments)})"
+    if not callable(function):
+        raise UserError(f"{key}: {path} has no function {name_in_file!r}. Fix: {definition}")
+    if (signature := _signature(function)) is not None:
         try:
-            columns = asked_columns(found, len(arguments))
+            columns = asked_columns(function, len(arguments))
             signature.bind(*arguments, **{name: None for name, required in columns.items() if required})
         except TypeError as error:
-            raise UserError(f"{key}: {name} takes {signature}, {error}; {definition}") from None
-    return found
+            raise UserError(f"{key}: {name} takes {signature}: {error}. Fix: {definition}") from None
+    return function
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
-    """Returns whether a reward function takes whole batches, which the names of its first parameters say."""
+    """Return whether a reward function takes whole batches, according to the names of its first parameters."""
     return _first_parameters(function) == BATCH
 
 
@@ -103,7 +116,7 @@ def _first_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
-    """Returns the names of a function's parameters after its first ones, each with whether it has no default."""
+    """Return the names of a function's parameters after the first ones, and whether each is required."""
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -112,7 +125,7 @@ def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str,
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the function's signature, None for one that is compiled and does not tell it."""
+    """Return the function's signature; None for a compiled function without one."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

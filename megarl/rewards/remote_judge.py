@@ -1,4 +1,4 @@
-"""A language model as a judge: any server with OpenAI's interface says how good a response is."""
+"""A language model as judge, behind any server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """The judge's rating of each response, (rating − lowest) / (highest − lowest): from 0 to 1.
+    """A judge's rating of each response, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
 
-    As in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The samples of a scoring
-    pass are asked for side by side, and rewards.timeout_s is the time of all of them. A question that the server does
-    not answer, and an answer without a rating in the scale, is the failure of its sample, never a 0.
+    As in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests of a scoring
+    pass run concurrently; rewards.timeout_s covers all of them. If the server does not answer, or its answer has no
+    rating within the scale, the sample fails; it never scores 0.
     """
 
     def __init__(
@@ -36,27 +36,28 @@ class GenerativeJudge:
         max_tokens: int = 1024,
         temperature: float = 0.0,
     ):
-        """Takes where the judge is, and what it is asked.
+        """Create the function with its options.
 
-        base_url      such as http://host:8000/v1
-        template      its text, with {prompt}, {response} and {answer} in their places; the rating is the last
-                      [[number]] of what the judge says
-        scale         the lowest and the highest rating
-        api_key_env   the name of the environment variable with the key
-        timeout_s     of one request
-        concurrency   requests that are under way at once
-        retries       how often a request is made again that found no connection, or an answer of 429 or from 500 on
+        Args:
+            base_url: such as http://host:8000/v1.
+            template: the question, with placeholders {prompt}, {response} and {answer}. The rating is the last
+                [[number]] in the judge's answer.
+            scale: lowest and highest rating.
+            api_key_env: name of the environment variable that holds the API key.
+            timeout_s: timeout of one request.
+            concurrency: maximum number of concurrent requests.
+            retries: number of retries after a failed connection, or a response with status 429 or from 500 on.
         """
         if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"options.base_url={base_url} is no address; give one such as http://host:8000/v1")
+            raise ValueError(f"options.base_url={base_url}: not a URL. Fix: use one such as http://host:8000/v1")
         if "{response}" not in template:
-            raise ValueError("options.template has no {response}; say where the judge reads it")
+            raise ValueError("options.template: has no {response}. Fix: insert it where the judge should read it")
         if len(scale) != 2 or not scale[0] < scale[1]:
-            raise ValueError(f"options.scale={list(scale)} is not the lowest and the highest rating, such as [1, 10]")
+            raise ValueError(f"options.scale={list(scale)}: must be the lowest and the highest rating, such as [1, 10]")
         if not isinstance(concurrency, int) or concurrency < 1:
-            raise ValueError(f"options.concurrency={concurrency!r} is not an integer above 0")
+            raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer")
         if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(f"options.api_key_env={api_key_env}: the environment has no such variable; export it")
+            raise ValueError(f"options.api_key_env={api_key_env}: the environment variable is not set. Fix: export it")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -66,22 +67,22 @@ class GenerativeJudge:
     async def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[Any]
     ) -> list[float | BaseException]:
-        """Returns the reward of each response, or the error that stands for it."""
+        """Return the reward of each response, or the exception raised instead."""
         import httpx
 
         limits = httpx.Limits(max_connections=self._concurrency)
-        under_way = asyncio.Semaphore(self._concurrency)
+        slots = asyncio.Semaphore(self._concurrency)
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
             async def reward(*fields: Any) -> float:
-                async with under_way:
+                async with slots:
                     return rating(await self._ask(client, question(self._template, *fields)), self._scale)
 
             samples = zip(prompts, responses, answers, strict=True)
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Returns what the judge says. Raises ValueError, with what the server said, where it says nothing."""
+        """Return the judge's answer. Raises ValueError, with the server's response, if there is none."""
         import httpx
 
         body = self._question | {"messages": [{"role": "user", "content": content}]}
@@ -90,26 +91,26 @@ class GenerativeJudge:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await client.post(self._url, json=body)
+                    response = await client.post(self._url, json=body)
             except TimeoutError:
-                said = f"did not answer within {self._timeout_s:g} s"
+                failure = f"did not answer within {self._timeout_s:g} s"
                 break
             except httpx.TransportError as error:
-                said = f"could not be asked ({type(error).__name__}: {error})"
+                failure = f"could not be reached ({type(error).__name__}: {error})"
                 continue
-            if answer.is_success:
-                return _content(answer)
-            said = f"answered {answer.status_code} {answer.text[:200]!r}"
-            if answer.status_code != httpx.codes.TOO_MANY_REQUESTS and not answer.is_server_error:
+            if response.is_success:
+                return _content(response)
+            failure = f"answered {response.status_code} {response.text[:200]!r}"
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 break
-        raise ValueError(f"{self._url} {said}")
+        raise ValueError(f"{self._url} {failure}")
 
 
-def _content(answer: httpx.Response) -> str:
+def _content(response: httpx.Response) -> str:
     try:
-        content = answer.json()["choices"][0]["message"]["content"]
+        content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(f"{answer.url} answered without a message: {answer.text[:200]!r}")
+        raise ValueError(f"{response.url} answered without a message: {response.text[:200]!r}")
     return content

@@ -1,4 +1,4 @@
-"""The results of a user's functions."""
+"""Results of user-defined functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a function of the user said of one call. "Wrong" is a value, "failed" is none.
+    """The result of one call of a user's function. A wrong response has a value; a failed call has none.
 
-    value      the number or the numbers that it returned; None if it returned something else, or failed
-    returned   what it returned, in a word for messages
-    failure    why it returned nothing, such as "raised KeyError: 'a'"; None if it returned
+    Attributes:
+        value: the returned number or numbers; None if the function returned something else or failed.
+        returned: a short description of the returned object, for messages.
+        failure: the reason of a failure, such as "raised KeyError: 'a'"; None if the function returned.
     """
 
     value: float | list[float] | None

@@ -1,9 +1,9 @@
-"""The file of a step's rollouts, for people to read: a line of JSON for each sample.
+"""A step's rollouts as a human-readable file with one line of JSON per sample.
 
-A line begins with the sample's id, and ends with its advantage, which is null until the sample is trained on. It is
-written in then, without reading what is between: a response may have a million log-probs. Of a few samples of a step,
-whole groups, lines have what people ask of single tokens: the text of each, its advantage, and how the trainer's
-log-prob differs from the engine's; and the ids of all tokens, of which `megarl diagnose` computes the sample again.
+A line begins with the sample's id and ends with its advantage, which is null until the sample is trained on. The
+advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
+first groups of a step have per-token details: each token's text and advantage, and the difference between the trainer's
+and the engine's log-prob. They also have all token ids, from which `megarl diagnose` recomputes the sample.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LOGPROB_DECIMALS = 4
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
 PROMPT_IDS, RESPONSE_IDS = "prompt_ids", "response_ids"
-"""The names of the ids in the row of a sample with details of its tokens."""
+"""Keys of the ids in the line of a sample with per-token details."""
 
 NO_DETAILS: Mapping[str, Mapping[str, Sequence[float]]] = {}
 NO_ADVANTAGE = b"null}\n"
-"""The end of a line without an advantage."""
+"""End of a line without an advantage."""
 
 
 MAX_TOKENS = 800
-"""The tokens of a sample, from its first on, whose texts are listed: to find them takes time in which a step waits."""
+"""Maximum number of tokens per sample whose texts are listed. Decoding them delays the step."""
 
 LONGEST_CHARACTER = 8
-"""More tokens than the bytes of one character never complete it."""
+"""Number of tokens after which an incomplete character is given up; more than its bytes never complete it."""
 
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
@@ -46,23 +46,26 @@ def no_texts(sample: Sample) -> None:
 def append_rollouts(
     path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = no_texts
 ) -> None:
-    """Appends the samples, decoded, with their scores. texts_of: returns the texts of a sample's tokens, None for one
-    without."""
+    """Append samples with their scores. `texts_of` returns the texts of a sample's tokens, or None."""
     append_rows(path, (_row(step, sample, score, texts_of(sample)) for sample, score in scored))
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Returns whether the line of a sample has details of its tokens: those of a step's first groups have. sample_id:
-    STEP.GROUP.NUMBER."""
+    """Return whether the line of a sample has per-token details, as those of a step's first groups have.
+
+    `sample_id` has the form STEP.GROUP.NUMBER.
+    """
     group = sample_id.split(".")[1:2]
     return bool(group) and int(group[0]) < num_groups
 
 
 def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:
-    """Returns the text that each token adds to those before it. A token that ends within a character adds nothing, and
-    the one that completes it the whole."""
+    """Return the text that each token adds to the previous ones.
+
+    If a character consists of several tokens, the last of them adds all of it and the others nothing.
+    """
     texts: list[str] = []
-    begin = read = 0  # a token's text may depend on the one before
+    begin = read = 0  # decoding starts one token early, since a token's text may depend on the previous one
     for end in range(1, len(ids) + 1):
         text = decode(tuple(ids[begin:end]))
         if text.endswith("\ufffd") and end < len(ids) and end - read < LONGEST_CHARACTER:
@@ -76,10 +79,10 @@ def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) ->
 def write_advantages(
     path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]] = NO_DETAILS
 ) -> None:
-    """Writes the advantages, by sample id, into the samples' lines. A new file takes the old one's place when it is
-    whole.
+    """Write advantages, by sample id, into the lines of their samples. The file is replaced atomically.
 
-    details: values of each response token, by sample id and name, of samples that have an advantage."""
+    `details` are values of each response token, by sample id and name, for samples that have an advantage.
+    """
     new = path.with_name(f".{path.name}")
     with path.open("rb") as lines, new.open("wb") as out:
         for line in lines:
@@ -124,8 +127,10 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
 
 
 def _episode_fields(sample: Sample) -> dict[str, Any]:
-    """Returns the fields of a sample of a rollout in an environment. mask: lengths of runs of tokens, of which those of
-    the policy come first and then every second one."""
+    """Return the fields of a sample from a rollout in an environment.
+
+    `mask` is a run-length encoding: lengths of alternating runs of trained and untrained tokens, trained first.
+    """
     if sample.episode is None:
         return {}
     changes = np.flatnonzero(np.diff(sample.response_mask)) + 1

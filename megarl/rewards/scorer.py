@@ -1,4 +1,4 @@
-"""Scores samples by what reward functions, a model and a judge say. One that fails gives a failure, never a zero."""
+"""Scores samples by reward functions, a reward model and a judge. A failure yields no score, never a zero."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.rewards.process import on_turns, together, turn_ends
 from megarl.rewards.result import Result
 
 MODEL = "reward_model"
-"""The name of a reward model's part of the reward."""
+"""Name of the reward model's part of the reward."""
 
 ENVIRONMENT = "environment"
-"""The name of an environment's part of the reward."""
+"""Name of the environment's part of the reward."""
 
 
 class Scorer:
-    """The weights of a config's reward functions, its reward model and its judge."""
+    """Combines results to scores, with the weights of the config's reward functions, reward model and judge."""
 
     def __init__(
         self,
@@ -30,11 +30,12 @@ class Scorer:
         rewards_tokens: bool = False,
         environment_weight: float = 1.0,
     ) -> None:
-        """Raises UserError for a function that is listed twice.
+        """Create a scorer. Raises UserError for a function that is listed twice.
 
-        model_weight         the weight of a reward model's score
-        rewards_tokens       whether the advantages have a use for rewards of single tokens
-        environment_weight   the weight of an environment's rewards
+        Args:
+            model_weight: weight of the reward model's score.
+            rewards_tokens: whether the advantage estimator uses per-token rewards.
+            environment_weight: weight of the environment's rewards.
         """
         _require_distinct(functions)
         weights = {MODEL: model_weight, judge.NAME: 1.0, ENVIRONMENT: environment_weight}
@@ -49,36 +50,39 @@ class Scorer:
         model_reward: ModelReward | None = None,
         verdict: judge.Verdict | None = None,
     ) -> tuple[Score, list[float] | None]:
-        """Returns the sample's score and the rewards of its tokens.
+        """Return the sample's score and its per-token rewards.
 
-        The score's value is the weighted sum of what the functions (by name), the model and the judge (None: there is
-        none) say, if all of them say something; a function of turns says the sum of their rewards. The R response
-        tokens' rewards are a part of the value, NaN for a token without one, and None if no token has one of its own.
-        Of a rollout in an environment, the sum of its turns' rewards is part of the value of each of its samples.
+        The score's value is the weighted sum of the results of the functions (by name), the model and the judge (None
+        if there is none). It is None if any of them failed. A per-turn function contributes the sum over turns. Each
+        sample of a rollout in an environment includes the sum of all of the rollout's turn rewards.
+
+        The per-token rewards are R values, a part of the score's value, NaN for tokens without one; None if no reward
+        is assigned to single tokens.
         """
         if sample.episode is not None and sample.episode.failure is not None:
             return Score(value=None, parts={}, failure=f"environment: {sample.episode.failure}"), None
-        said, failures = _said(sample, results, model_reward, verdict)
+        returned, failures = _returned(sample, results, model_reward, verdict)
         parts: dict[str, float] = {}
         by_token = []
         num_turns = len(turn_ends(sample.response_mask))
-        for name, result in said.items():
+        for name, result in returned.items():
             per_turn = name in self._per_turn
             rewards = _rewards(result.value, num_turns) if per_turn else _rewards([result.value], 1)
             if rewards is None:
-                wanted = (
-                    f"{num_turns} finite numbers in a list, one a turn" if per_turn else "a finite number or a bool"
+                expected = (
+                    f"a list of {num_turns} finite numbers, one per turn" if per_turn else "a finite number or a bool"
                 )
-                failures.append(f"{name} returned {result.returned}, not {wanted}, on sample {sample.id}")
+                failures.append(f"{name} returned {result.returned}, not {expected}, on sample {sample.id}")
                 continue
             parts[name] = math.fsum(rewards)
             if per_turn and self._rewards_tokens:
                 by_token.append([self._weights[name] * reward for reward in on_turns(rewards, sample.response_mask)])
         if sample.episode is not None:
             parts |= _environment_parts(sample.episode)
-            own = sample.episode.rewards[sample.episode.first_turn :][:num_turns]
-            if self._rewards_tokens and any(reward is not None for reward in own):
-                turns = [math.nan if reward is None else self._weights[ENVIRONMENT] * reward for reward in own]
+            turn_rewards = sample.episode.rewards[sample.episode.first_turn :][:num_turns]
+            if self._rewards_tokens and any(reward is not None for reward in turn_rewards):
+                weight = self._weights[ENVIRONMENT]
+                turns = [math.nan if reward is None else weight * reward for reward in turn_rewards]
                 by_token.append(on_turns(turns, sample.response_mask))
         if failures:
             return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}"), None
@@ -94,48 +98,48 @@ class Scorer:
 
 
 def _environment_parts(episode: Episode) -> dict[str, float]:
-    """Returns the sum of the turns' rewards, and the sums of those that have names, which are parts of it."""
+    """Return the environment's total reward and its named components."""
     named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
-    of_turns = [reward for reward in episode.rewards if reward is not None]
-    return {ENVIRONMENT: math.fsum([*of_turns, episode.outcome]), **named}
+    turn_rewards = [reward for reward in episode.rewards if reward is not None]
+    return {ENVIRONMENT: math.fsum([*turn_rewards, episode.outcome]), **named}
 
 
 def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
-    """Raises UserError for two entries with one label."""
+    """Raise UserError if two entries have the same label."""
     labels = [entry.label for entry in functions]
     label = next((label for label in labels if labels.count(label) > 1), None)
     if label is None:
         return
     first, *others = [(entry.function, entry.options, entry.sources) for entry in functions if entry.label == label]
     same = all(other == first for other in others)
-    remedy = "list it once, with the sum of the weights" if same else "give each a `name` of its own for its metrics"
-    raise UserError(f"rewards.functions: {label} is listed twice; {remedy}")
+    remedy = "list it once, with the sum of the weights" if same else "give each entry its own `name` for its metrics"
+    raise UserError(f"rewards.functions: {label} is listed twice. Fix: {remedy}")
 
 
-def _said(
+def _returned(
     sample: Sample, results: Mapping[str, Result], model_reward: ModelReward | None, verdict: judge.Verdict | None
 ) -> tuple[dict[str, Result], list[str]]:
-    """Returns what the model, the judge and each function returned, and the reasons why some returned nothing."""
-    said: dict[str, Result] = {}
+    """Return the results of the model, the judge and the functions that succeeded, and the failures of the others."""
+    returned: dict[str, Result] = {}
     failures: list[str] = []
     if model_reward is not None and model_reward.failure is None:
-        said[MODEL] = Result(model_reward.value, str(model_reward.value))
+        returned[MODEL] = Result(model_reward.value, str(model_reward.value))
     elif model_reward is not None:
         failures.append(f"{MODEL} {model_reward.failure}, on sample {sample.id}")
     if isinstance(verdict, str):
         failures.append(f"{judge.NAME} {verdict}, on sample {sample.id}")
     elif verdict is not None:
-        said[judge.NAME] = Result(verdict, str(verdict))
+        returned[judge.NAME] = Result(verdict, str(verdict))
     for name, result in results.items():
         if result.failure is None:
-            said[name] = result
+            returned[name] = result
         else:
             failures.append(f"{name} {result.failure} on sample {sample.id}")
-    return said, failures
+    return returned, failures
 
 
 def _rewards(results: object, count: int) -> list[float] | None:
-    """Returns `count` rewards, None if the results are not as many finite numbers, or their sum is not finite."""
+    """Return `count` rewards; None if the results are not that many finite numbers with a finite sum."""
     if not isinstance(results, list) or len(results) != count:
         return None
     finite = all(isinstance(result, float) and math.isfinite(result) for result in results)

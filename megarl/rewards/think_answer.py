@@ -1,4 +1,4 @@
-"""Tells whether a response has its thoughts and its answer between the tags that it was asked for."""
+"""Checks that a response has its reasoning and its answer in the requested tags."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer_format(prompt: str, response: str, answer: Any, right: float = 1.0, wrong: float = 0.0) -> float:
-    """Returns `right` if the response is `<think>…</think>`, then `<answer>…</answer>`: each tag once, in this order,
-    and only whitespace before, between and after the two; else `wrong`.
+    """Return `right` if the response has the form `<think>…</think><answer>…</answer>`, else `wrong`.
 
-    Where the prompt ends with `<think>`, as that of some chat templates does, the response goes on from there. What
-    stands inside the tags is not judged. DeepSeek-R1's format reward (https://arxiv.org/abs/2501.12948, §2.2.2), as
-    Logic-RL checks it (https://arxiv.org/abs/2502.14768, §2.2), whose rewards are right=1, wrong=-1.
+    Each tag must occur once, with only whitespace before, between and after the two blocks. Their contents are not
+    judged. If the prompt ends with `<think>`, as some chat templates make it, the response continues from there.
+
+    DeepSeek-R1's format reward (https://arxiv.org/abs/2501.12948, §2.2.2) as checked by Logic-RL
+    (https://arxiv.org/abs/2502.14768, §2.2), which uses right=1, wrong=-1.
     """
     return right if tagged_answer(prompt, response) is not None else wrong
 
 
 def tagged_answer(prompt: str, response: str) -> str | None:
-    """Returns what stands between the tags of the answer, None for a response that has not the format."""
+    """Return the text between the answer tags; None if the response does not have the format."""
     text = response.strip()
     if prompt.rstrip().endswith("<think>"):
         text = f"<think>{text}"

@@ -1,4 +1,4 @@
-"""The schedule of rollouts: how many prompts are begun at which weights, and which of them a step trains on."""
+"""The rollout schedule: how many groups to start with which weight version, and which groups a step trains on."""
 
 from __future__ import annotations
 
@@ -8,124 +8,137 @@ from typing import Generic, TypeVar
 G = TypeVar("G")
 
 WINDOW = 2
-"""The prompts among which a step chooses, in units of those that it trains on: the oldest ones that are begun. A step
-that could choose among all would prefer short responses, one that took the oldest alone would wait for the longest."""
+"""A step chooses among the oldest WINDOW · per_step groups. Choosing among all groups would favour short responses;
+always taking the oldest would wait for the longest."""
 
 
 @dataclass(slots=True, eq=False)
-class _Begun(Generic[G]):
-    """A group that is begun.
+class _Started(Generic[G]):
+    """A group whose rollouts have been started.
 
-    latest    the version of the weights from which a step may start that trains on it
-    is_sure   whether the step from that version waits for it, if none before has taken it
+    latest          latest version from which a step may start that trains on it
+    is_guaranteed   whether the step from that version waits for it if no earlier step has taken it
     """
 
     group: G
     latest: int
-    is_sure: bool
+    is_guaranteed: bool
     is_finished: bool = False
 
 
 class RolloutSchedule(Generic[G]):
-    """The groups of rollouts that are begun and not yet trained on, in the order of their beginning.
+    """The groups that have been started and not yet trained on, oldest first.
 
-    Step v + 1 starts from the weights of version v. What is begun at version b has no token of an older one, so that
-    the steps from b to b + max_staleness may train on it. Two rules keep that:
+    Step v + 1 starts from the weights of version v. A group started at version b has no token of an older version, so
+    the steps that start from versions b to b + max_staleness may train on it. Two rules ensure that they can:
 
-    - At version v at most those that step v + 1 takes are begun, and num_ahead beside them; of groups that are sure at
-      most max_staleness · per_step beside them, for which there is room in the steps that may train on them.
-    - A step leaves none of the sure ones behind for which there is no room later: of those that must be taken by step
-      v + 1 + j at most j · per_step are left after step v + 1, for each j (the condition for jobs with deadlines).
-      Where it has no more to take than those rules ask for, only the oldest can be chosen; else any of a window.
+    - At version v, at most num_ahead groups are started in addition to those that step v + 1 takes. At most
+      max_staleness · per_step of the additional groups are guaranteed, because later steps have room for no more.
+    - A step takes every guaranteed group for which later steps have no room: for each j, at most j · per_step of the
+      groups that must be taken by step v + 1 + j are left after step v + 1 (as in scheduling with deadlines). If this
+      determines all groups that the step takes, it chooses only among those; otherwise, among a window of the oldest.
 
-    With drops=False all groups are sure, so that nothing is dropped, and with max_staleness=0 a step then waits for all
-    that is begun. With drops=True those are which had to begin again: others are dropped when they are too old.
+    With drops=False, all groups are guaranteed and none is dropped; with max_staleness=0, a step then waits for all
+    started groups. With drops=True, only restarted groups are guaranteed; others are dropped when they are too old.
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
-        """num_ahead: None for max_staleness · per_step, at most which it is unless the schedule drops."""
+        """
+        num_ahead   groups to start ahead (None: max_staleness · per_step, which is also the maximum unless `drops`)
+        """
         room = max_staleness * per_step
         self._per_step, self._max_staleness, self._drops = per_step, max_staleness, drops
         self._num_ahead = room if num_ahead is None else num_ahead
         self._num_beyond_room = max(0, self._num_ahead - room)
-        assert drops or not self._num_beyond_room, "more is begun than steps can take in time"
+        assert drops or not self._num_beyond_room, "more groups are started than steps can take in time"
         self._window = WINDOW * per_step + self._num_beyond_room
-        self._begun: list[_Begun[G]] = []
+        self._started: list[_Started[G]] = []
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._started)
 
     @property
     def groups(self) -> list[G]:
-        return [begun.group for begun in self._begun]
+        return [started.group for started in self._started]
 
     @property
     def unfinished(self) -> list[G]:
-        return [begun.group for begun in self._begun if not begun.is_finished]
+        return [started.group for started in self._started if not started.is_finished]
 
     @property
     def finished(self) -> list[G]:
-        return [begun.group for begun in self._begun if begun.is_finished]
+        return [started.group for started in self._started if started.is_finished]
 
     def has_room(self, version: int, now: int) -> bool:
-        """Returns whether steps from version `now` on can take a group of this version in time."""
+        """Return whether steps from version `now` on can take a group of this version in time."""
         latest = version + self._max_staleness
         return latest >= now and self._can_take_by(latest, now)
 
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
-        """Returns how many groups to begin now. wanted: those that the step takes next. steps_left: the steps that
-        follow it."""
+        """Return the number of groups to start now.
+
+        wanted       groups that the current step still takes
+        steps_left   number of steps after it
+        """
         ahead = min(self._num_ahead, steps_left * self._per_step + self._num_beyond_room)
-        return max(0, wanted + ahead - len(self._begun))
+        return max(0, wanted + ahead - len(self._started))
 
     def num_to_wait_for(self, wanted: int) -> int:
-        """Returns how many of the groups that begin now may be sure."""
-        num_sure = sum(begun.is_sure for begun in self._begun)
-        return max(0, wanted + self._max_staleness * self._per_step - num_sure)
+        """Return how many of the groups that are started now may be guaranteed."""
+        num_guaranteed = sum(started.is_guaranteed for started in self._started)
+        return max(0, wanted + self._max_staleness * self._per_step - num_guaranteed)
 
     def begin(self, group: G, version: int, turn: int | None = None, again: bool = False) -> None:
-        """turn: the version with which an earlier attempt at the run began it, so that it is no later's turn than it
-        was, as far as there is room. again: whether it had to begin again, after its rollouts had been dropped."""
+        """Add a group that is started now.
+
+        turn    version at which an earlier attempt of the run started it; the group keeps that deadline if there is
+                room
+        again   whether the group is restarted after its rollouts were dropped
+        """
         latest = version + self._max_staleness
         if turn is not None:
             earlier = range(max(turn + self._max_staleness, version), latest)
-            latest = next((by for by in earlier if self._can_take_by(by, version)), latest)
-        self._begun.append(_Begun(group, latest, again or not self._drops))
+            latest = next((deadline for deadline in earlier if self._can_take_by(deadline, version)), latest)
+        self._started.append(_Started(group, latest, again or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
-        """Returns whether steps from version `now` on can take one more group by this version, and those that are there
-        in time."""
+        """Return whether steps from version `now` on can take one more group by version `latest`, and all others in
+        time."""
         return all(
-            sum(begun.latest <= later for begun in self._begun) < (later - now + 1) * self._per_step
+            sum(started.latest <= later for started in self._started) < (later - now + 1) * self._per_step
             for later in range(latest, now + self._max_staleness + 1)
         )
 
     def finish(self, group: G) -> None:
-        next(begun for begun in self._begun if begun.group == group).is_finished = True
+        next(started for started in self._started if started.group == group).is_finished = True
 
     def take(self, version: int, wanted: int) -> G | None:
-        """Takes one of the groups that a step from this version trains on, which takes `wanted` from now on; None if it
-        must wait for one that is under way."""
-        for begun in self._to_choose_from(version, wanted):
-            if begun.is_finished:
-                self._begun.remove(begun)
-                return begun.group
+        """Remove and return a finished group for the step from this version, which still needs `wanted` groups.
+
+        None: the step must wait for an unfinished group.
+        """
+        for started in self._candidates(version, wanted):
+            if started.is_finished:
+                self._started.remove(started)
+                return started.group
         return None
 
     def awaited(self, version: int, wanted: int) -> list[G]:
-        """Returns the groups under way for one of which such a step waits."""
-        return [begun.group for begun in self._to_choose_from(version, wanted) if not begun.is_finished]
+        """Return the unfinished groups of which the step waits for one."""
+        return [started.group for started in self._candidates(version, wanted) if not started.is_finished]
 
     def expire(self, version: int) -> list[G]:
-        """Removes the groups that are too old for a step from this version, and returns them."""
-        expired = [begun for begun in self._begun if begun.latest < version]
-        self._begun = [begun for begun in self._begun if begun.latest >= version]
-        return [begun.group for begun in expired]
+        """Remove and return the groups that are too old for a step from this version."""
+        expired = [started for started in self._started if started.latest < version]
+        self._started = [started for started in self._started if started.latest >= version]
+        return [started.group for started in expired]
 
-    def _to_choose_from(self, version: int, wanted: int) -> list[_Begun[G]]:
-        """Returns the groups, oldest first, of which any may be taken."""
+    def _candidates(self, version: int, wanted: int) -> list[_Started[G]]:
+        """Return the groups that the step may take, oldest first."""
         for later in range(self._max_staleness + 1):
-            urgent = [begun for begun in self._begun if begun.is_sure and begun.latest <= version + later]
+            urgent = [
+                started for started in self._started if started.is_guaranteed and started.latest <= version + later
+            ]
             if len(urgent) - later * self._per_step >= wanted:
                 return urgent[: self._window]
-        return self._begun[: self._window]
+        return self._started[: self._window]

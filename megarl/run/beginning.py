@@ -9,10 +9,11 @@ from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
+from megarl.core.checkpoint import checked_format
 from megarl.models.folder import model_paths
-from megarl.models.paths import find_model_paths, moved_models, with_present_paths
+from megarl.models.paths import Models, moved_models, with_earlier_folders, with_present_paths
 from megarl.models.weights_hash import weights_hash
-from megarl.run.folder import Models, RunFolder
+from megarl.run.folder import RunFolder
 
 
 def check_beginning(config: Config) -> str | None:
@@ -27,10 +28,17 @@ def check_beginning(config: Config) -> str | None:
     saved = document.parse(folder.config.read_text(encoding="utf-8"), str(folder.config)).values
     manifest = json.loads(folder.manifest.read_text(encoding="utf-8"))
     config = find_model_paths(config)
-    saved = complete(saved, manifest["format"])
+    saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
     check_continues(config, with_present_paths(config, saved, moved), step, str(folder.path))
     return f"{folder.path}: already at step {step} of {config.run.steps}"
+
+
+def find_model_paths(config: Config) -> Config:
+    """Returns the config with the paths of models' folders absolute and links followed, or as an earlier attempt at the
+    run found them: see `with_earlier_folders`."""
+    folders = {} if config.resume == "never" else RunFolder.of(config).given_models
+    return with_earlier_folders(config, folders)
 
 
 def _identities(config: Config) -> Models:

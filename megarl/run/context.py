@@ -27,16 +27,16 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import note_given_paths
 from megarl.models.run_models import ModelFolders
-from megarl.report.early_end import early_end
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
-from megarl.run.resume import ResumePoint, RunState, start
+from megarl.run.resume import ResumePoint, start
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.summary import print_run_summary
 from megarl.run.trackers.tracker import Tracker, open_trackers
+from megarl.step.state import RunState
 
 LOCK_S = 180.0
 """The time that an attempt of a job waits for the lock of the one before, whose node may be lost."""
@@ -87,9 +87,8 @@ class RunContext:
         given: Mapping[str, str] = NONE_GIVEN,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Locks and opens the run's folder and prints the run's summary, before any process is started; at an early end
-        prints how to go on. Raises UserError for a folder in use, for a `resume` that is no checkpoint, and for a disk
-        without room for the next checkpoint.
+        """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises UserError
+        for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next checkpoint.
 
         given        the paths of models as the user gave them, by key, where they may not be the config's
         evaluation   the prompts of the evaluation sets, by name
@@ -103,8 +102,7 @@ class RunContext:
             evaluated = {} if best is None else folder.values_of(best)
             saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
-            with early_end(resume_point.folder):
-                yield cls(config, data, resume_point, saver, placement, evaluation)
+            yield cls(config, data, resume_point, saver, placement, evaluation)
 
     @property
     def state(self) -> RunState:

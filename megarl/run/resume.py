@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms.baselines import MovingAverage
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
@@ -17,79 +15,11 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.models.folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
-from megarl.models.paths import moved_models, with_present_paths
+from megarl.models.folder import is_hub_id, model_paths
+from megarl.models.paths import Models, moved_models, with_present_paths
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import Models, RunFolder
-
-
-@dataclass(frozen=True, slots=True)
-class PendingPrompt:
-    """A row of the data whose rollouts have been begun and not yet trained on. version: that of the weights when they
-    were begun first, or again after they had been dropped."""
-
-    row: int
-    version: int
-
-
-@dataclass
-class RunState:
-    """The driver's state after `step` steps, from which a run goes on. The weights then have version `step`."""
-
-    step: int
-    cursor: PromptCursor | WeightedCursor
-    average: MovingAverage = field(default_factory=MovingAverage)
-    """The moving average of the rewards, for estimators that take it as their baseline."""
-    under_way: list[PendingPrompt] = field(default_factory=list)
-    """The rows whose rollouts are under way, in their order."""
-    again: list[PendingPrompt] = field(default_factory=list)
-    """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
-    lengths: dict[int, float] = field(default_factory=dict)
-    """The mean tokens of a row's responses when it was last trained on, with rollout.longest_first."""
-
-    def draw(self, n: int, version: int) -> list[PendingPrompt]:
-        """Returns the next n rows, whose rollouts are under way from now on. version: that of the weights."""
-        rows, self.again = self.again[:n], self.again[n:]
-        rows += [PendingPrompt(row, version) for row in self.cursor.take(n - len(rows))]
-        self.under_way += rows
-        return rows
-
-    def take_up(self, item: PendingPrompt) -> None:
-        """Notes that the rollouts of a row that would come again are there."""
-        self.again.remove(item)
-        self.under_way.append(item)
-
-    def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
-        """Makes rows whose rollouts were dropped come again, before others. version: that of the next step's
-        weights."""
-        for item in items:
-            self.under_way.remove(item)
-        self.again += [PendingPrompt(item.row, version) for item in items]
-
-    def dump(self) -> dict[str, Any]:
-        """Returns the state as JSON values."""
-        return {
-            "step": self.step,
-            "weights_version": self.step,
-            "cursor": self.cursor.state(),
-            "average": asdict(self.average),
-            "under_way": [item.row for item in (*self.again, *self.under_way)],
-            "lengths": {str(row): length for row, length in self.lengths.items()},
-            "under_way_since": [item.version for item in (*self.again, *self.under_way)],
-        }
-
-    @classmethod
-    def restore(cls, saved: Mapping[str, Any], config: Config, data: PromptSet | OfflineData) -> RunState:
-        if config.data.draws_by_weight:
-            cursor = WeightedCursor.restore(saved["cursor"], _weights(data), config.data.solved_weight)
-        else:
-            cursor = PromptCursor.restore(saved["cursor"])
-        rows = saved.get("under_way", ())  # earlier formats have none
-        versions = saved.get("under_way_since", [saved["step"]] * len(rows))
-        again = [PendingPrompt(row, version) for row, version in zip(rows, versions, strict=True)]
-        again.sort(key=lambda item: item.version)  # whose turn is first
-        lengths = {int(row): length for row, length in saved.get("lengths", {}).items()}
-        return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
+from megarl.run.folder import RunFolder
+from megarl.step.state import RunState, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +75,8 @@ def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Model
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
     seed = config.run.seed
     if config.data.draws_by_weight:
-        return RunState(0, WeightedCursor(len(data), seed, _weights(data), config.data.solved_weight))
+        return RunState(0, WeightedCursor(len(data), seed, weights_of(data), config.data.solved_weight))
     return RunState(0, PromptCursor(len(data), seed, config.data.shuffle))
-
-
-def _weights(data: PromptSet | OfflineData) -> Sequence[float] | None:
-    return data.weights if isinstance(data, PromptSet) else None
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
@@ -186,15 +112,11 @@ def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dic
 
 
 def _saved_models(checkpoint: Checkpoint) -> Models:
-    return checkpoint.state.get("models", {})  # format 1 has none
+    return checkpoint.state["models"]
 
 
 def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    saved = complete(checkpoint.state["config"], checkpoint.format)
-    if checkpoint.format == 1:  # which has the paths as they were given
-        for section in (saved[name] for name in MODEL_SECTIONS):
-            section["path"] = section["path"] and real_path(section["path"])
-    return saved
+    return complete(checkpoint.state["config"], checkpoint.format)
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:

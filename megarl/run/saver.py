@@ -15,8 +15,8 @@ from megarl.cluster.pending import join
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, FileRecord
+from megarl.models.paths import Models
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import Models
 
 POLL_S = 0.05
 """The interval at which the files of a checkpoint are looked for after an interrupt."""

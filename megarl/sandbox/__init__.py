@@ -1,1 +1,1 @@
-"""Programs of a policy, each in a sandbox: without a network, within limits, and gone when it is done."""
+"""Sandboxes for programs written by the policy: no network, bounded resources, no processes left behind."""

@@ -1,9 +1,9 @@
-"""The first process in a sandbox: it runs programs there, one at a time, each within limits, and answers what they did.
+"""The agent: the first process in a sandbox, which runs programs within limits, one at a time, and reports on them.
 
-A sandbox's own Python runs the text of this file, with what it imports quickest and nothing of megarl. Messages come on
-stdin and go to stdout: lists of byte strings, as `pack` makes them. With the end of stdin the sandbox ends, however the
-process on its other side has ended. Programs can do nothing to this process: in a sandbox it has the process id 1,
-which no signal from inside ends, and nobody may look into its memory or its files.
+The sandbox's own Python runs the text of this file, so it imports only modules that load quickly and nothing of megarl.
+Messages are lists of byte strings in the format of `pack`, received on stdin and sent to stdout. The sandbox exits at
+the end of stdin, whatever ended the process on the other side. Programs cannot harm the agent: it has process id 1 in
+the sandbox, which no signal from inside can kill, and its memory and files are not accessible to them.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ import sys
 import time
 
 CHECK_S = 0.05
-"""The time between two looks at what a program's processes have taken together."""
+"""Interval between checks of the total resource usage of a program's processes."""
 
 MAX_FILES = 20_000
-"""Files that a program may have in a sandbox's own folders: empty ones take memory, too."""
+"""Maximum number of files in a sandbox's own folders. Even empty files use memory."""
 
 OPEN_FILES = 256
 READ_BYTES = 65536
@@ -28,12 +28,12 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 36, 38
 
 
 def pack(fields):
-    """Returns the bytes of a message: a line with the lengths of its fields, and the fields."""
+    """Encode a message: a line with the lengths of its fields, followed by the fields."""
     return b" ".join(b"%d" % len(field) for field in fields) + b"\n" + b"".join(fields)
 
 
-class Kept:
-    """The beginning and the end of an output, and how long it was."""
+class BoundedOutput:
+    """The beginning and the end of a program's output, and its total length."""
 
     def __init__(self, limit):
         self.half, self.total = (limit + 1) // 2, 0
@@ -52,12 +52,13 @@ class Kept:
 
 
 class Agent:
-    """The state of the agent: where programs run, and with which environment."""
+    """The state of the agent: the folder and environment of programs."""
 
     def __init__(self, folder, path, counts_own=False, removes_folder=False):
         """
-        counts_own       whether the kernel counts the processes of this sandbox apart from the user's others
-        removes_folder   whether the folder has to be removed in the end
+        Args:
+            counts_own: whether the kernel counts the processes of this sandbox separately from the user's others.
+            removes_folder: whether to remove the folder on exit.
         """
         self.folder, self.counts_own, self.removes_folder = folder, counts_own, removes_folder
         self.is_first = os.getpid() == 1
@@ -72,20 +73,20 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def others(self):
-        """Returns the processes in the sandbox but this one."""
+        """Return the ids of all other processes in the sandbox."""
         if self.is_first:
             return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        found, parents = [], [os.getpid()]
+        pids, parents = [], [os.getpid()]
         while parents:
             text = text_of(f"/proc/{parents[0]}/task/{parents.pop(0)}/children")
             parents += (children := [int(pid) for pid in text.split()])
-            found += children
-        return found
+            pids += children
+        return pids
 
     def end_all(self):
-        """Ends all other processes, also those that have left their parents, and waits for their end."""
+        """Kill all other processes, including detached ones, and wait for their exit."""
         while True:
-            # Only the first process of a sandbox may signal everybody: they are all in the sandbox.
+            # Only process 1 may signal all processes (pid −1), since all of them are then inside the sandbox.
             for pid in [-1] if self.is_first else self.others():
                 try:  # noqa: SIM105 - contextlib is slow to import
                     os.kill(pid, signal.SIGKILL)
@@ -99,12 +100,12 @@ class Agent:
             time.sleep(0.001)
 
     def write(self, name, data):
-        """Writes a file. Returns why it could not."""
+        """Write a file. Return the error message, empty on success."""
         path = os.path.join(self.folder, name.decode())
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             if os.path.lexists(path) and not os.path.isdir(path):
-                os.unlink(path)  # a pipe or a link that a program has put there
+                os.unlink(path)  # a pipe or link that a program has created
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
                 file.write(data)
         except OSError as error:
@@ -112,36 +113,36 @@ class Agent:
         return b""
 
     def run(self, limits, merged, stdin, arguments):
-        """Returns the fields that say what a program did."""
+        """Run a program and return the fields of its result."""
         return Run(self, limits, merged, stdin, arguments).fields()
 
 
 class Run:
-    """One program, until all of its processes have ended."""
+    """One execution of a program, until all of its processes have exited."""
 
     def __init__(self, agent, limits, merged, stdin, arguments):
         self.agent, self.limits = agent, limits
-        self.out, self.err = Kept(limits["output_bytes"]), Kept(limits["output_bytes"])
-        self.spent = cpu_of_ended()
+        self.out, self.err = BoundedOutput(limits["output_bytes"]), BoundedOutput(limits["output_bytes"])
+        self.cpu_before = cpu_of_exited()
         self.begin = time.monotonic()
         (stdin_read, self.stdin_write), (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            self.become(arguments, (stdin_read, out_write, out_write if merged else err_write))
+            self.exec_program(arguments, (stdin_read, out_write, out_write if merged else err_write))
         for end in (stdin_read, out_write, err_write):
             os.close(end)
         self.stdin, self.status, self.limit = memoryview(stdin), None, b""
-        self.kept = {out_read: self.out, err_read: self.err}
+        self.outputs = {out_read: self.out, err_read: self.err}
         self.watch()
         agent.end_all()
-        for end in list(self.kept):
+        for end in list(self.outputs):
             os.set_blocking(end, False)
             while self.read(end):
                 pass
         self.close_stdin()
 
-    def become(self, arguments, ends):
-        """Becomes the program, in the process that was forked for it."""
+    def exec_program(self, arguments, ends):
+        """Replace the forked process with the program."""
         try:
             for number, end in enumerate(ends):
                 os.dup2(end, number)
@@ -157,7 +158,7 @@ class Run:
         os._exit(127)
 
     def restrict(self):
-        """Sets the limits that the kernel keeps for each process."""
+        """Set the limits that the kernel enforces per process."""
         limits, bound = self.limits, {}
         bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
@@ -167,15 +168,15 @@ class Run:
         if self.agent.counts_own:
             bound[resource.RLIMIT_NPROC] = limits["processes"] + 1, limits["processes"] + 1
         for kind, (soft, hard) in bound.items():
-            most = resource.getrlimit(kind)[1]
-            if most != resource.RLIM_INFINITY:
-                soft, hard = min(soft, most), min(hard, most)
+            current_hard = resource.getrlimit(kind)[1]
+            if current_hard != resource.RLIM_INFINITY:
+                soft, hard = min(soft, current_hard), min(hard, current_hard)
             resource.setrlimit(kind, (soft, hard))
 
     def watch(self):
-        """Carries input and output until the program has ended or has gone over a limit."""
+        """Forward input and output until the program exits or exceeds a limit."""
         poll = select.poll()
-        for end in (0, self.agent.wake, *self.kept):
+        for end in (0, self.agent.wake, *self.outputs):
             poll.register(end, select.POLLIN)
         os.set_blocking(self.stdin_write, False)
         poll.register(self.stdin_write, select.POLLOUT)
@@ -187,13 +188,13 @@ class Run:
                 self.limit = b"wall_s"
                 return
             if now >= check_s:
-                self.limit = self.over()
+                self.limit = self.exceeded_limit()
                 if self.limit:
                     return
                 check_s = now + CHECK_S
             for end, _ in poll.poll(1000 * max(0.0, min(end_s, check_s) - now) + 1):
-                if end == 0:  # nobody waits for the answer any more
-                    leave(self.agent)
+                if end == 0:  # stdin was closed: the caller no longer waits for the result
+                    exit_sandbox(self.agent)
                 elif end == self.stdin_write:
                     if not self.feed():
                         poll.unregister(end)
@@ -205,7 +206,7 @@ class Run:
                     poll.unregister(end)
 
     def reap(self):
-        """Takes note of processes that have ended."""
+        """Reap processes that have exited, and record the program's exit status."""
         while self.status is None:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -217,12 +218,12 @@ class Run:
                 self.status = os.waitstatus_to_exitcode(status)
 
     def feed(self):
-        """Writes a part of the program's input. Returns whether more is left."""
+        """Write part of the program's input. Return whether there is more."""
         try:
             self.stdin = self.stdin[os.write(self.stdin_write, self.stdin[:READ_BYTES]) :] if self.stdin else self.stdin
         except BlockingIOError:
             return True
-        except OSError:  # the program reads no more
+        except OSError:  # the program has closed its input
             return False
         return bool(self.stdin)
 
@@ -232,24 +233,24 @@ class Run:
             self.stdin_write = None
 
     def read(self, end):
-        """Reads a part of an output. Returns whether more may come."""
+        """Read part of an output. Return whether more may follow."""
         try:
             data = os.read(end, READ_BYTES)
         except BlockingIOError:
             return False
         if data:
-            self.kept[end].add(data)
+            self.outputs[end].add(data)
         return bool(data)
 
-    def over(self):
-        """Returns the limit that the program's processes are over together."""
+    def exceeded_limit(self):
+        """Return the name of a limit that the program's processes together exceed; empty if there is none."""
         pids = self.agent.others()
         if len(pids) > self.limits["processes"]:
             return b"processes"
-        if cpu_of_ended() - self.spent + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
+        if cpu_of_exited() - self.cpu_before + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
             return b"cpu_s"
         most = self.limits["memory_mib"] << 20
-        # What processes share counts for each of them at first, which is quick to read.
+        # The private memory is quick to read but excludes shared pages of files; check the exact value only if needed.
         if sum(map(private_bytes, pids)) > most and sum(map(proportional_bytes, pids)) > most:
             return b"memory_mib"
         if self.agent.is_first and max(map(num_files, (self.agent.folder, "/dev/shm"))) > MAX_FILES:
@@ -258,42 +259,42 @@ class Run:
 
     def fields(self):
         ended_by_kernel = self.status in (-signal.SIGXCPU, -signal.SIGKILL)
-        if not self.limit and ended_by_kernel and cpu_of_ended() - self.spent >= self.limits["cpu_s"] - 0.1:
+        if not self.limit and ended_by_kernel and cpu_of_exited() - self.cpu_before >= self.limits["cpu_s"] - 0.1:
             self.limit = b"cpu_s"
         status = -signal.SIGKILL if self.status is None else self.status
         numbers = [b"%d" % status, self.limit, b"%d" % (1000 * (time.monotonic() - self.begin))]
-        for end in self.kept:
+        for end in self.outputs:
             os.close(end)
         return [*numbers, *self.out.fields(), *self.err.fields()]
 
 
-def cpu_of_ended():
-    """Returns the CPU seconds of all processes of the sandbox that have ended."""
+def cpu_of_exited():
+    """Return the CPU seconds of all processes of the sandbox that have exited."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def cpu_of(pid):
-    """Returns the CPU seconds of a process, and of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have exited."""
     numbers = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return sum(map(int, numbers[11:15])) / TICKS
 
 
 def private_bytes(pid):
-    """Returns the memory of a process that is not a file's."""
+    """Return the resident memory of a process without file-backed and shared pages."""
     numbers = [int(number) for number in text_of(f"/proc/{pid}/statm").split()] or [0, 0, 0]
     return (numbers[1] - numbers[2]) * PAGE
 
 
 def proportional_bytes(pid):
-    """Returns the memory of a process, with its share of what others have, too."""
+    """Return the resident memory of a process, with shared pages divided among the processes that share them."""
     lines = text_of(f"/proc/{pid}/smaps_rollup").splitlines()
     sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
     return sizes[0] if sizes else private_bytes(pid)
 
 
 def num_files(folder):
-    """Returns the number of files in a folder's file system, 0 for one that does not count them."""
+    """Return the number of files in a folder's file system; 0 for a file system that does not count them."""
     try:
         system = os.statvfs(folder)
     except OSError:
@@ -302,7 +303,7 @@ def num_files(folder):
 
 
 def text_of(path):
-    """Returns a file of /proc, empty for a process that has ended, or that nobody may look into."""
+    """Return a file in /proc; empty if the process has exited or may not be inspected."""
     try:
         with open(path) as file:
             return file.read()
@@ -310,8 +311,8 @@ def text_of(path):
         return ""
 
 
-def leave(agent):
-    """Ends the sandbox. The kernel ends what is left in it, with its first process."""
+def exit_sandbox(agent):
+    """Exit the sandbox. The kernel kills its other processes when process 1 exits."""
     if not agent.is_first:
         agent.end_all()
         if agent.removes_folder:
@@ -322,16 +323,16 @@ def leave(agent):
 
 
 def read_message(agent):
-    """Returns the fields of the next message. Leaves where there is none."""
+    """Return the fields of the next message. Exit at the end of stdin."""
     line = sys.stdin.buffer.readline()
     lengths = [int(length) for length in line.split()]
     fields = [sys.stdin.buffer.read(length) for length in lengths]
     if not line.endswith(b"\n") or [len(field) for field in fields] != lengths:
-        leave(agent)
+        exit_sandbox(agent)
     return fields
 
 
-def answer(fields):
+def send(fields):
     data = memoryview(pack(fields))
     while data:
         data = data[os.write(1, data) :]
@@ -341,26 +342,27 @@ LIMITS = ("wall_ms", "cpu_s", "memory_mib", "processes", "file_mib", "output_byt
 
 
 def main(folder, path, *options):
-    """Serves until stdin ends.
+    """Serve requests until the end of stdin.
 
-    folder    where programs run and their files are
-    path      where programs are looked for
-    options   counts_own, removes_folder: see Agent
+    Args:
+        folder: working directory and home of programs.
+        path: PATH of programs.
+        options: counts_own, removes_folder; see Agent.
     """
     libc = ctypes.CDLL(None)
     for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_NO_NEW_PRIVS, 1)):
         libc.prctl(option, value, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(folder, path, **dict.fromkeys(options, True))
-    answer([b"ready"])
+    send([b"ready"])
     while True:
         kind, *fields = read_message(agent)
         if kind == b"write":
-            answer([agent.write(*fields)])
+            send([agent.write(*fields)])
         else:
             numbers, merged, stdin, *arguments = fields
             limits = dict(zip(LIMITS, map(int, numbers.split()), strict=True))
-            answer(agent.run(limits, merged == b"1", stdin, arguments))
+            send(agent.run(limits, merged == b"1", stdin, arguments))
 
 
 if __name__ == "__main__":

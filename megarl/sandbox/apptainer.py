@@ -1,4 +1,4 @@
-"""Sandboxes of Apptainer, for clusters that have it and no bubblewrap: programs run in an image with a python3."""
+"""Apptainer sandboxes, for clusters without bubblewrap. Programs run in an image that contains python3."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ FOLDER = "/tmp"
 
 
 class Apptainer(Provider):
-    """Programs see the image, read-only, and their own /tmp, which is in memory, as large as `sessiondir max size` in
-    apptainer.conf. The kernel counts their processes with the user's others, so that only the agent bounds them."""
+    """Runs programs in a read-only image with a private in-memory /tmp.
+
+    The size of /tmp is `sessiondir max size` in apptainer.conf. The kernel counts the processes together with the
+    user's others, so only the agent limits their number.
+    """
 
     name = "apptainer"
     python = "python3"
 
     def command(self) -> Command:
-        """Raises SandboxError where Apptainer is not installed, or sandbox.image is not there."""
+        """Return the command. Raises SandboxError if Apptainer is not installed or sandbox.image does not exist."""
         apptainer, image = shutil.which("apptainer"), self.limits.image
         if apptainer is None:
             raise SandboxError("apptainer is not on the PATH")
         if image is None:
-            raise SandboxError("sandbox.image=null: it needs an image with a python3, such as python.sif")
+            raise SandboxError("sandbox.image=null: Apptainer needs an image that contains python3, such as python.sif")
         if "://" not in image:
             path = Path(image).expanduser().absolute()
             if not path.exists():
-                raise SandboxError(f"sandbox.image={image}: there is no {path}")
+                raise SandboxError(f"sandbox.image={image}: {path} does not exist")
             image = str(path)
         isolation = [
             *("--containall", "--cleanenv", "--no-eval", "--no-init", "--no-privs"),

@@ -1,5 +1,4 @@
-"""Sandboxes of bubblewrap: namespaces that an ordinary user may make, and a view of the system that has next to
-nothing."""
+"""Bubblewrap sandboxes: unprivileged namespaces with a minimal view of the system."""
 
 from __future__ import annotations
 
@@ -19,34 +18,34 @@ from megarl.sandbox.sandbox import Command, SandboxError
 from megarl.sandbox.seccomp import open_filter
 
 OLDEST = (0, 8)
-"""The first version that limits the size of folders in memory and what namespaces a program may make itself."""
+"""First version that can limit the size of tmpfs and disable nested user namespaces."""
 
 NOBODY = 65534
 
 FOLDER = "/tmp"
-"""The folder in which programs run, the only one besides /dev/shm where they may write. It is in memory."""
+"""Working directory of programs. It is in memory and, with /dev/shm, the only place that they can write to."""
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 
 
 class Bubblewrap(Provider):
-    """Programs see /usr, this Python and its packages, all of it read-only, and their own /tmp. They have no network
-    and no rights, and see no process but their own.
+    """Runs programs with read-only /usr and Python installation, and a private /tmp.
 
-    Root is another user in the sandbox than outside, so that the kernel counts its processes and nothing of root's is
-    its own; the folders of this Python may lie where only root can go.
+    Programs have no network and no capabilities, and see only their own processes. If this process runs as root, the
+    sandbox runs as another user, so that the kernel enforces process limits and files of root are not its own. This
+    works even if the Python installation is in a folder that only root can enter.
     """
 
     name = "bubblewrap"
 
     def __init__(self, limits: schema.Sandbox, deadline_s: float | None = None, drops_root: bool | None = None):
-        """drops_root: whether root becomes another user (None: if this process is root)."""
+        """drops_root: whether root becomes another user; None: if this process is root."""
         super().__init__(limits, deadline_s)
         self.drops_root = os.geteuid() == 0 if drops_root is None else drops_root
 
     def command(self) -> Command:
-        """Raises SandboxError where bubblewrap is not installed, or too old."""
+        """Return the command. Raises SandboxError if bubblewrap is missing or too old."""
         bubblewrap, files = _bubblewrap(), open_filter()
         seccomp = ["--seccomp", str(files[0])] if files else []
         path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
@@ -58,18 +57,18 @@ class Bubblewrap(Provider):
 
 @cache
 def _bubblewrap() -> str:
-    found = shutil.which("bwrap")
-    if found is None:
+    path = shutil.which("bwrap")
+    if path is None:
         raise SandboxError("bwrap is not on the PATH")
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
-    version = re.search(r"(\d+)\.(\d+)", said)
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = re.search(r"(\d+)\.(\d+)", output)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
-        raise SandboxError(f"{found} is {said.strip()}, which is older than {'.'.join(map(str, OLDEST))}")
-    return found
+        raise SandboxError(f"{path} is {output.strip()}; {'.'.join(map(str, OLDEST))} or later is required")
+    return path
 
 
 def _isolation(limits: schema.Sandbox) -> list[str]:
-    """Returns the options that make a sandbox. What they mount later lies over what they mounted before."""
+    """Return the options that create a sandbox. Later mounts hide earlier ones."""
     size = str(limits.file_mib << 20)
     return [
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
@@ -94,7 +93,7 @@ def _system_folder(folder: str) -> list[str]:
 
 @cache
 def _python_folders() -> list[str]:
-    """Returns the folders of this Python that are not under /usr."""
+    """Return the folders of the Python installation outside /usr."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     folders = prefixes | {os.path.realpath(prefix) for prefix in prefixes}
     folders.add(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
@@ -103,31 +102,36 @@ def _python_folders() -> list[str]:
 
 @cache
 def _other_user(bubblewrap: str) -> list[str]:
-    """Returns the beginning of a command that root runs as nobody. Where nobody cannot go to the folders of this
-    Python, it goes through a view of the files in which it can."""
+    """Return the prefix of a command that root runs as nobody.
+
+    If the user nobody cannot enter the folders of the Python installation, the prefix also creates a view of the file
+    system in which it can.
+    """
     setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
-    ways = [(folder, way) for folder in _python_folders() if (way := _closed_way(Path(folder))) is not None]
-    if not ways:
+    closed = [(folder, parent) for folder in _python_folders() if (parent := _closed_parent(Path(folder))) is not None]
+    if not closed:
         return setpriv
-    opened = [option for way in sorted({way for _, way in ways}) for option in ("--perms", "0755", "--tmpfs", str(way))]
-    for folder, way in ways:
-        for inner in _between(way, Path(folder)):
-            opened += ["--perms", "0755", "--dir", str(inner)]
-        opened += ["--ro-bind", folder, folder]
+    mounts = []
+    for parent in sorted({parent for _, parent in closed}):
+        mounts += ["--perms", "0755", "--tmpfs", str(parent)]
+    for folder, parent in closed:
+        for inner in _between(parent, Path(folder)):
+            mounts += ["--perms", "0755", "--dir", str(inner)]
+        mounts += ["--ro-bind", folder, folder]
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--die-with-parent"]
-    return [bubblewrap, "--dev-bind", "/", "/", *opened, *rights, "--", *setpriv]
+    return [bubblewrap, "--dev-bind", "/", "/", *mounts, *rights, "--", *setpriv]
 
 
-def _closed_way(folder: Path) -> Path | None:
-    """Returns the first folder on the way to this one that not everybody may pass."""
-    return next((way for way in reversed(folder.parents) if not way.stat().st_mode & 0o001), None)
+def _closed_parent(folder: Path) -> Path | None:
+    """Return the outermost parent of a folder that other users cannot enter."""
+    return next((parent for parent in reversed(folder.parents) if not parent.stat().st_mode & 0o001), None)
 
 
-def _between(way: Path, folder: Path) -> Iterator[Path]:
-    yield from (inner for inner in reversed(folder.parents) if way in inner.parents)
+def _between(parent: Path, folder: Path) -> Iterator[Path]:
+    yield from (inner for inner in reversed(folder.parents) if parent in inner.parents)
 
 
 def _counts_own() -> bool:
-    """Returns whether the kernel counts the processes of a user namespace by themselves."""
+    """Return whether the kernel counts the processes of each user namespace separately."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)

@@ -1,4 +1,4 @@
-"""The choice of what isolates programs, as section `sandbox` of a config makes it."""
+"""Selects the sandbox provider according to the config's section `sandbox`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megarl.sandbox.unsafe import Unsafe
 
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "
-    "without root), on a kernel that lets users make namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0); or Apptainer, with sandbox.image; or set sandbox.unsafe=allow, "
-    "with which programs can do whatever this user can"
+    "without root) on a kernel that allows unprivileged user namespaces (sysctl user.max_user_namespaces, on Ubuntu "
+    "also kernel.apparmor_restrict_unprivileged_userns=0); or use Apptainer with sandbox.image; or set "
+    "sandbox.unsafe=allow, which lets programs do whatever this user can"
 )
 
 
 async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:
-    """Returns a provider whose sandboxes work here, which is tried. Raises UserError if there is none.
+    """Return a provider whose sandboxes were found to work on this machine. Raises UserError if there is none.
 
-    deadline_s: how long a sandbox may live, unless it is started with another time."""
+    `deadline_s` is the default lifetime of a sandbox.
+    """
     reasons = []
     for provider in _candidates(limits, deadline_s):
         try:
@@ -31,21 +32,23 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
             return provider
         except SandboxError as error:
             reasons.append(f"{provider.name}: {error}")
-    why = "; ".join(dict.fromkeys(reasons))
-    asked = f"sandbox.provider={limits.provider}: programs cannot be isolated here ({why})"
+    details = "; ".join(dict.fromkeys(reasons))
+    problem = f"sandbox.provider={limits.provider}: programs cannot be isolated on this machine ({details})"
     if limits.unsafe == "refuse":
-        raise UserError(f"{asked}; {INSTALL}")
+        raise UserError(f"{problem}. Fix: {INSTALL}")
     provider = Unsafe(limits, deadline_s)
     await provider.try_out()
-    print(f"{asked}; sandbox.unsafe=allow: they run as ordinary processes of this user", file=sys.stderr, flush=True)
+    print(f"{problem}; sandbox.unsafe=allow: they run as ordinary processes of this user", file=sys.stderr, flush=True)
     return provider
 
 
 def _candidates(limits: schema.Sandbox, deadline_s: float | None) -> list[Provider]:
-    """Returns the providers that the config admits, best first. Root stays root in a sandbox only where it cannot be
-    another user, as in containers that have but one."""
-    drops = Bubblewrap(limits, deadline_s)
-    bubblewrap = [drops, Bubblewrap(limits, deadline_s, drops_root=False)] if drops.drops_root else [drops]
+    """Return the providers that the config allows, best first.
+
+    Root stays root in a sandbox only if it cannot become another user, as in containers with a single user.
+    """
+    first = Bubblewrap(limits, deadline_s)
+    bubblewrap = [first, Bubblewrap(limits, deadline_s, drops_root=False)] if first.drops_root else [first]
     apptainer = [Apptainer(limits, deadline_s)]
     by_name = {"bubblewrap": bubblewrap, "apptainer": apptainer}
     if limits.provider != "auto":

@@ -1,4 +1,4 @@
-"""What starts sandboxes: the interface that all ways of isolating programs have in common."""
+"""The interface of sandbox providers, which start sandboxes."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from megarl.config import schema
 from megarl.sandbox.sandbox import Command, Sandbox, SandboxError
 
 AGENT = Path(__file__).with_name("agent.py").read_text(encoding="utf-8")
-"""The agent for another Python."""
+"""Source of the agent, for another Python interpreter."""
 
 _CODE = binascii.b2a_base64(marshal.dumps(compile(AGENT, "agent", "exec", optimize=2)), newline=False).decode()
 
 OWN_AGENT = (
     *(os.path.realpath(sys.executable), "-I", "-S", "-c"),
-    f"# megarl's agent of a sandbox\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
+    f"# megarl sandbox agent\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
 )
-"""The command of the agent in this Python, for which it is compiled: that is a third of the time of its start."""
+"""Command of the agent for this Python interpreter. It is compiled in advance, which saves a third of its startup."""
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Provider(ABC):
-    """A way to isolate programs, with the limits of a config."""
+    """A method of isolating programs, with the limits from a config."""
 
     name: ClassVar[str]
 
     python: str = sys.executable
-    """The interpreter of programs, as it is called in a sandbox."""
+    """Path of the Python interpreter inside a sandbox."""
 
     def __init__(self, limits: schema.Sandbox, deadline_s: float | None = None):
-        """deadline_s: how long a sandbox may live, unless it is started with another time."""
+        """deadline_s: default lifetime of a sandbox."""
         self.limits, self._deadline_s = limits, deadline_s
 
     @abstractmethod
     def command(self) -> Command:
-        """Returns the command that starts one sandbox."""
+        """Return the command that starts one sandbox."""
 
     async def start(self, deadline_s: float | None = None) -> Sandbox:
-        """Returns a sandbox that runs, for `async with`. deadline_s: how long it may live."""
+        """Start a sandbox, to be used with `async with`. `deadline_s` is its lifetime."""
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         return await Sandbox(self.command(), self.limits, self.python, deadline_s).start()
 
     async def try_out(self) -> None:
-        """Runs nothing in a sandbox. Raises SandboxError where that does not work."""
+        """Run an empty program in a sandbox. Raises SandboxError if that does not work."""
         async with await self.start() as sandbox:
             finished = await sandbox.run([self.python, "-c", ""])
         if not finished.succeeded:
-            said = " ".join(finished.stderr.decode(errors="replace").split())
-            why = finished.limit or f"exit status {finished.status}"
-            raise SandboxError(f"{self.python} does not run in it ({why}): {said}")
+            output = " ".join(finished.stderr.decode(errors="replace").split())
+            reason = finished.limit or f"exit status {finished.status}"
+            raise SandboxError(f"{self.python} does not run in the sandbox ({reason}): {output}")

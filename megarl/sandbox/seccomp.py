@@ -1,5 +1,8 @@
-"""The system calls that programs in a sandbox do without: they take memory that no limit counts, reach into other
-processes, or are where the kernel's faults have been."""
+"""A seccomp filter for programs in a sandbox.
+
+It denies system calls that allocate memory beyond any limit, access other processes, or have a history of kernel
+vulnerabilities.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ DENIED = {
     "x86_64": (319, 447, 29, 68, 101, 310, 311, 438, 248, 249, 250, 272, 308, 298, 321, 323, 425),
     "aarch64": (279, 447, 194, 186, 117, 270, 271, 438, 217, 218, 219, 97, 268, 241, 280, 282, 425),
 }
-"""The numbers of memfd_create, memfd_secret, shmget and msgget; ptrace, process_vm_readv, process_vm_writev and
-pidfd_getfd; add_key, request_key and keyctl; unshare and setns; perf_event_open, bpf, userfaultfd and io_uring_setup,
-by architecture."""
+"""System call numbers by architecture: memfd_create, memfd_secret, shmget and msgget; ptrace, process_vm_readv,
+process_vm_writev and pidfd_getfd; add_key, request_key and keyctl; unshare and setns; perf_event_open, bpf, userfaultfd
+and io_uring_setup."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
-"""The first number of x86_64's second set of system calls."""
+"""First system call number of x86_64's x32 ABI."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 NUMBER_AT, ARCH_AT = 0, 4
@@ -26,7 +29,7 @@ ALLOW, NO_SUCH_CALL = 0x7FFF0000, 0x00050000 | 38
 
 
 class Instruction(NamedTuple):
-    """An instruction of the kernel's packet filters. Jumps say how many instructions to leave out."""
+    """An instruction of a BPF program. Jump offsets are numbers of instructions to skip."""
 
     code: int
     if_true: int
@@ -35,8 +38,7 @@ class Instruction(NamedTuple):
 
 
 def open_filter() -> tuple[int, ...]:
-    """Returns an open file that has the filter for this machine; none for an architecture whose numbers are not
-    known."""
+    """Return an open file with the filter for this machine; an empty tuple for an unsupported architecture."""
     machine = platform.machine()
     if machine not in DENIED:
         return ()
@@ -47,7 +49,7 @@ def open_filter() -> tuple[int, ...]:
 
 
 def filter_program(machine: str) -> bytes:
-    """Returns a filter that answers denied system calls, and all of another architecture, with "no such call"."""
+    """Return a filter under which denied system calls, and those of other architectures, fail with ENOSYS."""
     denied = DENIED[machine]
     tests = [(JUMP_EQUAL, number) for number in denied] + [(JUMP_AT_LEAST, X32_BIT)]
     program = [

@@ -1,4 +1,4 @@
-"""Tools for a policy that runs code. Names, arguments and docstrings say all that a description for it needs."""
+"""Code execution tools for a policy. Their descriptions are generated from names, arguments and docstrings."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ LIMITS = {
     "processes": "it had too many processes",
     "files": "it had too many files",
 }
-"""What the policy is told of a program that was ended for a limit."""
+"""How the policy is told that a program exceeded a limit."""
 
 
 class CodeTools:
     """The tools `python` and `shell` of one rollout.
 
-    Whatever a program does, they return text; they raise SandboxError where the sandbox itself fails."""
+    They return text whatever a program does, and raise SandboxError if the sandbox itself fails.
+    """
 
     def __init__(self, provider: Provider, keeps_files: bool = True, deadline_s: float | None = None):
         """
-        keeps_files   whether the calls share a sandbox, in which files stay; else each has one of its own
-        deadline_s    how long such a sandbox may live
+        Args:
+            keeps_files: whether all calls share one sandbox, in which files persist; otherwise each call has its own.
+            deadline_s: lifetime of such a sandbox.
         """
         self._provider, self._keeps_files, self._deadline_s = provider, keeps_files, deadline_s
         self._sandbox: Sandbox | None = None
 
     async def python(self, code: str) -> str:
-        """Runs a Python program and returns what it printed, or its error. Variables are not kept between calls.
+        """Run a Python program and return what it printed, or its error. Variables are not kept between calls.
 
         Args:
             code: The program. Only what it prints is returned.
@@ -41,7 +43,7 @@ class CodeTools:
         return await self._run(["python", "-c", code])
 
     async def shell(self, command: str) -> str:
-        """Runs a shell command and returns what it printed, errors included. There is no network.
+        """Run a shell command and return what it printed, errors included. There is no network.
 
         Args:
             command: The command, for bash.
@@ -49,7 +51,7 @@ class CodeTools:
         return await self._run(["bash", "-c", command])
 
     async def close(self) -> None:
-        """Ends the sandbox, if there is one."""
+        """Stop the sandbox, if there is one."""
         if self._sandbox is not None:
             await self._sandbox.stop()
             self._sandbox = None
@@ -73,7 +75,7 @@ class CodeTools:
 
 
 def text_of(finished: Finished) -> str:
-    """Returns what a program printed, and how it ended if it failed."""
+    """Return the output of a program, followed by how it ended if it failed."""
     text = finished.stdout.decode(errors="replace")
     if finished.limit is not None:
         end = f"[ended: {LIMITS[finished.limit]}]"

@@ -1,4 +1,4 @@
-"""Programs without isolation, for machines where there is none and whoever runs them accepts that."""
+"""Execution without isolation, for machines that support none and users who accept the risk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from megarl.sandbox.sandbox import Command
 
 
 class Unsafe(Provider):
-    """Programs are ordinary processes of this user, with the network and all files that the user has. The limits are
-    kept, but for those of files and of processes, and a program's processes end with it unless they fight that. Each
-    sandbox is a folder of its own, from which nothing keeps a program."""
+    """Runs programs as ordinary processes of this user, with access to the network and all of the user's files.
+
+    Limits other than those on files and processes are enforced, and a program's processes are killed with it unless
+    they resist. Each sandbox has its own folder, but programs are not confined to it.
+    """
 
     name = "unsafe"
 

@@ -34,6 +34,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
+from tests.closeness import Expected
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but, newest_of
@@ -87,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Outcome:
+def reference(model: Path) -> Expected[Outcome]:
     return plain_training(model, UPDATES, kl_coefficient=0.0)
 
 
@@ -111,7 +112,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def experts_reference(experts: Path) -> Outcome:
+def experts_reference(experts: Path) -> Expected[Outcome]:
     return plain_training(experts, UPDATES, kl_coefficient=0.0)
 
 
@@ -122,7 +123,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def latent_reference(latent: Path) -> Outcome:
+def latent_reference(latent: Path) -> Expected[Outcome]:
     return plain_training(latent, UPDATES, kl_coefficient=0.0)
 
 
@@ -157,16 +158,16 @@ def save(store, rank: int, config: Config, model: Path, folder: Path, before: Ch
         for number in range(SAVED_AFTER):
             update(worker, config, number)
     else:
-        worker.load_checkpoint(before, "actor")
-    worker.save_checkpoint(folder, "actor")
+        worker.load_checkpoint(before)
+    worker.save_checkpoint(folder)
     result = update(worker, config, SAVED_AFTER)
     return Saved(worker.finish_checkpoint(folder), result)
 
 
 def go_on(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.check_checkpoint(checkpoint, "actor")
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.check_checkpoint(checkpoint)
+    worker.load_checkpoint(checkpoint)
     assert worker.num_updates == SAVED_AFTER
     return update(worker, config, SAVED_AFTER)
 
@@ -194,7 +195,7 @@ def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> Non
         assert not differing
 
 
-def check_there_and_back(model: Path, reference: Outcome, tmp_path: Path, layouts: tuple[str, str]) -> None:
+def check_there_and_back(model: Path, reference: Expected[Outcome], tmp_path: Path, layouts: tuple[str, str]) -> None:
     first, second = (config_of(model, FEW_MICROBATCHES, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
     elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
@@ -350,7 +351,7 @@ def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Sa
     torch.distributed.checkpoint.save = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
     worker = ActorWorker(config, model, rank, store, threads=1)
     held = update(worker, config, 0)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     update(worker, config, 1)
     assert not worker.checkpoint_written()
     release.set()
@@ -359,7 +360,7 @@ def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Sa
 
 def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     return {name: p.clone() for name, p in worker.parameters().items()}
 
 
@@ -379,14 +380,14 @@ def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, 
     state away, and still away afterwards."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.offload(AWAY)
-    worker.save_checkpoint(begun, "actor")
+    worker.save_checkpoint(begun)
     assert not _optimizer_bytes(worker)
     worker.finish_checkpoint(begun)
     for number in range(SAVED_AFTER):
         worker.onload(AWAY)
         update(worker, config, number)
         worker.offload(AWAY)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     assert not _optimizer_bytes(worker)
     worker.onload(AWAY)
     result = update(worker, config, SAVED_AFTER)
@@ -416,13 +417,13 @@ def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -
     """Saves before any update, with generators that have moved on, and draws from them once more."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     draw()
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     return worker.finish_checkpoint(folder), draw()
 
 
 def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> list[float]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     assert worker.num_updates == 0
     return draw()
 
@@ -432,13 +433,13 @@ def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) ->
     worker = ActorWorker(config, model, rank, store, threads=1)
     for is_skipped in (True, True, True, False, True, True):
         worker._skipped.add(is_skipped)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     return Saved(worker.finish_checkpoint(folder), RankResult(worker.holder, {}, {}, {}))
 
 
 def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[float, float]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     return worker._skipped.total, worker._skipped.in_a_row
 
 
@@ -473,7 +474,7 @@ def test_random_generators_go_on_where_they_were(model, tmp_path):
 def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:
     worker = ActorWorker(config, model, rank, store, threads=1)
     try:
-        worker.load_checkpoint(checkpoint, "actor")
+        worker.load_checkpoint(checkpoint)
     except ValueError as error:
         return str(error)
     return ""
@@ -483,8 +484,8 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
     _, checkpoint = saved_by(config_of(model), model, tmp_path / "checkpoints")
     untied = write_tiny_llama(tmp_path / "untied", **SIZES, tied=False)
     [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
-    assert message.startswith(f"{checkpoint.path}/actor: it is the checkpoint of another model: ")
-    assert "output_layer.weight is in one only" in message
+    assert message.startswith(f"{checkpoint.path}/actor: checkpoint of a different model: ")
+    assert "output_layer.weight exists in only one of them" in message
     wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
     messages = run_ranks(2, refusal, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
     assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)
@@ -492,7 +493,7 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
 
 def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:
     worker = worker_class(config, role)(config, model, rank, store, threads=1)
-    worker.save_checkpoint(folder, role)
+    worker.save_checkpoint(folder)
     return worker.finish_checkpoint(folder)
 
 
@@ -523,15 +524,15 @@ def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> Non
     first = 1
     if path := checkpoints.latest():
         checkpoint = Checkpoint.open(path)
-        worker.check_checkpoint(checkpoint, "actor")
-        worker.load_checkpoint(checkpoint, "actor")
+        worker.check_checkpoint(checkpoint)
+        worker.load_checkpoint(checkpoint)
         first = checkpoint.step + 1
     for step in itertools.count(first):
         assert worker.num_updates == step - 1
         update(worker, config, step % len(UPDATES))
         hidden = checkpoints.begin(step)
         (hidden / "actor").mkdir()
-        worker.save_checkpoint(hidden, "actor")
+        worker.save_checkpoint(hidden)
         checkpoints.commit(step, {"config": config.model_dump()}, worker.finish_checkpoint(hidden))
         checkpoints.keep(1)
 
@@ -555,7 +556,7 @@ def test_killed_at_any_moment_of_a_save_the_checkpoint_before_loads(model, tmp_p
 def save_without_space(store, rank: int, config: Config, model: Path, folder: Path) -> str:
     worker = ActorWorker(config, model, rank, store, threads=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     try:
         worker.finish_checkpoint(folder)
     except RuntimeError as error:

@@ -12,15 +12,15 @@ from itertools import product
 from typing import get_args
 
 import pytest
-import torch
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.algorithm_schema import Aggregation
 from tests import estimator_reference, objective_cases
 from tests import objective_reference as plain
+from tests.closeness import Expected
 from tests.estimator_reference import AVERAGE, GREEDY, Divergence
 from tests.marks import exhaustive_but
-from tests.objective_cases import KL, LAYOUTS, Case, World, check, expected
+from tests.objective_cases import KL, LAYOUTS, Case, Gradients, World, check, expected
 
 ESTIMATOR_CASES = estimator_reference.CASES
 FIRST_CASES: dict[str, str] = {}
@@ -96,7 +96,7 @@ def cases(world) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def single_samples(world, cases) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def single_samples(world, cases) -> dict[str, Expected[Gradients]]:
     return expected(world, cases)
 
 

@@ -29,14 +29,14 @@ from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
 from megarl.models.value_head import with_value_head
 from megarl.run.checkpoints import Checkpoints
-from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE
+from tests.closeness import assert_close, expected, load
+from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE, transformers_logits
 from tests.distributed.test_ppo_parity import PLAIN, ppo_config, train_critic
 from tests.forked import run_ranks
 from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, whole_tensors
 from tests.parity import train as trained
 from tests.tiny_model import write_tiny_model
 
-TOLERANCE = 1e-5
 GROUPS = random_groups(0)
 SIZES = DENSE | dict(vocab_size=131, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
@@ -97,14 +97,9 @@ def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transforme
     config = config_of(folder, f"actor.layout={{{loaded}}}", "batch.prompts_per_step=1", "batch.prompts_per_update=1")
     ranks = run_ranks(config.actor.layout.world_size, logits, config, folder, tmp_path / "checkpoint")
     last = ranks[-config.actor.layout.tp :]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    for sample, _ in GROUPS[0]:
-        ours = torch.cat([part[sample.id] for part in last], -1)[:, : SIZES["vocab_size"]]
-        ids = torch.tensor(sample.token_ids[None]).long()
-        with torch.no_grad():
-            theirs = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
-        difference = (ours - theirs).abs().max()
-        assert difference <= TOLERANCE, f"{sample.id}: {difference:.1e}"
+    samples = [sample for sample, _ in GROUPS[0]]
+    ours = {s.id: torch.cat([part[s.id] for part in last], -1)[:, : SIZES["vocab_size"]] for s in samples}
+    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS[:1])), "logits")
 
 
 def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Path) -> None:
@@ -121,7 +116,7 @@ def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     config = config_of(folder, "actor.layout={tp: 2}")
     run_ranks(2, save_as_megatron_does, config, folder, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
+    with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
         megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back")
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
@@ -139,7 +134,7 @@ def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
 
     ActorWorker.end_step = end_step
     result = trained(store, rank, config, model, [GROUPS])
-    worker[0].save_checkpoint(folder, "actor")
+    worker[0].save_checkpoint(folder)
     return result, worker[0].finish_checkpoint(folder)
 
 
@@ -199,7 +194,7 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
 
     def end_step(self: CriticWorker) -> None:
         inner(self)
-        self.save_checkpoint(folder, "critic")
+        self.save_checkpoint(folder)
         saved.append(self.finish_checkpoint(folder))
         batch = local_batch(*rank_batches(config, self.packing, GROUPS, "critic"))
         saved.append(self.score_tokens(batch))
@@ -207,6 +202,16 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
     CriticWorker.end_step = end_step
     result, _ = train_critic(store, rank, config, model, [[GROUPS]], {})
     return result, *saved
+
+
+@torch.no_grad()
+def transformers_values(folder: Path) -> dict[str, torch.Tensor]:
+    model, found = load(AutoModelForSequenceClassification, folder), {}
+    for sample, _ in GROUPS[0]:
+        ids = sample.token_ids.tolist()
+        ends = range(len(sample.prompt.token_ids), len(ids))
+        found[sample.id] = torch.stack([model(torch.tensor([ids[:end]])).logits[0, 0] for end in ends])
+    return found
 
 
 def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_path):
@@ -224,14 +229,8 @@ def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_p
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
     assert exported["score.weight"].any()
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export", dtype=torch.float32)
     values = {name: value for _, _, own in ranks for name, value in own.items()}
-    for sample, _ in GROUPS[0]:
-        start = len(sample.prompt.token_ids)
-        ids = sample.token_ids.tolist()
-        with torch.no_grad():
-            theirs = [model(torch.tensor([ids[:end]])).logits.item() for end in range(start, len(ids))]
-        assert torch.allclose(values[sample.id], torch.tensor(theirs), atol=TOLERANCE), sample.id
+    assert_close(values, *expected(lambda: transformers_values(tmp_path / "export")), "values")
 
     huggingface_to_megatron(tmp_path / "export", tmp_path / "imported", layout_of_files(pp=2))
     reshape(checkpoint / "critic", tmp_path / "reshaped", layout_of_files(pp=2))
@@ -260,7 +259,7 @@ def change_and_save(store, rank: int, config: Config, model: Path, folder: Path,
     generator = torch.Generator().manual_seed(rank)
     for weight in worker.parameters().values():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    worker.save_checkpoint(folder, role)
+    worker.save_checkpoint(folder)
     weights = {name: weight.clone() for name, weight in worker.parameters().items()}
     return RankResult(worker.holder, {}, weights, {}), worker.finish_checkpoint(folder)
 

@@ -4,11 +4,13 @@ samples, of tokens with the KL in the reward and whitened, and of tokens' reward
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.closeness import Expected, expected
 from tests.estimator_reference import (
     Divergence,
     EstimatorReference,
@@ -77,10 +79,14 @@ def experts(tmp_path_factory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("experts"))
 
 
-def plain(folder: Path, kind: str) -> Outcome:
-    reference = EstimatorReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
-    reference.estimate = KINDS[kind][1]
-    return plain_outcome(reference, updates_of(kind), 0.0)
+@cache
+def plain(folder: Path, kind: str) -> Expected[Outcome]:
+    def trained() -> Outcome:
+        reference = EstimatorReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+        reference.estimate = KINDS[kind][1]
+        return plain_outcome(reference, updates_of(kind), 0.0)
+
+    return expected(trained)
 
 
 def updates_of(kind: str) -> list:

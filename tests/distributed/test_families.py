@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import Config
-from megarl.core.types import Sample
 from megarl.megatron.workers.actor import ActorWorker
+from tests.closeness import assert_close, expected, load
 from tests.forked import run_ranks
 from tests.parity import (
     Group,
@@ -25,7 +25,6 @@ from tests.parity import (
 )
 from tests.tiny_model import write_tiny_model
 
-LOGITS_TOLERANCE = 1e-5
 GROUPS = random_groups(0)
 
 DENSE = dict(
@@ -122,9 +121,12 @@ def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def transformers_logits(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    ids = torch.tensor(sample.token_ids[None]).long()
-    return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+def transformers_logits(folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
+    model, found = load(AutoModelForCausalLM, folder), {}
+    for sample in [sample for group in groups for sample, _ in group]:
+        ids = torch.tensor(sample.token_ids[None]).long()
+        found[sample.id] = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+    return found
 
 
 def write(folder: Path, name: str) -> Path:
@@ -140,10 +142,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 def test_logits_equal_those_of_transformers(folder):
     [ours] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    for sample in [sample for group in GROUPS for sample, _ in group]:
-        difference = (ours[sample.id] - transformers_logits(model, sample)).abs().max()
-        assert difference <= LOGITS_TOLERANCE, f"{sample.id}: {difference:.1e}"
+    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS)), "logits")
 
 
 @pytest.mark.newest

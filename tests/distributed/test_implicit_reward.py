@@ -12,15 +12,13 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample
 from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
 from megarl.models.folder import read_config
-from tests.closeness import relative_error
+from tests.closeness import assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.parity import (
     EPS,
     LR,
-    TOLERANCE,
     Group,
     RankResult,
-    assert_equal,
     config_of,
     local_batch,
     random_groups,
@@ -67,8 +65,8 @@ def log_probs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
 
 
 def plain(folder: Path, steps: list[list[Group]]):
-    """PRIME's eq. 2 and 3, one sample at a time. Returns the model, the token rewards of each step, the last loss."""
-    model, start = (AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager") for _ in range(2))
+    """PRIME's eq. 2 and 3, one sample at a time. Returns the weights, the token rewards of each step, the last loss."""
+    model, start = (load(AutoModelForCausalLM, folder) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     rewards = []
     for groups in steps:
@@ -87,7 +85,7 @@ def plain(folder: Path, steps: list[list[Group]]):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model, rewards, float(loss.detach())
+    return dict(model.named_parameters()), rewards, float(loss.detach())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,18 +102,18 @@ def test_two_steps_equal_plain_torch(folder, layout):
         "critic.tokens_per_microbatch=80",
     )
     results = run_ranks(config.implicit_reward.layout.world_size, train, config, folder, STEPS)
-    model, expected, loss = plain(folder, STEPS)
+    weights, token_rewards, loss = zip(*expected(lambda: plain(folder, STEPS)), strict=True)
 
-    for step, of_step in enumerate(expected):
+    for step, of_step in enumerate(token_rewards[0]):
         reported = [rewards[step] for _, rewards in results]
         assert sorted(name for rank in reported for name in rank) == sorted(of_step)
         ours = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
-        theirs = torch.cat(list(of_step.values()))
+        exact, rounded = (torch.cat(list(rewards[step].values())) for rewards in token_rewards)
         if step == 0:
-            assert not ours.any() and not theirs.any()  # the model is its reference
-        else:
-            assert relative_error(ours, theirs) <= 10 * TOLERANCE  # a difference of log-probs that are nearly equal
+            assert not ours.any() and not exact.any()  # the model is its reference
+        else:  # a difference of log-probs that are nearly equal
+            assert_close({"tokens": ours}, {"tokens": exact}, {"tokens": rounded}, "reward")
     ranks = [rank for rank, _ in results]
     metrics = [rank.metrics for rank in ranks if rank.metrics]
-    assert sum(m["implicit_reward/loss"].value for m in metrics) == pytest.approx(loss, rel=TOLERANCE)
-    assert_equal(whole_tensors(read_config(folder), ranks, "weights"), dict(model.named_parameters()), "weight")
+    assert sum(m["implicit_reward/loss"].value for m in metrics) == close_to(*loss)
+    assert_close(whole_tensors(read_config(folder), ranks, "weights"), *weights, "weight")

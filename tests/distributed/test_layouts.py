@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.closeness import Expected
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
@@ -89,7 +90,7 @@ def experts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expert_outcome(experts: Path) -> Outcome:
+def expert_outcome(experts: Path) -> Expected[Outcome]:
     return plain_training(experts, UPDATES, KL)
 
 
@@ -115,12 +116,12 @@ def latent(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def latent_outcome(latent: Path) -> Outcome:
+def latent_outcome(latent: Path) -> Expected[Outcome]:
     return plain_training(latent, UPDATES, KL)
 
 
 @pytest.fixture(scope="module")
-def dense_outcome(dense: Path) -> Outcome:
+def dense_outcome(dense: Path) -> Expected[Outcome]:
     return plain_training(dense, UPDATES, KL)
 
 
@@ -136,7 +137,9 @@ def trained(folder: Path, layout: str, variants: tuple[str, ...]) -> list[dict[s
     return run_ranks(world_size, train_variants, cases, folder, UPDATES)
 
 
-def check(folder: Path, reference: Outcome, layout: str, variant: str, variants: Iterable[str] = VARIANTS) -> None:
+def check(
+    folder: Path, reference: Expected[Outcome], layout: str, variant: str, variants: Iterable[str] = VARIANTS
+) -> None:
     ranks = trained(folder, layout, tuple(variants))
     assert_same_training(folder, [rank[variant] for rank in ranks], reference)
 

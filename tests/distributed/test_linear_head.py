@@ -54,7 +54,7 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
             for name in ("weight", "bias"):
                 whole_inputs[name] = whole_inputs[name].detach().chunk(world_size)[rank].clone().requires_grad_()
             own = variant(whole_inputs, truncated)
-            scored = log_prob_and_entropy(**own, vocab_size=vocab, group=dist.group.WORLD)
+            scored = log_prob_and_entropy(**own, vocab_size=vocab, process_group=dist.group.WORLD)
             (scored * gradient).sum().backward()
             bias_grad = own["bias"].grad if truncated else torch.zeros(0)
             gradients = (own["hidden"].grad.float(), own["weight"].grad.float(), bias_grad.float())

@@ -4,9 +4,9 @@ plain Hugging Face and torch, one sample at a time."""
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.objective_cases import CASES, LAYOUTS, World, check, expected
+from tests.closeness import Expected
+from tests.objective_cases import CASES, LAYOUTS, Gradients, World, check, expected
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def world(tmp_path_factory) -> World:
 
 
 @pytest.fixture(scope="module")
-def single_samples(world) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def single_samples(world) -> dict[str, Expected[Gradients]]:
     return expected(world, CASES)
 
 

@@ -198,7 +198,7 @@ def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> i
             for tensor in parameters.values():
                 tensor.mul_(factor)
             store.set(f"{holder.name} {factor}", pickle.dumps(shared_memory.publish(parameters)))
-            num_bytes = transport.send().num_bytes
+            num_bytes = transport.send()
         else:
             local_sources = [source.name for source in case.sources if source.node == holder.node]
             memory = SharedMemory({name: pickle.loads(store.get(f"{name} {factor}")) for name in local_sources})
@@ -209,7 +209,7 @@ def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> i
             assert len(connections) == 1, "the member has connected again"
             wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
-            num_bytes = transport._remote.sent.num_bytes
+            num_bytes = transport._remote.sent_bytes
         store.add(f"done {factor}", 1)
         while store.add(f"done {factor}", 0) < len(
             case.members

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from megarl.core import device
 from megarl.resharding.execute import execute
 from megarl.resharding.planning import messages
-from megarl.resharding.transports.delta_p2p import DeltaRendezvous
-from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case, in_layouts, send_alone
 from tests.forked import run_ranks
 from tests.unit.resharding.cases import layout_of
@@ -116,10 +114,10 @@ def nccl(monkeypatch):
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
 
 
-def take_part(store: dist.Store, rank: int, case: Case, kind: type[Rendezvous]) -> None:
+def take_part(store: dist.Store, rank: int, case: Case) -> None:
     """Exchange weights twice with different values."""
     holder = case.members[rank]
-    transport, parameters = case.open(store, rank, kind)
+    transport, parameters = case.open(store, rank)
     for factor in (1, 2):
         if holder in case.destinations:
             execute(case.plan.into(holder.name), parameters, transport)
@@ -134,16 +132,15 @@ def take_part(store: dist.Store, rank: int, case: Case, kind: type[Rendezvous]) 
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", [Rendezvous, DeltaRendezvous])
 @in_layouts
-def test_batches_match_by_order_alone(layout, vllm_tp, replicas, nodes, kind):
+def test_batches_match_by_order_alone(layout, vllm_tp, replicas, nodes):
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
-    run_ranks(len(case.members), take_part, case, kind)
+    run_ranks(len(case.members), take_part, case)
 
 
 def take_part_and_count(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
     """Return the number of communicators that the member has created, and the messages in its largest batch."""
-    take_part(store, rank, case, Rendezvous)
+    take_part(store, rank, case)
     return OverGloo.num_created, OverGloo.largest_batch
 
 

@@ -21,16 +21,15 @@ from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
 from megarl.models.value_head import with_value_head
 from megarl.rewards.process import on_turns, turn_ends
+from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
 from tests.forked import run_ranks
 from tests.marks import newest_of
 from tests.parity import (
     EPS,
     LR,
     TEMPERATURE,
-    TOLERANCE,
     Group,
     RankResult,
-    assert_equal,
     config_of,
     local_batch,
     random_groups,
@@ -175,27 +174,29 @@ def run_both(
     return actors, [rank for rank, _ in results]
 
 
-def assert_same_weights(ranks: list[RankResult], hf_config: dict, model: torch.nn.Module, what: str) -> None:
-    # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
-    weights = revert_weight_conversion(model, dict(model.named_parameters()))
-    assert_equal(whole_tensors(hf_config, ranks, "weights"), weights, f"{what}'s weight")
-
-
 def check(
     config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
 ) -> None:
     """token_rewards: rewards of single tokens, by sample, NaN for one that has none."""
     actors, critics = run_both(config, actor, critic, steps, {"process_reward": token_rewards} if token_rewards else {})
-    plain = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
-    reference = PpoReference(actor, critic, settings, plain)
-    for updates in steps:
-        policy_loss, value_loss = reference.step(updates)
+    known = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
+
+    def trained() -> tuple:
+        reference = PpoReference(actor, critic, settings, known)
+        for updates in steps:
+            losses = reference.step(updates)
+        # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
+        models = reference.actor, reference.critic
+        return *losses, *(revert_weight_conversion(model, dict(model.named_parameters())) for model in models)
+
+    policy_loss, value_loss, actor_weights, critic_weights = zip(*expected(trained), strict=True)
     reported = [rank.metrics for rank in actors if rank.metrics]
-    assert sum(m["policy/loss"].value for m in reported) == pytest.approx(policy_loss, rel=TOLERANCE, abs=1e-6)
+    assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
     reported = [rank.metrics for rank in critics if rank.metrics]
-    assert sum(m["value/loss"].value for m in reported) == pytest.approx(value_loss, rel=TOLERANCE, abs=1e-6)
-    assert_same_weights(actors, read_config(actor), reference.actor, "actor")
-    assert_same_weights(critics, as_classifier(read_config(critic)), reference.critic, "critic")
+    assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)
+    assert_close(whole_tensors(read_config(actor), actors, "weights"), *actor_weights, "actor's weight")
+    hf_config = as_classifier(read_config(critic))
+    assert_close(whole_tensors(hf_config, critics, "weights"), *critic_weights, "critic's weight")
 
 
 @pytest.mark.parametrize("layouts", newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"))
@@ -292,17 +293,21 @@ def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *
         1, value_head, ppo_config(actor, None, ("{}", None), settings, "critic.shared_backbone=true"), actor
     )[0]
     ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
-    reference = SharedTrunkReference(actor, start, settings, coefficient)
-    for updates in steps:
-        policy_loss, value_loss = reference.step(updates)
+
+    def trained() -> tuple[float, float, dict[str, torch.Tensor]]:
+        reference = SharedTrunkReference(actor, start, settings, coefficient)
+        for updates in steps:
+            policy_loss, value_loss = reference.step(updates)
+        head = {"value_head.fc1": reference.head[0], "value_head.fc2": reference.head[2]}
+        weights = {f"{name}.{kind}": p for name, layer in head.items() for kind, p in layer.named_parameters()}
+        return policy_loss, coefficient * value_loss, dict(reference.actor.named_parameters()) | weights
+
+    policy_loss, value_loss, weights = zip(*expected(trained), strict=True)
     reported = [rank.metrics for rank in ranks if rank.metrics]
-    assert sum(m["policy/loss"].value for m in reported) == pytest.approx(policy_loss, rel=TOLERANCE, abs=1e-6)
-    ours = sum(m["value/loss"].value for m in reported)
-    assert ours == pytest.approx(coefficient * value_loss, rel=TOLERANCE, abs=1e-6)
-    head = {"value_head.fc1": reference.head[0], "value_head.fc2": reference.head[2]}
-    theirs = {f"{name}.{kind}": p for name, layer in head.items() for kind, p in layer.named_parameters()}
-    weights = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
-    assert_equal(weights, dict(reference.actor.named_parameters()) | theirs, "weight")
+    assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
+    assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)
+    ours = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
+    assert_close(ours, *weights, "weight")
 
 
 def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,9 @@ from megarl.config.schema import Config
 from megarl.core.types import Sample, SampleInfo
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron.workers.reward_model import RewardModelWorker
+from tests.closeness import TOLERANCE
 from tests.forked import run_ranks
-from tests.parity import TOLERANCE, config_of, local_batch, random_groups
+from tests.parity import config_of, local_batch, random_groups
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.types import NO_ROUTE, Sample
 from megarl.megatron.workers.actor import ActorWorker
+from tests.closeness import Expected, float64
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
@@ -70,8 +71,10 @@ def reference(folder: Path) -> ReplayedGrpo:
 
 
 @pytest.fixture(scope="module")
-def outcome(folder: Path, reference: ReplayedGrpo) -> Outcome:
-    return plain_outcome(reference, updates(folder), KL)
+def outcome(folder: Path, reference: ReplayedGrpo) -> Expected[Outcome]:
+    with float64():
+        exact = plain_outcome(ReplayedGrpo(folder, lr=LR, eps=EPS, temperature=TEMPERATURE), updates(folder), KL)
+    return Expected(exact, plain_outcome(reference, updates(folder), KL))
 
 
 @cache

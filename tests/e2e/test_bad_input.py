@@ -34,7 +34,7 @@ def test_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None
 
 def test_reward_function_that_raises(recipe: Path, tmp_path: Path) -> None:
     function = f"{recipe.parent}/reward.py:broken"
-    with Run(recipe, tmp_path, f"rewards.functions=[{{function: '{function}'}}]") as run:
+    with Run(recipe, tmp_path, "actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]") as run:
         assert run.end(START_S) == 2
         assert run.errors == [
             f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "

@@ -24,6 +24,8 @@ from tests.timing import LIMIT_S, START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
+ONE_RANK = "actor.layout.pp=1"
+"""Where the trainer is not what is lost."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
 """Ports of Ray's GCS, object manager, dashboard and clients."""
 
@@ -169,8 +171,8 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 @pytest.mark.exhaustive
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The other one gets all, and from then on what has changed. It is started again, gets all, and samples too."""
-    overrides = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "model.dtype=bfloat16")
+    """The other one gets all weights. The lost one is started again, gets all, and samples too."""
+    overrides = ("cluster.placement=disaggregated", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
         stopped = run.named("engine-1")
@@ -182,10 +184,8 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
         [line] = lines_of_loss(run)
         assert line.startswith("refit: engine-1 died, ")
         check_samples(run, 3)
-        assert ["refit/changed_frac" in step for step in run.metrics[:3]] == [False, True, True]
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
-        assert ["refit/changed_frac" in step for step in run.metrics[joined : joined + 3]] == [False, True, True]
         check_samples(run, joined + 3)
         assert run.output.count("refit: engine-1 is back; the run goes on with 2 of 2 engines") == 1
 
@@ -221,7 +221,7 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 @pytest.mark.usefixtures("hold")
 def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, f"cluster.timeouts.rewards={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
@@ -234,7 +234,7 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, f"rewards.timeout_s={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
     cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
@@ -245,19 +245,19 @@ def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_loss_of_ray(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; the run ends")
 
 
 def test_loss_of_the_driver(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
 
 
 @pytest.mark.exhaustive
 def test_loss_of_the_drivers_parent(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, ONE_RANK) as run:
         run.wait_for_step(2)
         check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)

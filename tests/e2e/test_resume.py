@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(recipe, resumed, tmp_path) -> N
     [line] = run.errors
     problem = "actor/__1_0.distcp is damaged: its SHA-256 is"
     assert line.startswith(f"megarl: error: {folder}/step_{STEPS:06d}: {problem}")
-    assert line.endswith(f"go on from the one before it: resume={folder}/step_{STEPS - 1:06d}")
+    assert line.endswith(f"Fix: resume from the previous checkpoint with resume={folder}/step_{STEPS - 1:06d}")
 
 
 def flip_a_bit(file: Path) -> None:

@@ -18,7 +18,7 @@ from megarl.cluster.groups.engine_actor import EngineProcess
 from megarl.cluster.groups.group import CALLS_AT_ONCE
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, VersionRun
-from megarl.data.model_folder import read_config
+from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import vllm_holders
 from megarl.resharding.piece import Holder

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megarl.resharding.execute import execute
 from megarl.resharding.planning import messages
 from megarl.resharding.planning.communicators import buffer_bytes
-from megarl.resharding.transports.delta_p2p import DeltaRendezvous
 from megarl.resharding.transports.p2p import Rendezvous
 from tests.distributed.test_p2p import Case
 from tests.gpu.gpus import needs_gpus
@@ -34,7 +33,7 @@ def a_case() -> Case:
 class Member:
     """A rank's transport, on the GPU of its number."""
 
-    def __init__(self, rank: int, port: int, kind: type[Rendezvous], rendezvous: str = "first"):
+    def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
         messages.UNPACKED_BYTES_NCCL = 64  # what is larger travels beside the packed message, in the same batch
         case = a_case()
@@ -43,11 +42,11 @@ class Member:
         self._writes = case.plan.into(self.holder.name) if self.receives else None
         self.expected = {name: tensor.cuda() for name, tensor in case.weights[self.holder.name].items()}
         self.own = {name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()}
-        self._port, self._kind, self._part = port, kind, case.part(rank)
+        self._port, self._part = port, case.part(rank)
         self.meet(rendezvous)
 
     def meet(self, name: str) -> None:
-        rendezvous = self._kind("127.0.0.1", self._port, name, 2 * LIMIT_S)
+        rendezvous = Rendezvous("127.0.0.1", self._port, name, 2 * LIMIT_S)
         self.transport = rendezvous.open(self.holder.name, self.own, self._part)
 
     def refit(self, factor: float) -> None:
@@ -63,24 +62,24 @@ class Member:
                 tensor.mul_(2)  # exact; whoever still read them would see it
 
 
-def refit_twice(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
-    member = Member(rank, port, kind)
+def refit_twice(connection: Connection, rank: int, port: int) -> None:
+    member = Member(rank, port)
     for factor in (1, 2):
         member.refit(factor)
     connection.send("done")
     connection.recv()
 
 
-def dies_in_the_second(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
-    member = Member(rank, port, kind)
+def dies_in_the_second(connection: Connection, rank: int, port: int) -> None:
+    member = Member(rank, port)
     member.refit(1)
     for _ in member.transport.deliver(()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
+def goes_on_without(connection: Connection, rank: int, port: int) -> None:
     """The other dies in the second refit, and a third is with one that is new."""
-    member = Member(rank, port, kind)
+    member = Member(rank, port)
     member.refit(1)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: "):
@@ -98,15 +97,15 @@ def goes_on_without(connection: Connection, rank: int, port: int, kind: type[Ren
     connection.recv()
 
 
-def comes_later(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
-    member = Member(rank, port, kind, "second")
+def comes_later(connection: Connection, rank: int, port: int) -> None:
+    member = Member(rank, port, "second")
     member.refit(1)
     connection.send("done")
     connection.recv()
 
 
-def measures_the_first(connection: Connection, rank: int, port: int, kind: type[Rendezvous]) -> None:
-    member = Member(rank, port, kind)
+def measures_the_first(connection: Connection, rank: int, port: int) -> None:
+    member = Member(rank, port)
     messages_of = member.transport._layouts.values()
     assert max(len(layout.unpacked) + bool(layout.packed) for layout in messages_of) > 1, "no batch has two messages"
     before, _ = torch.cuda.mem_get_info()
@@ -122,9 +121,9 @@ class Processes:
         self._started: list[multiprocessing.Process] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, function, rank: int, kind: type[Rendezvous]) -> Connection:
+    def start(self, function, rank: int) -> Connection:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=function, args=(theirs, rank, self._store.port, kind))
+        process = self._context.Process(target=function, args=(theirs, rank, self._store.port))
         process.start()
         theirs.close()  # so that its end is seen
         self._started.append(process)
@@ -147,10 +146,9 @@ def answer(connection: Connection) -> str:
     return connection.recv()
 
 
-@pytest.mark.parametrize("kind", [Rendezvous, DeltaRendezvous])
-def test_all_has_arrived_when_it_is_said(processes, kind):
+def test_all_has_arrived_when_it_is_said(processes):
     """All has left when the source goes on, too."""
-    connections = [processes.start(refit_twice, rank, kind) for rank in range(2)]
+    connections = [processes.start(refit_twice, rank) for rank in range(2)]
     for connection in connections:
         assert answer(connection) == "done"
 
@@ -160,7 +158,7 @@ def test_two_ranks_have_one_communicator_and_it_fits(processes, monkeypatch, tmp
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT")
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
-    connections = [processes.start(measures_the_first, rank, Rendezvous) for rank in range(2)]
+    connections = [processes.start(measures_the_first, rank) for rank in range(2)]
     for connection in connections:
         assert answer(connection) <= buffer_bytes(between=0, near=1) + BESIDE
     logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
@@ -168,10 +166,10 @@ def test_two_ranks_have_one_communicator_and_it_fits(processes, monkeypatch, tmp
 
 
 def test_a_member_that_dies_is_named_and_the_others_go_on(processes):
-    source = processes.start(goes_on_without, 0, Rendezvous)
-    processes.start(dies_in_the_second, 1, Rendezvous)
+    source = processes.start(goes_on_without, 0)
+    processes.start(dies_in_the_second, 1)
     assert answer(source) == "lost"
-    engine = processes.start(comes_later, 1, Rendezvous)
+    engine = processes.start(comes_later, 1)
     source.send("go on")
     for connection in (source, engine):
         assert answer(connection) == "done"

@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask, shared_attention
-from tests.closeness import relative_error
+from tests.closeness import Expected, relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model
 from tests.interpreted_head import CASES, check
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def references(models: dict[str, Path]) -> dict[str, Outcome]:
+def references(models: dict[str, Path]) -> dict[str, Expected[Outcome]]:
     return {name: plain_training(folder, UPDATES, kl_coefficient=0.0) for name, folder in models.items()}
 
 
@@ -87,7 +87,7 @@ def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1)) for name in MODELS])
 def test_gradients_are_those_of_plain_torch(models, references, name):
-    whole, worst = distances(gradients(models[name], ""), references[name].gradients)
+    whole, worst = distances(gradients(models[name], ""), references[name].plain.gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_plain_torch(models, references, name):
 def test_shared_prompts_have_the_gradients_of_own_ones(models, references, name):
     """Transformer Engine's attention takes the ones, ours the others; both are as far from plain torch as bfloat16."""
     shared, apart = (gradients(models[name], "", shares_prompts=shares) for shares in (True, False))
-    for one, other in ((shared, apart), (apart, references[name].gradients)):
+    for one, other in ((shared, apart), (apart, references[name].plain.gradients)):
         whole, worst = distances(one, other)
         assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
@@ -103,7 +103,7 @@ def test_shared_prompts_have_the_gradients_of_own_ones(models, references, name)
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=needs_gpus(2)) for name in LAYOUTS])
 def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
     name, keys = LAYOUTS[layout]
-    whole, worst = distances(gradients(models[name], keys), references[name].gradients)
+    whole, worst = distances(gradients(models[name], keys), references[name].plain.gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
@@ -111,7 +111,7 @@ def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
     "recipe", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ("tensorwise", "blockwise")]
 )
 def test_gradients_in_fp8_are_near_and_not_those_of_bfloat16(models, references, recipe):
-    expected = references["dense"].gradients
+    expected = references["dense"].plain.gradients
     whole, _ = distances(gradients(models["dense"], "", f"actor.fp8={recipe}"), expected)
     without, _ = distances(gradients(models["dense"], ""), expected)
     assert without < whole <= WHOLE_IN_FP8, (without, whole)

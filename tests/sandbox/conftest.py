@@ -1,4 +1,4 @@
-"""Fixtures of tests in real sandboxes of bubblewrap."""
+"""Fixtures of tests with real bubblewrap sandboxes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sandboxes import limits
 
 @pytest.fixture(scope="session")
 def provider() -> Provider:
-    """What a run would have here. Programs have no root's rights to give up."""
-    found = asyncio.run(find_provider(limits(provider="bubblewrap")))
-    assert isinstance(found, Bubblewrap)
-    return found
+    """Return the provider that a run on this machine would use."""
+    provider = asyncio.run(find_provider(limits(provider="bubblewrap")))
+    assert isinstance(provider, Bubblewrap)
+    return provider

@@ -1,4 +1,4 @@
-"""The benchmark of sandboxes measures what its figures show."""
+"""The sandbox benchmark measures the numbers shown in its table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.paths import ROOT
 from tools.benchmarks import figures
 
 
-def test_sandboxes_are_measured_with_the_figures_that_are_shown(provider, tmp_path, monkeypatch):
+def test_benchmark_table_shows_the_measured_rates(provider, tmp_path, monkeypatch):
     script = [sys.executable, ROOT / "tools/benchmarks/sandbox.py", "--count", "10", "--at-once", "1"]
     subprocess.run([*script, "--out", tmp_path / "sandbox.json"], cwd=ROOT, check=True)
     runs = json.loads((tmp_path / "sandbox.json").read_text())["runs"]
     assert [run["programs"] for run in runs.values()] == [10, 10, 10]
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    shown = figures.sandbox()
-    assert all(f"| {name} | {run['per_second']:.1f} (target 20)" in shown for name, run in runs.items())
+    table = figures.sandbox()
+    assert all(f"| {name} | {run['per_second']:.1f} (target 20)" in table for name, run in runs.items())

@@ -1,4 +1,4 @@
-"""The environment whose tools run code, in a host's process as in a run."""
+"""The environment with code tools, run in a host process as in a real run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import psutil
 from tests.unit.environments.test_runner import CALL, Says, config, play
 
 
-def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
+def test_calls_of_a_rollout_share_a_sandbox():
     texts = [
         CALL.format("python", "{\"code\": \"open('a.txt', 'w').write('7'); print(6 * 7)\"}"),
         CALL.format("shell", '{"command": "cat a.txt; sleep 1013 & echo; ls /home; id -u"}'),
@@ -26,5 +26,7 @@ def test_a_rollouts_calls_share_a_sandbox_that_ends_with_it():
     assert answers[0].strip() == "42"
     assert answers[1].startswith("7\n")
     assert sample.episode.info.tool_calls == {"ok": 2} and sample.text == "42"
-    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    assert not any(process.info["cmdline"] == ["sleep", "1013"] for process in left), "other tests sleep, too"
+    started = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    assert not any(process.info["cmdline"] == ["sleep", "1013"] for process in started), (
+        "a process outlived the sandbox"
+    )

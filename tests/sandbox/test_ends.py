@@ -1,4 +1,4 @@
-"""The ends of sandboxes: whoever ends them, and however, no process, file or mount is left."""
+"""Sandboxes leave no process, file or mount behind, whoever ends them and however they end."""
 
 from __future__ import annotations
 
@@ -39,35 +39,37 @@ DAEMON = f"""
     os.wait()
     print("daemon")
 """
-"""A program that leaves a process that has left it: another session, no open pipes, deaf to signals."""
+"""A program that leaves a daemon behind: in another session, without open pipes, ignoring signals."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def adopts_orphans() -> None:
-    """Makes what has lost its parent a child of this process, by which it is found."""
+    """Make orphaned descendants children of this process, so that the tests find them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def traces() -> set[psutil.Process]:
-    """Returns the processes of sandboxes that this one or those that it has started began."""
+def sandbox_processes() -> set[psutil.Process]:
+    """Return all sandbox processes that descend from this process."""
     return {process for process in psutil.Process().children(recursive=True) if is_of_a_sandbox(process)}
 
 
 def is_of_a_sandbox(process: psutil.Process) -> bool:
     try:
-        line = " ".join(process.cmdline())  # a zombie has none
-        return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl's agent of a sandbox" in line
+        line = " ".join(process.cmdline())  # empty for a zombie
+        return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl sandbox agent" in line
     except psutil.NoSuchProcess:
         return False
 
 
 @contextmanager
 def nothing_left(within_s: float = 0.0) -> Iterator[None]:
-    """Asserts that no process of a sandbox, no open file and no folder is left that was not there before; and where
-    nothing has lost its parent, no zombie. within_s: the time that they have; 0: none is left at once."""
-    before, files, others = traces(), open_files(), {child.pid for child in psutil.Process().children()}
+    """Assert that the body leaves no sandbox process, open file or zombie behind.
+
+    With `within_s`, they may take that long to exit, and orphaned processes may become zombies.
+    """
+    before, files, others = sandbox_processes(), open_files(), {child.pid for child in psutil.Process().children()}
     yield
-    wait_until(lambda: traces() <= before, lambda: traces() - before, within_s)
+    wait_until(lambda: sandbox_processes() <= before, lambda: sandbox_processes() - before, within_s)
     assert open_files() == files
     if within_s == 0:
         wait_until(lambda: zombies() <= others)  # asyncio's thread notices late that a process has ended
@@ -76,8 +78,10 @@ def nothing_left(within_s: float = 0.0) -> Iterator[None]:
 
 
 def zombies() -> set[int]:
-    """Returns the children of this process that have ended and that nobody has waited for. Other tests, such as those
-    of pools of processes, may have left children that end later."""
+    """Return the ids of this process's zombie children.
+
+    Other tests, such as those of process pools, may have left children that exit later.
+    """
     return {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
 
 
@@ -85,15 +89,15 @@ def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_what_daemonises_ends_with_its_program(provider):
+def test_daemon_is_killed_with_its_program(provider):
     with nothing_left():
         alive = "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"
         finished = finish(provider, DAEMON, alive)
-        assert finished.stdout == b"2\n"  # the agent, and this program
+        assert finished.stdout == b"2\n"  # the agent and this program
         assert finish(provider, DAEMON).stdout == b"daemon\n"
 
 
-def test_zombies_are_no_more_than_their_program(provider):
+def test_zombies_are_reaped_with_their_program(provider):
     program = """
         import os
         for _ in range(8):
@@ -106,8 +110,8 @@ def test_zombies_are_no_more_than_their_program(provider):
         assert finish(provider, program, "print('next')").stdout == b"next\n"
 
 
-def test_a_stopped_sandbox_leaves_nothing_whatever_runs_in_it(provider):
-    async def stop_in_the_middle() -> None:
+def test_stopping_a_busy_sandbox_leaves_nothing(provider):
+    async def stop_while_running() -> None:
         sandbox = await provider.start()
         program = f"open('a', 'w'); import time; time.sleep({HANG_S})"
         call = asyncio.create_task(sandbox.run([provider.python, "-c", program]))
@@ -120,10 +124,10 @@ def test_a_stopped_sandbox_leaves_nothing_whatever_runs_in_it(provider):
             await sandbox.run(["true"])
 
     with nothing_left():
-        asyncio.run(stop_in_the_middle())
+        asyncio.run(stop_while_running())
 
 
-def test_a_sandbox_whose_caller_is_cancelled_ends(provider):
+def test_cancelled_call_ends_its_sandbox(provider):
     async def cancel() -> None:
         sandbox = await provider.start()
         with pytest.raises(TimeoutError):
@@ -136,7 +140,7 @@ def test_a_sandbox_whose_caller_is_cancelled_ends(provider):
         asyncio.run(cancel())
 
 
-def test_a_sandbox_that_nobody_stops_ends_with_its_event_loop(provider):
+def test_unstopped_sandbox_ends_with_its_event_loop(provider):
     async def forget() -> None:
         await provider.start()
 
@@ -145,7 +149,7 @@ def test_a_sandbox_that_nobody_stops_ends_with_its_event_loop(provider):
         gc.collect()
 
 
-def test_programs_end_at_their_sandboxes_deadline(provider):
+def test_program_is_stopped_at_the_sandbox_deadline(provider):
     async def run() -> list[str | None]:
         async with await provider.start(deadline_s=0.6) as sandbox:
             limits = [(await sandbox.run(["sleep", length])).limit for length in ("0.01", "600", "0.01")]
@@ -179,31 +183,31 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_parent_that_is_killed(provider, number):
+def test_killed_parent_leaves_nothing(provider, number):
     daemon = "\n".join(line[4:] for line in DAEMON.splitlines()) + "\ntime.sleep(600)\n"
     with nothing_left(within_s=WAIT_S):
         parent = subprocess.Popen([sys.executable, "-c", PARENT, daemon], cwd=ROOT, stdout=subprocess.PIPE)
-        before = traces()
+        before = sandbox_processes()
         with parent:
             assert parent.stdout.readline() == b"running\n"
-            assert len(traces() - before) >= 6
+            assert len(sandbox_processes() - before) >= 6
             parent.send_signal(number)
 
 
-def test_a_sandbox_that_is_killed_from_outside_has_failed(provider):
+def test_sandbox_killed_from_outside_fails(provider):
     async def run() -> None:
         async with await provider.start() as sandbox:
             call = asyncio.create_task(sandbox.run(["sleep", "600"]))
             await asyncio.sleep(0.2)
             os.killpg(sandbox._process.pid, signal.SIGKILL)
-            with pytest.raises(SandboxError, match=r"^the sandbox ended \(exit status -9\)"):
+            with pytest.raises(SandboxError, match=r"^the sandbox exited with status -9"):
                 await call
 
     with nothing_left(within_s=WAIT_S):
         asyncio.run(run())
 
 
-def test_a_hundred_sandboxes_live_in_one_event_loop(provider):
+def test_hundred_sandboxes_run_in_one_event_loop(provider):
     async def use(i: int) -> str:
         async with await provider.start() as sandbox:
             await sandbox.upload("number", str(i))
@@ -217,12 +221,12 @@ def test_a_hundred_sandboxes_live_in_one_event_loop(provider):
         assert asyncio.run(all_of_them()) == [str(i) for i in range(100)]
 
 
-def test_what_does_not_start_says_why(monkeypatch):
+def test_failed_start_reports_the_error_output(monkeypatch):
     class Broken(Provider):
         name = "broken"
 
         def command(self):
             return Command(["/bin/sh", "-c", "echo no such namespace >&2; exit 3"])
 
-    with nothing_left(), pytest.raises(SandboxError, match=r"\(exit status 3\): no such namespace$"):
+    with nothing_left(), pytest.raises(SandboxError, match=r"exited with status 3: no such namespace$"):
         asyncio.run(Broken(limits()).start())

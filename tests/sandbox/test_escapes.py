@@ -1,4 +1,4 @@
-"""Programs that try to leave their sandbox, to read what is not theirs, or to be seen outside."""
+"""Programs that try to escape their sandbox, to read files or processes outside, or to be visible outside."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALLS = {
 
 
 def attempts(*lines: str) -> str:
-    """Returns a program that tries each line and prints what came of it: "done", or the kind of the error."""
+    """Return a program that tries each line and prints "done" or the type of the exception."""
     tries = [
         f"try:\n    {line}\n    print('done')\nexcept Exception as error:\n    print(type(error).__name__)\n"
         for line in lines
@@ -44,7 +44,7 @@ def attempts(*lines: str) -> str:
     return "import os, socket, ctypes, mmap\n" + "".join(tries)
 
 
-def test_nothing_of_the_environment_is_there(provider, monkeypatch):
+def test_environment_of_the_run_is_not_visible(provider, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", SECRET)
     names = printed(provider, "import os; print(*os.environ)").split()
     assert {"MEGARL_SECRET", "PYTHONPATH", "VIRTUAL_ENV"}.isdisjoint(names)
@@ -60,18 +60,20 @@ def test_nothing_of_the_environment_is_there(provider, monkeypatch):
     assert SECRET not in printed(provider, everywhere)
 
 
-def test_files_of_the_user_and_of_the_machine_are_not_there(provider, tmp_path):
+def test_files_of_user_and_machine_are_not_visible(provider, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     paths = [tmp_path / "secret", ROOT / "pyproject.toml", "/etc/shadow", "/etc/passwd", "/etc/hostname", "/sys/kernel"]
     paths += [Path.home() / ".bashrc", "/var/log", "/run", "/boot", "/srv", "/mnt", "/opt"]
-    found = printed(provider, f"import os; print(*[p for p in {[str(path) for path in paths]} if os.path.lexists(p)])")
-    assert found.strip() == ""
+    visible = printed(
+        provider, f"import os; print(*[p for p in {[str(path) for path in paths]} if os.path.lexists(p)])"
+    )
+    assert visible.strip() == ""
     home = printed(provider, f"import os; print([f for _, _, f in os.walk({str(Path.home())!r})][:1])")
     assert home.strip() in ("[]", "[[]]")
 
 
-def test_nothing_can_be_written_but_in_the_sandboxes_own_folders(provider):
-    """Every folder and every mount is tried."""
+def test_only_own_folders_are_writable(provider):
+    """Tries every top-level folder and every mount."""
     program = f"""
         import os
         mounts = [line.split()[1] for line in open("/proc/self/mounts")]
@@ -95,8 +97,8 @@ def test_nothing_can_be_written_but_in_the_sandboxes_own_folders(provider):
     assert not Path("/tmp/file").exists()
 
 
-def test_there_is_no_network(provider):
-    """A server of this machine, by the loopback, by its address and by an abstract name; and the world."""
+def test_network_is_not_reachable(provider):
+    """Tries a server on this machine by loopback, address and abstract socket name, and servers on the internet."""
     with socket.create_server(("0.0.0.0", 0)) as server, socket.socket(socket.AF_UNIX) as named:
         port = server.getsockname()[1]
         named.bind(f"\0megarl-{port}")
@@ -120,7 +122,7 @@ def test_there_is_no_network(provider):
 
 
 def own_address() -> str:
-    """Returns an address of this machine in a network, or that of none."""
+    """Return an address of this machine on a network; an unused one if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -129,7 +131,7 @@ def own_address() -> str:
             return "192.0.2.1"
 
 
-def test_a_server_in_a_sandbox_is_reached_from_inside_alone(provider):
+def test_server_in_a_sandbox_is_reachable_inside(provider):
     program = """
         import socket
         server = socket.create_server(("127.0.0.1", 8765))
@@ -139,7 +141,7 @@ def test_a_server_in_a_sandbox_is_reached_from_inside_alone(provider):
     assert printed(provider, program) == "reached\n"
 
 
-def test_other_processes_are_not_there(provider):
+def test_processes_outside_are_not_visible(provider):
     program = f"""
         import os, signal
         print(*sorted(int(name) for name in os.listdir("/proc") if name.isdigit()), os.getpid())
@@ -150,11 +152,11 @@ def test_other_processes_are_not_there(provider):
             print("no such process")
     """
     first, *rest = printed(provider, program).split(maxsplit=3)
-    assert first == "1" and rest[0] == rest[1]  # the agent, and the program
+    assert first == "1" and rest[0] == rest[1]  # the agent and the program
     assert rest[2] == "no such process\n"
 
 
-def test_the_agent_can_be_neither_ended_nor_read_nor_forged(provider):
+def test_agent_cannot_be_killed_read_or_impersonated(provider):
     program = """
         import os, signal
         for number in range(1, 65):
@@ -174,7 +176,7 @@ def test_the_agent_can_be_neither_ended_nor_read_nor_forged(provider):
     assert printed(provider, program) == "still here\n"
 
 
-def test_a_program_has_no_rights(provider):
+def test_program_has_no_capabilities(provider):
     program = """
         import os
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -185,8 +187,8 @@ def test_a_program_has_no_rights(provider):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86_64")
-def test_system_calls_that_lead_out_are_refused(provider):
-    """The arguments are such as the kernel would take from root."""
+def test_dangerous_system_calls_are_refused(provider):
+    """The arguments are such that the kernel would accept the calls from root."""
     program = f"""
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -199,7 +201,7 @@ def test_system_calls_that_lead_out_are_refused(provider):
     assert set(answers.values()) <= {"Operation not permitted", "Function not implemented"}, answers
 
 
-def test_devices_are_those_that_do_nothing(provider):
+def test_only_harmless_devices_are_visible(provider):
     program = """
         import os, stat
         modes = {name: os.lstat(f"/dev/{name}").st_mode for name in os.listdir("/dev")}
@@ -207,7 +209,7 @@ def test_devices_are_those_that_do_nothing(provider):
         print(sum(stat.S_ISBLK(mode) for mode in modes.values()))
         try:
             os.mknod("/tmp/disk", stat.S_IFBLK | 0o666, os.makedev(254, 0))
-            print("made")
+            print("created")
         except OSError as error:
             print(type(error).__name__)
         try:
@@ -216,12 +218,12 @@ def test_devices_are_those_that_do_nothing(provider):
         except OSError:
             print("no terminal")
     """
-    names, blocks, made, terminal = printed(provider, program).splitlines()
+    names, blocks, created, terminal = printed(provider, program).splitlines()
     assert set(names.split()) <= {"full", "null", "ptmx", "random", "tty", "urandom", "zero", "console"}
-    assert (blocks, made, terminal) == ("0", "PermissionError", "no terminal")
+    assert (blocks, created, terminal) == ("0", "PermissionError", "no terminal")
 
 
-def test_a_link_leads_nowhere(provider, tmp_path):
+def test_links_do_not_lead_outside(provider, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     links = f"""
         import os
@@ -236,9 +238,9 @@ def test_a_link_leads_nowhere(provider, tmp_path):
         refusals = []
         async with await provider.start() as sandbox:
             await sandbox.run([provider.python, "-c", "import os; os.symlink('/usr/bin/env', 'a'); os.mkfifo('b')"])
-            await sandbox.upload("a", "mine")  # takes the link's place
+            await sandbox.upload("a", "mine")  # replaces the link
             await sandbox.upload("b", "mine")
-            await sandbox.upload(str(tmp_path / "new"), "inside")  # the sandbox's /tmp is another
+            await sandbox.upload(str(tmp_path / "new"), "inside")  # in the sandbox's own /tmp
             for name in (f"{sys.prefix}/new", "/usr/bin/new", "a/b"):
                 try:
                     await sandbox.upload(name, "out")
@@ -253,7 +255,7 @@ def test_a_link_leads_nowhere(provider, tmp_path):
     assert not Path(sys.prefix, "new").exists()
 
 
-def test_a_sandbox_has_nothing_of_another(provider):
+def test_sandboxes_are_isolated_from_each_other(provider):
     async def both() -> tuple[str, str, str]:
         async with await provider.start() as first, await provider.start() as second:
             await first.run([provider.python, "-c", "open('mine', 'w').write('1'); open('/dev/shm/mine', 'w')"])
@@ -272,7 +274,7 @@ def test_a_sandbox_has_nothing_of_another(provider):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_reaches_nobody_else(provider, stream, capfd):
+def test_output_is_returned_to_the_caller_only(provider, stream, capfd):
     finished = finish(provider, f"import sys; print('{SECRET}', file=sys.{stream})")
     assert getattr(finished, stream).decode() == f"{SECRET}\n"
     assert SECRET not in "".join(capfd.readouterr())

@@ -1,4 +1,4 @@
-"""Programs that take more than they may: each is ended, the machine is as it was, and the next one runs."""
+"""Programs that exceed their limits: each is stopped, the machine is unaffected, and the next program runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bounded(**changed) -> Provider:
     return Bubblewrap(limits(**changed))
 
 
-def test_a_loop_without_an_end_comes_to_its_limit():
+def test_endless_programs_are_stopped_at_their_limits():
     finished = finish(bounded(cpu_s=1), "while True: pass")
     assert (finished.limit, finished.succeeded) == ("cpu_s", False)
     finished = finish(bounded(wall_s=0.5), f"import time; time.sleep({HANG_S})")
@@ -31,8 +31,8 @@ def test_a_loop_without_an_end_comes_to_its_limit():
     assert 0.5 <= finished.seconds < WAIT_S
 
 
-def test_processes_together_have_the_cpu_time_of_one():
-    """Each of them stays below it."""
+def test_processes_share_one_cpu_time_limit():
+    """Each of them stays below the limit."""
     program = """
         import os, time
         for _ in range(3):
@@ -47,22 +47,22 @@ def test_processes_together_have_the_cpu_time_of_one():
     assert (finished.limit, finished.stdout) == ("cpu_s", b"")
 
 
-def test_who_ignores_the_signal_is_ended_too():
+def test_program_that_ignores_sigxcpu_is_killed():
     program = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     finished = finish(bounded(cpu_s=1), program)
     assert (finished.limit, finished.status) == ("cpu_s", -9)
 
 
 @pytest.mark.parametrize("drops_root", [None, False], ids=["another user", "as root"])
-def test_a_fork_bomb_is_defused(drops_root):
-    """The kernel does not count root's processes: then the agent does."""
+def test_fork_bomb_is_stopped(drops_root):
+    """The kernel does not limit root's processes, so the agent does."""
     provider = Bubblewrap(limits(wall_s=2.0, cpu_s=1), drops_root=drops_root)
     finished = finish(provider, FORKS)
     assert finished.limit in ("processes", "cpu_s", "wall_s") and finished.seconds < WAIT_S
     assert finish(provider, FORKS, "print('next')").stdout == b"next\n"
 
 
-def test_threads_count():
+def test_threads_count_as_processes():
     program = """
         import threading, time
         threading.stack_size(1 << 16)
@@ -74,12 +74,12 @@ def test_threads_count():
     assert printed(bounded(processes=8), program) == "8\n"
 
 
-def test_a_process_that_hoards_memory_is_refused_more():
+def test_allocation_above_the_memory_limit_fails():
     finished = finish(bounded(memory_mib=128), "a = bytearray(1 << 30); print('had it')")
     assert finished.status == 1 and finished.stdout == b"" and b"MemoryError" in finished.stderr
 
 
-def test_processes_together_have_the_memory_of_one():
+def test_processes_share_one_memory_limit():
     program = """
         import os, time
         for _ in range(4):
@@ -92,7 +92,7 @@ def test_processes_together_have_the_memory_of_one():
     assert finished.limit == "memory_mib" and finished.seconds < WAIT_S
 
 
-def test_memory_that_processes_share_counts_once():
+def test_shared_memory_counts_once():
     program = """
         import os, time
         hoard = bytearray(os.urandom(1 << 20)) * 60
@@ -107,7 +107,7 @@ def test_memory_that_processes_share_counts_once():
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
-def test_a_disk_is_full_before_the_machines_is(folder):
+def test_disk_space_is_limited(folder):
     program = f"""
         written = 0
         try:
@@ -121,18 +121,18 @@ def test_a_disk_is_full_before_the_machines_is(folder):
     assert printed(bounded(file_mib=8), program) == "8 No space left on device\n"
 
 
-def test_a_file_is_no_larger_than_all_may_be():
+def test_file_size_is_limited():
     program = "import os; f = os.open('a', os.O_CREAT | os.O_WRONLY); os.lseek(f, 1 << 40, 0); os.write(f, b'a')"
     assert finish(bounded(), program).status != 0
 
 
-def test_files_without_content_are_counted():
+def test_number_of_empty_files_is_limited():
     finished = finish(bounded(wall_s=60.0, cpu_s=60), "for i in range(10**9): open(str(i), 'w').close()")
     assert finished.limit == "files"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_of_an_output_without_an_end_the_beginning_and_the_end_are_kept(stream):
+def test_endless_output_keeps_its_beginning_and_end(stream):
     program = f"""
         import sys, time
         end = time.monotonic() + 0.5
@@ -143,11 +143,11 @@ def test_of_an_output_without_an_end_the_beginning_and_the_end_are_kept(stream):
     finished = finish(bounded(), program)
     output = getattr(finished, stream)
     assert finished.status == 0 and finished.truncated
-    assert output.startswith(b"firsta") and output.endswith(b"alast") and b" bytes are left out here]" in output
+    assert output.startswith(b"firsta") and output.endswith(b"alast") and b" bytes omitted]" in output
     assert len(output) < 10_100
 
 
-def test_input_and_output_of_any_size_pass():
+def test_large_input_and_output_are_passed_through():
     data = b"line\n" * 400_000
     program = "import sys; data = sys.stdin.buffer.read(); print(len(data))"
     assert finish(bounded(), program, stdin=data).stdout == b"2000000\n"

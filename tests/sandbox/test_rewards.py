@@ -1,4 +1,4 @@
-"""Rewards of programs, as runs have them: in a pool's processes, and in sandboxes."""
+"""Rewards for programs in a pool's processes and real sandboxes, as in a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ADDS = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n`
 
 @pytest.fixture(scope="module")
 def pool(provider) -> Iterator[FunctionPool]:
-    """provider: without bubblewrap there would be another message."""
+    """Requires the provider fixture, which fails with a clear message if bubblewrap is missing."""
     pool = FunctionPool(["code_tests", "code_stdin_stdout"], None, 2, WAIT_S, sandbox=limits(wall_s=6.0, cpu_s=2))
     yield pool
     pool.close()
 
 
-def test_programs_run_against_tests_and_pairs(pool):
+def test_programs_are_scored_by_tests_and_pairs(pool):
     right, wrong = Result(1.0, "1.0"), Result(0.0, "0.0")
     double = "```python\ndef double(x):\n    return 2 * x\n```"
     tests = ["assert double(2) == 4", "assert double('a') == 'aa'"]
@@ -38,8 +38,8 @@ def test_programs_run_against_tests_and_pairs(pool):
     assert [call.result() for _, call in calls] == [result for result, _ in calls]
 
 
-def test_a_program_that_is_slow_on_many_inputs_is_wrong_and_no_failure(provider):
-    """It would take a minute, and a call has eight seconds."""
+def test_slow_program_is_wrong_and_not_a_failure(provider):
+    """Its inputs would take a minute, but a call has eight seconds."""
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     pairs = [{"input": "1", "output": "1"}] * 100
     pool = FunctionPool(["code_stdin_stdout"], None, 1, 8.0, sandbox=limits(wall_s=6.0))
@@ -50,8 +50,8 @@ def test_a_program_that_is_slow_on_many_inputs_is_wrong_and_no_failure(provider)
         pool.close()
 
 
-def test_a_sandbox_that_does_not_run_is_a_failure_and_no_zero(provider, tmp_path, monkeypatch):
-    """Bubblewrap goes after the pool has found it."""
+def test_broken_sandbox_is_a_failure_and_not_zero(provider, tmp_path, monkeypatch):
+    """Bubblewrap is removed after the pool has found it."""
     link = tmp_path / "bwrap"
     link.symlink_to("/usr/bin/bwrap")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -66,7 +66,7 @@ def test_a_sandbox_that_does_not_run_is_a_failure_and_no_zero(provider, tmp_path
         pool.close()
 
 
-def test_a_users_function_gets_sandboxes_too(provider, tmp_path):
+def test_user_function_receives_a_sandbox_provider(provider, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "async def prints(prompt, response, answer, *, sandbox):\n"
         "    async with await sandbox.start() as box:\n"

@@ -1,4 +1,4 @@
-"""The tools of a policy, in sandboxes: what it is told, and what stays from call to call."""
+"""The code tools in sandboxes: the text that the policy sees, and the state kept between calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def answers(tools: CodeTools, *calls: tuple[str, str]) -> list[str]:
     return asyncio.run(run())
 
 
-def test_the_policy_reads_what_was_printed_and_how_it_ended(provider):
+def test_tools_return_output_and_exit_status(provider):
     calls = [
         ("python", "print('a'); import sys; print('b', file=sys.stderr, flush=True)"),
         ("python", "1 / 0"),
@@ -28,23 +28,21 @@ def test_the_policy_reads_what_was_printed_and_how_it_ended(provider):
         ("python", "pass"),
         ("python", "print('ok', end='')"),
     ]
-    said = answers(CodeTools(provider), *calls)
-    assert sorted(said[0].split()) == ["a", "b"]
-    assert "ZeroDivisionError: division by zero\n[exit status 1]" in said[1]
-    assert "SyntaxError" in said[2]
-    assert said[3:] == ["HELLO\n[exit status 3]", "[ended by signal 9]", "", "ok"]
+    texts = answers(CodeTools(provider), *calls)
+    assert sorted(texts[0].split()) == ["a", "b"]
+    assert "ZeroDivisionError: division by zero\n[exit status 1]" in texts[1]
+    assert "SyntaxError" in texts[2]
+    assert texts[3:] == ["HELLO\n[exit status 3]", "[ended by signal 9]", "", "ok"]
 
 
-def test_the_policy_is_told_of_the_limit_that_it_met():
+def test_tools_name_the_exceeded_limit():
     tools = CodeTools(Bubblewrap(limits(wall_s=0.5, memory_mib=64)))
     slow, large = answers(tools, ("python", "print('first', flush=True); import time; time.sleep(9)"), ("shell", "yes"))
     assert slow == "first\n[ended: it ran too long]"
-    assert (
-        large.startswith("y\ny\n") and "bytes are left out here" in large and large.endswith("[ended: it ran too long]")
-    )
+    assert large.startswith("y\ny\n") and "bytes omitted" in large and large.endswith("[ended: it ran too long]")
 
 
-def test_files_stay_where_calls_share_a_sandbox(provider):
+def test_files_persist_only_in_a_shared_sandbox(provider):
     calls = [("python", "open('a', 'w').write('kept')"), ("shell", "cat a")]
     assert answers(CodeTools(provider), *calls)[1] == "kept"
     assert (
@@ -53,7 +51,7 @@ def test_files_stay_where_calls_share_a_sandbox(provider):
     )
 
 
-def test_after_a_call_that_was_cancelled_there_is_another_sandbox(provider):
+def test_cancelled_call_is_followed_by_a_new_sandbox(provider):
     async def run() -> str:
         async with CodeTools(provider) as tools:
             try:
@@ -64,10 +62,10 @@ def test_after_a_call_that_was_cancelled_there_is_another_sandbox(provider):
     assert asyncio.run(run()) == "again\n"
 
 
-def test_descriptions_for_the_policy_follow_from_the_methods():
+def test_tool_descriptions_are_generated_from_methods():
     for name, argument in (("python", "code"), ("shell", "command")):
         function = describe(name, getattr(CodeTools, name))["function"]
         properties = function["parameters"]["properties"]
         assert list(properties) == function["parameters"]["required"] == [argument]
         assert properties[argument]["type"] == "string" and properties[argument]["description"]
-        assert function["description"].startswith("Runs a ")
+        assert function["description"].startswith("Run a ")

@@ -1,4 +1,4 @@
-"""Sandboxes of an ordinary user, and of root where it stays root."""
+"""Sandboxes of an ordinary user, and of root with and without dropping to another user."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ except OSError:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="all tests are an ordinary user's")
-def test_an_ordinary_user_has_sandboxes():
-    """The user is shown this Python and the checkout, also where they lie in a folder that is root's alone."""
-    shown, wanted = [], {sys.prefix, sys.base_prefix, str(ROOT)}
-    for folder in sorted(wanted):
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root, all other tests run as an ordinary user")
+def test_ordinary_user_can_start_sandboxes():
+    """Mounts make the Python installation and the checkout accessible if only root can enter their folders."""
+    mounts, folders = [], {sys.prefix, sys.base_prefix, str(ROOT)}
+    for folder in sorted(folders):
         top, *between = reversed(Path(folder).parents[:-1])
         if top.stat().st_mode & 1 == 0:
-            shown += [] if str(top) in shown else ["--perms", "0755", "--tmpfs", str(top)]
-            shown += [option for path in between for option in ("--perms", "0755", "--dir", str(path))]
-            shown += ["--ro-bind", folder, folder]
+            mounts += [] if str(top) in mounts else ["--perms", "0755", "--tmpfs", str(top)]
+            mounts += [option for path in between for option in ("--perms", "0755", "--dir", str(path))]
+            mounts += ["--ro-bind", folder, folder]
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
-    command = ["bwrap", "--dev-bind", "/", "/", *shown, *rights, "--", *user, sys.executable, "-B", "-c", ORDINARY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split("\n") == [f"{USER} bubblewrap False", "1000 False []", "", "refused", "", ""]
+    command = ["bwrap", "--dev-bind", "/", "/", *mounts, *rights, "--", *user, sys.executable, "-B", "-c", ORDINARY]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split("\n") == [f"{USER} bubblewrap False", "1000 False []", "", "refused", "", ""]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("drops_root", "outside"), [(True, 65534), (False, 0)])
-def test_root_is_nobody_outside_and_where_it_cannot_be_has_no_rights_either(drops_root, outside):
+def test_root_has_no_capabilities_in_a_sandbox(drops_root, outside):
     provider = Bubblewrap(limits(), drops_root=drops_root)
     assert printed(provider, RIGHTS) == "1000 0\n"
 
@@ -73,8 +73,8 @@ def test_root_is_nobody_outside_and_where_it_cannot_be_has_no_rights_either(drop
             name = f"of-user-{outside}"
             call = asyncio.create_task(sandbox.run(["bash", "-c", f"exec -a {name} sleep 1"]))
             await asyncio.sleep(0.5)
-            found = psutil.process_iter(["cmdline", "uids"])
-            [owner] = [one.info["uids"].real for one in found if (one.info["cmdline"] or [""])[0] == name]
+            processes = psutil.process_iter(["cmdline", "uids"])
+            [owner] = [one.info["uids"].real for one in processes if (one.info["cmdline"] or [""])[0] == name]
             assert (await call).succeeded
         return owner
 

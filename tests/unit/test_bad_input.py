@@ -115,11 +115,17 @@ CASES = [
     ("FOLDER/list.yaml", ["FOLDER/list.yaml"]),
     ("FOLDER/empty.yaml", ["FOLDER/empty.yaml"]),
     # models
-    ("model.path=FOLDER/none", ["model.path: FOLDER/none does not exist; give a Hugging Face folder"]),
-    ("model.path=FOLDER/no_model", ["model.path: FOLDER/no_model has no config.json; give the folder that holds"]),
-    ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: not JSON"]),
+    ("model.path=FOLDER/none", ["model.path=FOLDER/none: does not exist. Fix: use a Hugging Face folder"]),
+    (
+        "model.path=FOLDER/no_model",
+        ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"],
+    ),
+    ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: invalid JSON"]),
     ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported; the known ones are"]),
-    ("model.path=package:no-such-package", ["model.path: no Python distribution 'no-such-package' is installed"]),
+    (
+        "model.path=package:no-such-package",
+        ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
+    ),
     (
         "model.path=FOLDER/nine_heads  actor.layout.pp=1  actor.layout.tp=2",
         [
@@ -143,26 +149,32 @@ CASES = [
         ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, without"],
     ),
     # data
-    ("data.source=FOLDER/none.jsonl", ["data.source: FOLDER/none.jsonl is not a file; check the path"]),
+    ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file (working directory"]),
     (
         "data.source=FOLDER/good.py",
-        ["data.source: FOLDER/good.py is neither arithmetic, reasoning_gym:TASK, nor a .jsonl or"],
+        ["data.source=FOLDER/good.py: not a known source. Fix: use arithmetic, reasoning_gym:TASK,"],
     ),
-    ("data.source=FOLDER/no.parquet", ["data.source: FOLDER/no.parquet is not a parquet file"]),
+    ("data.source=FOLDER/no.parquet", ["data.source=FOLDER/no.parquet: not a Parquet file"]),
     ("data.source=FOLDER/malformed.jsonl", ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected"]),
     ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: no column 'answer'"]),
     ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens, and 63 + "]),
-    ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: not valid JSON"]),
-    ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: not valid JSON"]),
-    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: a JSON list, expected one object a line"]),
-    ("data.source=FOLDER/blank.jsonl", ["data.source: FOLDER/blank.jsonl has no rows; give a file with at least one"]),
-    ("data.size=9", ["data.size is 9, but FOLDER/prompts.jsonl has 8 rows; lower it"]),
+    ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: invalid JSON"]),
+    ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: invalid JSON"]),
+    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: a JSON list, expected one object per line"]),
+    (
+        "data.source=FOLDER/blank.jsonl",
+        ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"],
+    ),
+    ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: lower it"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: no column 'question'"]),
     # rewards
     (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),
-    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file; check the path"]),
-    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
-    (rewards("FOLDER/good.py:g"), ["rewards.functions: FOLDER/good.py has no function 'g'; define it as g(prompt, "]),
+    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
+    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py is a file without a function"]),
+    (
+        rewards("FOLDER/good.py:g"),
+        ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "],
+    ),
     (rewards("FOLDER/syntax.py:f"), ["rewards.functions: importing FOLDER/syntax.py raised SyntaxError"]),
     (
         rewards("FOLDER/missing_import.py:f"),
@@ -173,18 +185,18 @@ CASES = [
         rewards("FOLDER/crashes.py:f"),
         ["rewards.functions: FOLDER/crashes.py:f: importing it ended the process (exit st"],
     ),
-    (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response), too many positional"]),
+    (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
     (
         rewards("FOLDER/four.py:f"),
         ["FOLDER/prompts.jsonl:1: no column 'level' (expected: a JSON value (text, number, true/false, null,"],
     ),
     (
         f"{rewards('FOLDER/four.py:f')}  data.source=arithmetic",
-        ["data.source=arithmetic: no column 'level', which FOLDER/four.py:f takes; give a file"],
+        ["data.source=arithmetic: no column 'level', which FOLDER/four.py:f requires. Fix: use a file"],
     ),
     (
         "rewards.functions=[{function: exact_match}, {function: exact_match}]",
-        ["rewards.functions: exact_match is listed twice; list it once, with the sum of the weights"],
+        ["rewards.functions: exact_match is listed twice. Fix: list it once, with the sum of the weights"],
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
@@ -200,7 +212,7 @@ CASES = [
     # several at once
     (
         f"{rewards('FOLDER/good.py:g')}  data.source=FOLDER/torn.jsonl  run.folder=/proc/runs",
-        ["run.folder=/proc/runs: it", "rewards.functions: FOLDER/good.py has", "FOLDER/torn.jsonl:2: not valid JSON"],
+        ["run.folder=/proc/runs: it", "rewards.functions: FOLDER/good.py has", "FOLDER/torn.jsonl:2: invalid JSON"],
     ),
 ]
 

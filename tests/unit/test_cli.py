@@ -92,10 +92,10 @@ def test_config_explain_of_a_model_that_is_not_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=/no/model") == 2
-    assert capsys.readouterr().err.startswith("megarl: error: model.path: /no/model does not exist; give a Hugging")
+    assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is no folder here")
+    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is not a folder on this")
 
 
 def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ SETS = "evaluation.sets=[{name: a}]"
             "cluster.nodes=2: megarl evaluate has this machine alone; set cluster.nodes=1, and",
         ),
         ([SETS, "--out", "FOLDER"], "--out FOLDER: already there, and nothing is overwritten; name another folder"),
-        ([SETS], "model.path: /no/model does not exist; give a Hugging Face folder"),
+        ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )
 def test_evaluate_says_what_is_wrong_before_anything_starts(

@@ -1,1 +1,1 @@
-"""Advantage estimators, one file for each, with its SPEC and its function. Only trained tokens are actions."""
+"""Advantage estimators. Each file holds one estimator and its SPEC. Actions are the trained tokens only."""

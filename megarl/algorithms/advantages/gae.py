@@ -1,4 +1,4 @@
-"""Generalised advantages, from a critic's values."""
+"""Generalized advantage estimation (GAE) from a critic's values."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ def gae(
     critic_lambda: float | None = None,
     length_alpha: float | None = None,
 ) -> TokenAdvantages:
-    """Returns A_t = Σ_l (γλ)^l·δ_{t+l} with δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
+    """Return A_t = Σ_l (γλ)^l·δ_{t+l}, where δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
 
-    Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), with TD(λ) returns. A sample's actions
-    are its trained tokens: the state after one of them is that before the next, and after the last one worth 0.
+    GAE (https://arxiv.org/abs/1506.02438, eq. 16) with TD(λ) returns. The actions of a sample are its trained tokens.
+    The state after one trained token is the state before the next; the state after the last one has value 0.
 
-    reward, value   float32 [N]; value[t] is that of the state in which token t was sampled
-    mask            bool [N], the trained tokens; rewards and values of others are not read
-    row_sample      int64 [N], not decreasing
-    critic_lambda   the critic's target has this λ, and not the policy's: decoupled GAE of VC-PPO
-                    (https://arxiv.org/abs/2503.01491), where it is 1
-    length_alpha    the policy's λ is `length_adaptive_lambda` of each sample, and gae_lambda the critic's
+    Args:
+        reward: float32 [N]. Rewards of untrained tokens are ignored.
+        mask: bool [N], true for trained tokens.
+        row_sample: int64 [N], the sample of each row, non-decreasing.
+        value: float32 [N]; value[t] belongs to the state in which token t was sampled. Values of untrained tokens
+            are ignored.
+        critic_lambda: λ of the critic's target if it differs from the policy's, as in the decoupled GAE of VC-PPO
+            (https://arxiv.org/abs/2503.01491), which sets it to 1.
+        length_alpha: if given, the policy's λ is `length_adaptive_lambda` of each sample, and gae_lambda applies to
+            the critic only.
     """
     require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
     sample, now = row_sample[mask], value[mask]
@@ -50,13 +54,14 @@ def gae(
 
 
 def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Returns λ_i = 1 − 1/(α·l_i), l_i the trained tokens of sample i, so that Σ_t λ^t ≈ α·l_i; 0 where it is negative.
+    """Return λ_i = max(0, 1 − 1/(α·l_i)), float64 [N], where l_i is the number of trained tokens of sample i.
 
-    VAPO (https://arxiv.org/abs/2504.05118, section 4.2).
+    With this λ, Σ_t λ^t ≈ α·l_i: VAPO (https://arxiv.org/abs/2504.05118, section 4.2). float64 because λ is close to 1
+    and float32 would lose the digits of 1 − λ.
 
-    mask         bool [N]
-    row_sample   int64 [N]
-    returns      float64 [N]: λ is close to 1, and float32 would lose the digits of 1 − λ
+    Args:
+        mask: bool [N], true for trained tokens.
+        row_sample: int64 [N], the sample of each row.
     """
     require_one_shape(mask=mask, row_sample=row_sample)
     trained = mask.double()

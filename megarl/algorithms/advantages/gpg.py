@@ -1,4 +1,4 @@
-"""Rewards against the mean of their group, larger where other groups have no gradient."""
+"""GPG: rewards minus the group mean, scaled up to compensate for groups without a gradient."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from megarl.core.types import NO_TOTALS, Baseline
 
 
 def gpg(group: Sequence[Member]) -> list[Baseline]:
-    """b = mean(r): GPG (https://arxiv.org/abs/2504.02546, section 3.3), before `amplification`."""
+    """b = mean(r): GPG (https://arxiv.org/abs/2504.02546, section 3.3), before scaling by `amplification`."""
     return [Baseline(mean([member.reward for member in group]))] * len(group)
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:
-    """Returns α = samples / samples in groups of unequal rewards: GPG's correction for groups without a gradient
-    (https://arxiv.org/abs/2504.02546, section 3.3). It is 1 where all rewards of every group are equal. The rewards
-    must be without the KL, which never leaves two of them equal."""
+    """Return α = samples / samples in groups with unequal rewards, GPG's correction for groups without a gradient
+    (https://arxiv.org/abs/2504.02546, section 3.3).
+
+    α is 1 if every group has equal rewards. Pass rewards without the KL term: with it, no two rewards would be equal.
+    """
     unequal = sum(len(group) for group in groups if _differ(group))
     return sum(map(len, groups)) / unequal if unequal else 1.0
 
 
 def _differ(group: Sequence[Member]) -> bool:
-    """Returns whether rewards of samples differ, or those of single tokens: n·Σx² = (Σx)², to rounding, where all are
-    equal."""
+    """Return whether the group has unequal sample rewards or unequal token rewards. All n token rewards are equal if
+    and only if n·Σx² = (Σx)², up to rounding."""
     totals = sum((member.token_reward_totals for member in group), NO_TOTALS)
     tokens_differ = totals.count * totals.squares > totals.total**2 * (1 + 1e-12)
     return len({member.reward for member in group}) > 1 or tokens_differ

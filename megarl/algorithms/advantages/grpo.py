@@ -1,4 +1,4 @@
-"""Rewards against the mean of their group, in units of its deviation."""
+"""GRPO: rewards minus the group mean, divided by the group's standard deviation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megarl.core.types import Baseline, TokenTotals
 def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
     """b = mean(r), c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2).
 
-    std   "sample" divides the squared deviations by n − 1, "population" by n; "none": c = 1, as in Dr.GRPO
-          (https://arxiv.org/abs/2503.20783)
+    Args:
+        std: "sample" divides the squared deviations by n − 1, "population" by n. "none" sets c = 1, as in Dr.GRPO
+            (https://arxiv.org/abs/2503.20783).
     """
     rewards = [member.reward for member in group]
     scale = 1.0 if std == "none" else scale_of(standard_deviation(rewards, std), std_epsilon)
@@ -23,8 +24,8 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """Returns for each sample (mean, deviation) of all rewards of the group's tokens: GRPO with process supervision
-    (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
+    """Return (mean, standard deviation) over all token rewards of the group, once for each sample: GRPO with process
+    supervision (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
     centers = mean_of_tokens(group)
     if std == "none":
         return centers

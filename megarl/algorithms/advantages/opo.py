@@ -1,4 +1,4 @@
-"""Rewards against the mean of their group, weighted by the lengths of its samples."""
+"""OPO: rewards minus the length-weighted group mean."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megarl.core.types import Baseline
 
 
 def opo(group: Sequence[Member]) -> list[Baseline]:
-    """b = Σ l_j·r_j / Σ l_j: OPO's optimal baseline where the squared gradient of a sample grows with its length
-    (https://arxiv.org/abs/2505.23585, eq. 7). It is the plain mean if no sample has a token."""
+    """b = Σ l_j·r_j / Σ l_j: OPO's optimal baseline if a sample's squared gradient norm grows with its length
+    (https://arxiv.org/abs/2505.23585, eq. 7). Falls back to the plain mean if no sample has a trained token."""
     num_tokens = sum(member.num_tokens for member in group)
     if not num_tokens:
         return [Baseline(mean([member.reward for member in group]))] * len(group)

@@ -1,4 +1,4 @@
-"""The worth of a sample where the best of k samples counts: exact expectations over all sets of k of a group."""
+"""Advantages for pass@k: exact expectations of the best reward over all k-subsets of a group."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.core.types import Baseline
 
 
 def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:
-    """Returns the advantage of each sample, written as a baseline of its reward: `against_all` in units of the
-    deviation over the sets of k, or `against_without`.
+    """Return the advantage of each sample, expressed as a baseline of its reward: `against_all` divided by the standard
+    deviation over the k-subsets, or `against_without`.
 
-    k     is lowered where rewards failed: to the samples left, less one under pass_at_k_baseline="all", because all
-          samples make one set, whose best is the same for each of them
-    std   "none" leaves out the division. All sets of k are known, so that there is no other deviation than that of the
-          population
+    Args:
+        k: subset size. Reduced if rewards failed, to the number of remaining samples, and to one less with
+            pass_at_k_baseline="all", since the only subset of all samples has the same best for each of them.
+        std: "none" skips the division. Otherwise the population standard deviation, as all k-subsets are enumerated.
     """
     rewards = [member.reward for member in group]
     k = min(k, len(rewards) - (pass_at_k_baseline == "all"))
@@ -31,8 +31,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Returns for each reward the probability that it is the best of k that are drawn without replacement: C(j, k−1) /
-    C(n, k) for the one with j below it. Of equal ones the later in the list counts as the better."""
+    """Return for each reward the probability that it is the best of k drawn without replacement: C(j, k−1) / C(n, k)
+    for a reward with j rewards below it. Ties go to the later one in the list."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
     ranks = _ranks(rewards)
@@ -40,14 +40,15 @@ def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
-    """Returns E[max of k | i among them] − E[max of k] of each sample i, and the standard deviation of the max of k.
+    """Return E[max of k | subset contains i] − E[max of k] for each sample i, and the standard deviation of the max of
+    k.
 
-    Divided by the deviation it is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15), here
-    for any rewards, not of 0 and 1 only.
+    Divided by that deviation, this is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15),
+    generalized from rewards of 0 and 1 to any rewards.
     """
     chances = best_of_k(rewards, k)
     best = max(rewards)
-    rewards = [reward - best for reward in rewards]  # the mean is exactly 0 if every set of k has the best
+    rewards = [reward - best for reward in rewards]  # makes the mean exactly 0 if every k-subset contains the best
     mean = math.fsum(p * reward for p, reward in zip(chances, rewards, strict=True))
     variance = math.fsum(p * (reward - mean) ** 2 for p, reward in zip(chances, rewards, strict=True))
     n, ranks = len(rewards), _ranks(rewards)
@@ -55,19 +56,21 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
     sets = math.comb(n - 1, k - 1)
     expected_best = []
     for reward, rank in zip(rewards, ranks, strict=True):
-        # i is the best where all others are below it; else the best is some j above i, with i among those below j.
+        # Either i is the best of the subset, or some j above i is and i is among the members below j.
         above = (ordered[j] * math.comb(j - 1, k - 2) for j in range(rank + 1, n) if k >= 2)
         expected_best.append((reward * math.comb(rank, k - 1) + math.fsum(above)) / sets)
     return [value - mean for value in expected_best], math.sqrt(variance)
 
 
 def against_without(rewards: Sequence[float], k: int) -> list[float]:
-    """Returns for each i (1 / C(n, k)) · Σ over sets S of k with i among them of (max S − max S without i):
-    leave-one-out policy optimisation of max@k (arXiv 2505.15201, section 4). With k = n it is the best one minus the
-    second, and 0 for the others (arXiv 2503.19595)."""
+    """Return (1 / C(n, k)) · Σ (max S − max(S∖{i})) over the k-subsets S that contain i, for each i.
+
+    Leave-one-out policy optimization of max@k (arXiv 2505.15201, section 4). With k = n, the best sample has its lead
+    over the second best and all others have 0 (arXiv 2503.19595).
+    """
     _check(rewards, k)
     ordered, sets = sorted(rewards), math.comb(len(rewards), k)
-    # Only the best of a set has a share: its lead on the best of the k − 1 others, all below it.
+    # Only the best of a subset contributes: its lead over the best of the k − 1 others, all below it.
     return [
         math.fsum((ordered[rank] - ordered[j]) * math.comb(j, k - 2) for j in range(rank)) / sets
         if k >= 2
@@ -77,7 +80,7 @@ def against_without(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def _ranks(rewards: Sequence[float]) -> list[int]:
-    """Returns how many are below each; of equal ones the later in the list is above."""
+    """Return how many are below each; of equal ones the later in the list is above."""
     order = sorted(range(len(rewards)), key=lambda i: rewards[i])
     ranks = [0] * len(rewards)
     for rank, i in enumerate(order):
@@ -87,25 +90,25 @@ def _ranks(rewards: Sequence[float]) -> list[int]:
 
 def _check(rewards: Sequence[float], k: int) -> None:
     if not 1 <= k <= len(rewards):
-        raise ValueError(f"k={k}: there are {len(rewards)} samples to choose k from")
+        raise ValueError(f"k={k}: must be between 1 and the number of samples, {len(rewards)}")
 
 
-def k_samples_are_there(options: Options, samples_per_prompt: int) -> str | None:
-    """k is at most the number of samples; with the baseline over all sets it is less, as n samples make one set of n,
-    whose best is the same for each of them."""
+def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
+    """k is at most the number of samples. With the baseline over all subsets it must be less: n samples have one subset
+    of size n, whose best is the same for each sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
-    if samples_per_prompt < 2:  # refused for every estimator that compares samples
+    if samples_per_prompt < 2:  # rejected for every group estimator
         return None
     if k > samples_per_prompt:
         return (
-            f"algorithm.advantage.k={k}: the best of k is among batch.samples_per_prompt={samples_per_prompt} samples; "
-            f"set k to at most {samples_per_prompt - all_sets}"
+            f"algorithm.advantage.k={k}: larger than batch.samples_per_prompt={samples_per_prompt}. "
+            f"Fix: set k to at most {samples_per_prompt - all_sets}"
         )
     if k == samples_per_prompt and all_sets:
         return (
-            f"algorithm.advantage.k={k}: of batch.samples_per_prompt={samples_per_prompt} samples there is one set of "
-            f"{k}, whose best no sample changes, so that every advantage is 0; set k to at most {k - 1}, or "
-            "pass_at_k_baseline=without"
+            f"algorithm.advantage.k={k}: equal to batch.samples_per_prompt={samples_per_prompt}, so there is only one "
+            f"subset of k samples and every advantage is 0. Fix: set k to at most {k - 1}, or "
+            "algorithm.advantage.pass_at_k_baseline=without"
         )
     return None
 
@@ -121,5 +124,5 @@ SPEC = GroupEstimator(
         "std": (Literal["population", "none"], "population"),
         "std_epsilon": (NonNegativeFloat, 1e-6),
     },
-    rules=(k_samples_are_there,),
+    rules=(k_is_at_most_the_group_size,),
 )

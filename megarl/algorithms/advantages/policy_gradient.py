@@ -1,4 +1,4 @@
-"""The reward itself."""
+"""REINFORCE without a baseline: the reward itself."""
 
 from __future__ import annotations
 

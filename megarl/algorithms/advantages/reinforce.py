@@ -1,4 +1,4 @@
-"""Rewards against the mean reward of earlier steps."""
+"""REINFORCE with a moving-average baseline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megarl.core.types import Baseline
 
 
 def reinforce(group: Sequence[Member]) -> list[Baseline]:
-    """b = the moving average of the mean rewards of earlier steps: REINFORCE with a baseline (Williams 1992). With a
-    decay of 1 it is their plain mean."""
+    """b = the moving average of the mean rewards of earlier steps: REINFORCE with a baseline (Williams 1992). A decay
+    of 1 gives their plain mean."""
     return [Baseline(member.earlier) for member in group]
 
 

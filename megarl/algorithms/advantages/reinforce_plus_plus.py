@@ -1,4 +1,4 @@
-"""Rewards to go, whitened over the update."""
+"""REINFORCE++: rewards-to-go, whitened over the update."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 def reinforce_plus_plus(
     reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float
 ) -> TokenAdvantages:
-    """A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), which then whitens it.
+    """A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), before whitening.
 
-    reward       float32 [N]
-    mask         bool [N], the trained tokens
-    row_sample   int64 [N], not decreasing
+    Args:
+        reward: float32 [N].
+        mask: bool [N], true for trained tokens.
+        row_sample: int64 [N], the sample of each row, non-decreasing.
     """
     return TokenAdvantages(reward_to_go(reward, mask, row_sample, gamma))
 

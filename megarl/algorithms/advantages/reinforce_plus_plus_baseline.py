@@ -1,4 +1,4 @@
-"""Rewards against the mean of their group, whitened over the update."""
+"""REINFORCE++-baseline: rewards minus the group mean, whitened over the update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.core.types import Baseline
 
 
 def reinforce_plus_plus_baseline(group: Sequence[Member]) -> list[Baseline]:
-    """b = mean(r): REINFORCE++ with a group baseline (https://arxiv.org/abs/2501.03262), which then whitens r − b."""
+    """b = mean(r): REINFORCE++ with a group baseline (https://arxiv.org/abs/2501.03262), before whitening."""
     return [Baseline(mean([member.reward for member in group]))] * len(group)
 
 

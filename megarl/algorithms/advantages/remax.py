@@ -1,4 +1,4 @@
-"""Rewards against that of a greedy response to the same prompt."""
+"""ReMax: rewards minus the reward of a greedy response to the same prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards against the mean of the others in their group."""
+"""RLOO: rewards minus the mean of the other rewards in the group."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megarl.core.types import Baseline, TokenTotals
 def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
     """b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2).
 
-    std   "none": c_i = 1. "sample" or "population": c_i = std(r_j of the others) + std_epsilon, which no more than the
-          baseline depends on r_i, as in NeMo-RL; 1 where the others do not deviate
+    Args:
+        std: "none" sets c_i = 1. "sample" or "population" sets c_i = std(r_j, j≠i) + std_epsilon, or 1 if that
+            deviation is 0. Like the baseline, c_i does not depend on r_i, as in NeMo-RL.
     """
     return [Baseline(center, scale) for center, scale in _against_others([m.reward for m in group], std, std_epsilon)]
 
 
 def prime(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """Returns for each sample the mean over the others of the mean of their tokens' rewards: PRIME
-    (https://arxiv.org/abs/2502.01456, eq. 5), and the scale, which is that of these means."""
+    """Return (center, scale) for each sample, computed as in `rloo` from each sample's mean token reward: PRIME
+    (https://arxiv.org/abs/2502.01456, eq. 5)."""
     return _against_others([totals.total / max(totals.count, 1) for totals in group], std, std_epsilon)
 
 

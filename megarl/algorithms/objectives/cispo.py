@@ -1,4 +1,4 @@
-"""CISPO: a clipped weight of the log-prob's gradient."""
+"""CISPO: a clipped importance weight on the log-prob gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 def cispo(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip_low: float | None, clip_high: float
 ) -> PolicyLoss:
-    """ℓ = −sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π: no token loses its gradient.
+    """ℓ = −sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π, so every token keeps a gradient.
 
-    CISPO (https://arxiv.org/abs/2506.13585, eq. 4 and 5), which has no lower bound (clip_low None), tunes clip_high and
-    does not say to what. The value of ScaleRL (https://arxiv.org/abs/2510.13786), which names the bound itself, is
-    1 + clip_high = 5.
+    CISPO (https://arxiv.org/abs/2506.13585, eq. 4 and 5) has no lower bound (clip_low=None) and tunes clip_high without
+    reporting the value. ScaleRL (https://arxiv.org/abs/2510.13786) reports its upper bound, 1 + clip_high = 5.
     """
     ratio = policy_ratio(log_prob, old, advantage).detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low

@@ -24,8 +24,8 @@ def clip(
 ) -> PolicyLoss:
     """ℓ = −min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A).
 
-    PPO (https://arxiv.org/abs/1707.06347, eq. 7); DAPO's clip-higher (https://arxiv.org/abs/2503.14476) has
-    clip_high > clip_low. With dual_clip c > 1, where A < 0: ℓ ≤ −c·A (https://arxiv.org/abs/1912.09729, eq. 5).
+    PPO (https://arxiv.org/abs/1707.06347, eq. 7). DAPO's clip-higher (https://arxiv.org/abs/2503.14476) sets clip_high
+    > clip_low. With dual_clip c > 1, ℓ ≤ −c·A where A < 0 (https://arxiv.org/abs/1912.09729, eq. 5).
     """
     ratio = policy_ratio(log_prob, old, advantage)
     loss = -(ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)

@@ -1,4 +1,4 @@
-"""PPO's clip without some of the tokens whose log-prob and advantage vary together most."""
+"""Clip-Cov: PPO's clip without the loss of some high-covariance tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO's clip, and no loss for the selected tokens: some of those between the covariance's bounds, at random.
+    """PPO's clip, with no loss for the selected tokens: a random subset of those whose covariance lies within bounds.
 
-    Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper leaves out tokens that the clip holds; here
-    the choice is made before the ratio is known. selected: bool [N].
+    Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper excludes tokens that the clip already stops;
+    here tokens are selected before the ratio is known.
+
+    Args:
+        selected: bool [N].
     """
     require_one_shape(log_prob=log_prob, selected=selected)
     clipped = clip(log_prob, old, advantage, clip_low, clip_high)
@@ -36,23 +39,25 @@ def clip_cov(
 def random_between_bounds(
     covariance: torch.Tensor, draw: torch.Tensor, covariance_low: float, covariance_high: float
 ) -> torch.Tensor:
-    """Returns the order of which the highest tokens are selected: the random draw, −∞ where the covariance is outside
-    of its bounds.
+    """Return the selection key, float32 [N]; the tokens with the highest keys are selected. The key is the random draw,
+    or −∞ where the covariance is out of bounds.
 
-    covariance, draw   float32 [N]; draw is of [0, 1)
+    Args:
+        covariance: float32 [N].
+        draw: float32 [N], uniform in [0, 1).
     """
     require_one_shape(covariance=covariance, draw=draw)
     is_inside = (covariance >= covariance_low) & (covariance <= covariance_high)
     return draw.where(is_inside, -math.inf)
 
 
-def bounds_leave_covariances(options: Options) -> str | None:
+def covariance_bounds_are_ordered(options: Options) -> str | None:
     low, high = options["covariance_low"], options["covariance_high"]
     if low < high:
         return None
     return (
-        f"algorithm.objective.covariance_low={low:g}: no covariance is between it and covariance_high={high:g}; set "
-        f"covariance_low below {high:g}"
+        f"algorithm.objective.covariance_low={low:g}: not below covariance_high={high:g}, so no token can be selected. "
+        f"Fix: set covariance_low below {high:g}"
     )
 
 
@@ -69,5 +74,5 @@ SPEC = PolicyObjective(
         parameters={"covariance_low": (FiniteFloat, 1.0), "covariance_high": (FiniteFloat, 5.0)},
         share=2e-4,
     ),
-    rules=(bounds_leave_covariances,),
+    rules=(covariance_bounds_are_ordered,),
 )

@@ -1,4 +1,4 @@
-"""DPO: preferences from log-ratios to the reference."""
+"""DPO: preference learning from log-ratios to the reference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 
 def dpo(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), m = β·h, h the log-ratio of the better response less that of the worse one.
+    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m = β·h and h is the log-ratio of the better response minus that of
+    the worse one.
 
-    DPO (https://arxiv.org/abs/2305.18290, eq. 7); with ε, the label_smoothing, above 0 conservative DPO (Mitchell,
-    2023). margin: float32 [P].
+    DPO (https://arxiv.org/abs/2305.18290, eq. 7). A label_smoothing ε > 0 gives conservative DPO (Mitchell, 2023).
+
+    Args:
+        margin: float32 [P], m.
     """
     return bradley_terry(margin, label_smoothing)
 

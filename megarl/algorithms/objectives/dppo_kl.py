@@ -1,4 +1,4 @@
-"""The surrogate within a divergence from the old policy."""
+"""DPPO with a binary KL: the surrogate masked beyond a divergence from the old policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST = 1e-8
-"""The least probability of the other tokens together, of which the binary divergence takes the logarithm."""
+"""Lower bound of the probability 1 − p, for the logarithm in the binary divergence."""
 
 
 def dppo_kl(
@@ -23,8 +23,8 @@ def dppo_kl(
     divergence_limit: float,
     divergence_limit_negative: float | None = None,
 ) -> PolicyLoss:
-    """ℓ = −M·ρ·A as in dppo_tv, with the divergence KL(π_old ‖ π) between this token and all others together:
-    p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p of π_old and q of π.
+    """ℓ = −M·ρ·A as in dppo_tv, with the binary divergence KL(π_old ‖ π) between this token and all others together:
+    p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), with p under π_old and q under π.
 
     DPPO-Binary-KL (https://arxiv.org/abs/2602.04879).
     """
@@ -37,7 +37,7 @@ def dppo_kl(
 
 SPEC = PolicyObjective(
     name="dppo_kl",
-    formula="−ρ·A, 0 for a token that has moved as A asks and whose KL(π_old ‖ π) > divergence_limit",
+    formula="−ρ·A, 0 for a token that has moved in the direction of A and whose KL(π_old ‖ π) > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_kl,
     parameters={"divergence_limit": (PositiveFloat, 0.05), "divergence_limit_negative": (PositiveFloat | None, None)},

@@ -1,4 +1,4 @@
-"""The surrogate within a total variation of the old policy."""
+"""DPPO with a binary total variation: the surrogate masked beyond a distance from the old policy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ def dppo_tv(
     divergence_limit: float,
     divergence_limit_negative: float | None = None,
 ) -> PolicyLoss:
-    """ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old| is above
-    divergence_limit, or where A < 0 above divergence_limit_negative, if that is given.
+    """ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old| exceeds
+    divergence_limit, else 1.
 
-    DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), whose π_old is the policy that sampled.
+    DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), where π_old is the policy that sampled.
+
+    Args:
+        divergence_limit_negative: the limit where A < 0; None uses divergence_limit.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     divergence = (log_prob.detach().exp() - old.exp()).abs()
@@ -32,7 +35,7 @@ def dppo_tv(
 
 SPEC = PolicyObjective(
     name="dppo_tv",
-    formula="−ρ·A, 0 for a token that has moved as A asks and whose |π − π_old| > divergence_limit",
+    formula="−ρ·A, 0 for a token that has moved in the direction of A and whose |π − π_old| > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_tv,
     parameters={"divergence_limit": (PositiveFloat, 0.15), "divergence_limit_negative": (PositiveFloat | None, None)},

@@ -1,4 +1,4 @@
-"""A regression of log-ratios on advantages."""
+"""DRO: regression of log-ratios on advantages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def dro(
     tau: float,
     level: str,
 ) -> PolicyLoss:
-    """ℓ = ½·(A − τ·R)² with R = Σ over the sample of log ρ.
+    """ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
 
-    DRO (https://arxiv.org/abs/2405.19107, eq. 4), whose A is the reward less a value, and whose π_old is a reference
-    that stays. level "token" takes each token's own log ρ for R, which others call DRO too.
+    DRO (https://arxiv.org/abs/2405.19107, eq. 4), where A is the reward minus a value and π_old is a fixed reference.
+    Level "token" sets R to the token's own log ρ, a variant that is also published as DRO.
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old

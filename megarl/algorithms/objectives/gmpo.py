@@ -1,4 +1,4 @@
-"""The geometric mean of a sample's clipped ratios."""
+"""GMPO: the geometric mean of a sample's clipped ratios."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """ℓ = −A·exp(mean over the sample of c): the geometric mean of token ratios that are clipped one by one.
+    """ℓ = −A·exp(mean of c over the sample): the geometric mean of individually clipped token ratios.
 
-    c = min(log ρ, clip_high) where A > 0, else max(log ρ, −clip_low): the clip is of the log-ratio.
-    GMPO (https://arxiv.org/abs/2507.20673, eq. 4 and its algorithm 1).
+    c = min(log ρ, clip_high) where A > 0, else max(log ρ, −clip_low). The clip applies to the log-ratio. GMPO
+    (https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1).
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage)
     log_ratio = log_prob - old

@@ -1,4 +1,4 @@
-"""IPO: preferences from log-ratios to the reference, with a finite optimal margin."""
+"""IPO: preference learning from log-ratios to the reference, with a finite optimal margin."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 
 
 def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
-    """ℓ = (m/β − 1 / (2·β))², m = β·h, h the log-ratio of the better response less that of the worse one.
+    """ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the worse one.
 
-    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here. margin: float32 [P].
+    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here.
+
+    Args:
+        margin: float32 [P], m.
     """
     require_pairs(margin)
     return (margin / beta - 1 / (2 * beta)).square()

@@ -1,4 +1,4 @@
-"""The surrogate with a penalty on the tokens whose log-prob and advantage vary together most."""
+"""KL-Cov: a KL penalty on the tokens with the highest covariance."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 def kl_cov(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, selected: torch.Tensor, penalty: float
 ) -> PolicyLoss:
-    """ℓ = −ρ·A, + penalty·|log ρ| for the selected tokens, those of the highest covariance.
+    """ℓ = −ρ·A, plus penalty·|log ρ| for the selected tokens, those with the highest covariance.
 
-    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with its authors' estimate of the divergence.
+    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence.
 
-    selected: bool [N].
+    Args:
+        selected: bool [N].
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
     log_ratio = log_prob - old
@@ -30,8 +31,8 @@ def kl_cov(
 
 
 def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Returns the order of which the highest tokens are selected: the covariance itself. covariance, draw: float32
-    [N]."""
+    """Return the selection key, float32 [N]: the covariance itself. The tokens with the highest keys are selected;
+    `draw` is unused."""
     require_one_shape(covariance=covariance, draw=draw)
     return covariance
 

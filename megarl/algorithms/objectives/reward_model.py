@@ -1,4 +1,4 @@
-"""The objective of a reward model of Bradley and Terry's."""
+"""Bradley–Terry reward model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ if TYPE_CHECKING:
 
 
 def reward_model(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), m the better response's score less the worse one's: InstructGPT
-    (https://arxiv.org/abs/2203.02155, eq. 1), where ε, the label_smoothing, is 0. margin: float32 [P]."""
+    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m is the better response's score minus the worse one's.
+
+    InstructGPT (https://arxiv.org/abs/2203.02155, eq. 1), where the label_smoothing ε is 0.
+
+    Args:
+        margin: float32 [P], m.
+    """
     return bradley_terry(margin, label_smoothing)
 
 
 SPEC = PairObjective(
     name="reward_model",
     formula="−(1 − ε)·log σ(m) − ε·log σ(−m), m = s_better − s_worse, ε = label_smoothing",
-    paper="a reward model of Bradley and Terry's; InstructGPT, arXiv 2203.02155, eq. 1",
+    paper="Bradley–Terry reward model; InstructGPT, arXiv 2203.02155, eq. 1",
     loss=reward_model,
     parameters={"label_smoothing": (LabelSmoothing, 0.0)},
     classifier="sequence",

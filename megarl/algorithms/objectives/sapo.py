@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate of the ratio instead of a clip."""
+"""SAPO: a smooth gate on the ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def sapo(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, tau_positive: float, tau_negative: float
 ) -> PolicyLoss:
-    """ℓ = −(4/τ)·σ(τ·(ρ − 1))·A, with τ = tau_positive where A > 0, else tau_negative: a gate instead of a clip.
+    """ℓ = −(4/τ)·σ(τ·(ρ − 1))·A, where τ = tau_positive if A > 0, else tau_negative.
 
-    SAPO (https://arxiv.org/abs/2511.20347, eq. 5 and 6). At ρ = 1 its gradient is that of −ρ·A.
+    SAPO (https://arxiv.org/abs/2511.20347, eq. 5 and 6). At ρ = 1 its gradient equals that of −ρ·A.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     tau = advantage.new_tensor(tau_positive).where(advantage > 0, advantage.new_tensor(tau_negative))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def sft(log_prob: torch.Tensor) -> torch.Tensor:
-    """ℓ = −log π of each token of the assistant, float32 [N]."""
+    """ℓ = −log π of each assistant token, float32 [N]."""
     return -log_prob
 
 

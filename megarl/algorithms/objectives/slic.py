@@ -1,4 +1,4 @@
-"""SLiC: preferences from log-probs, with a margin beyond which nothing more is learned."""
+"""SLiC: preference learning from log-probs with a hinge loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 
 def slic(margin: torch.Tensor, better: torch.Tensor, hinge_margin: float, regularisation: float) -> torch.Tensor:
-    """ℓ = max(0, δ − m) − λ·log π(y₊), m = log π(y₊) − log π(y₋), y₊ the better response of a pair and y₋ the worse.
+    """ℓ = max(0, δ − m) − λ·log π(y₊), where m = log π(y₊) − log π(y₋), y₊ is the better response of a pair and y₋ the
+    worse.
 
-    SLiC-HF (https://arxiv.org/abs/2305.10425, eq. 1), δ the hinge_margin and λ the regularisation. The paper takes the
-    target of supervised fine-tuning in its second term; pairs have none, and their better response stands for it.
-    margin, better: float32 [P], better being log π(y₊).
+    SLiC-HF (https://arxiv.org/abs/2305.10425, eq. 1), with δ = hinge_margin and λ = regularisation. The paper's second
+    term uses the target of supervised fine-tuning; pairs have none, so the better response takes its place.
+
+    Args:
+        margin: float32 [P], m.
+        better: float32 [P], log π(y₊).
     """
     require_one_shape(margin=margin, better=better)
     return (hinge_margin - margin).relu() - regularisation * better

@@ -1,4 +1,4 @@
-"""The objective of a reward model that scores every token of a response."""
+"""Token-level reward model: a score for every token of a response."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 
 def token_reward_model(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), s the score of a token and y the label of what it is part of.
+    """ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), where s is a token's score and y the label of the step it belongs to.
 
-    The loss of a process reward model (Let's Verify Step by Step, https://arxiv.org/abs/2305.20050), at every token.
-    score, label: float32 [N].
+    The loss of a process reward model (Let's Verify Step by Step, https://arxiv.org/abs/2305.20050), applied to every
+    token.
+
+    Args:
+        score: float32 [N].
+        label: float32 [N].
     """
     return binary_cross_entropy(score, label)
 

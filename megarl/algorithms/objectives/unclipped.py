@@ -1,4 +1,4 @@
-"""The plain surrogate."""
+"""The unclipped policy surrogate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def unclipped(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
-    """ℓ = −ρ·A: the surrogate that TRPO bounds (https://arxiv.org/abs/1502.05477, eq. 14), without a bound."""
+    """ℓ = −ρ·A: TRPO's surrogate (https://arxiv.org/abs/1502.05477, eq. 14) without its constraint."""
     ratio = policy_ratio(log_prob, old, advantage)
     return PolicyLoss.of(-ratio * advantage, ratio)
 
@@ -20,6 +20,6 @@ def unclipped(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor
 SPEC = PolicyObjective(
     name="unclipped",
     formula="−ρ·A",
-    paper="the surrogate of TRPO, arXiv 1502.05477, without its bound, which algorithm.trust_region.kl_limit gives it",
+    paper="the surrogate of TRPO, arXiv 1502.05477, unbounded unless algorithm.trust_region.kl_limit is set",
     loss=unclipped,
 )

@@ -8,8 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.models.shape import ModelShape
+from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
-from megarl.resharding.families.adapters import SHARED, adapter_holder
+from megarl.resharding.families.adapters import EXPERTS, SHARED, adapter_holder
 
 if TYPE_CHECKING:
     from megarl.config.model_schema import Layout, Lora
@@ -17,13 +18,8 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
-EXPERTS = ".mlp.experts."
-"""The part of a name that tells routed experts' parameters."""
 ROUTER = ".mlp.router."
 """The part of a name that tells a router's."""
-TILE = (4096, 8192)
-"""The tokens × vocabulary of a tile of the head's logits on a GPU, of which megarl/ops/linear_head.py makes one at a
-time."""
 
 
 def item_bytes(config: Config) -> int:

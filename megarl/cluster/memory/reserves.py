@@ -15,12 +15,12 @@ from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Layout, Placed, Role
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config, Rollout
+from megarl.config.vllm_arguments import batched_tokens
 from megarl.models.huggingface import FP8_BLOCK
 from megarl.models.shape import ModelShape
-from megarl.planner.hardware import GIB
 from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNELS, NETWORK_BUFFERS, buffer_bytes
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 MOST_SEQUENCES = 1024
 """The sequences that vLLM samples for at once by default on GPUs with 70 GiB or more."""
@@ -276,11 +276,6 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
         ACTIVATIONS: _activations(shape, rollout.tp, tokens) * item_bytes(config),
         LOGITS: most_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
     }
-
-
-def batched_tokens(rollout: Rollout) -> int:
-    """Returns the tokens that an engine computes at once, at most."""
-    return rollout.vllm_overrides.get("max_num_batched_tokens", max(2048, rollout.context_length))
 
 
 def most_sequences(rollout: Rollout) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.memory.parameters import engine_holder
 from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, rank_memory
-from megarl.cluster.memory.reserves import awake_reserve, gpu_reserve, sampling_reserve
+from megarl.cluster.memory.reserves import GIB, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.models.shape import ModelShape
@@ -17,8 +17,6 @@ from megarl.resharding.families import huggingface_holder
 if TYPE_CHECKING:
     from megarl.config.model_schema import Placed, Role, Trained
     from megarl.config.schema import Config
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

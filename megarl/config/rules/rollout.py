@@ -18,17 +18,6 @@ def candidate_tokens_are_bounded(config: Config) -> str | None:
     )
 
 
-def deltas_are_sent(config: Config) -> str | None:
-    rollout = config.rollout
-    if not rollout.refit_delta or config.sends_weights:
-        return None
-    return (
-        f"rollout.refit_delta=true: with rollout.transport={rollout.transport} and "
-        f"cluster.placement={config.cluster.placement} engines read weights in place, and only pieces of other nodes "
-        "are sent. Fix: set rollout.transport=p2p or rollout.refit_delta=false"
-    )
-
-
 def nodes_do_not_share_memory(config: Config) -> str | None:
     nodes = config.cluster.nodes
     if nodes == 1 or config.is_offline or config.rollout.transport != "shared_memory":
@@ -65,16 +54,6 @@ def weights_are_quantised_once(config: Config) -> str | None:
     return (
         f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with rollout.quantization="
         f"{rollout.quantization} weights arrive quantised. Fix: set only one of them"
-    )
-
-
-def deltas_are_of_whole_precision(config: Config) -> str | None:
-    rollout = config.rollout
-    if rollout.quantization is None or not rollout.refit_delta:
-        return None
-    return (
-        f"rollout.refit_delta=true: with rollout.quantization={rollout.quantization} a new scale changes all "
-        "elements of a block. Fix: set rollout.refit_delta=false"
     )
 
 
@@ -126,12 +105,10 @@ def _staleness(config: Config) -> str:
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     candidate_tokens_are_bounded,
-    deltas_are_sent,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
     quantised_weights_are_bfloat16,
     weights_are_quantised_once,
-    deltas_are_of_whole_precision,
     engines_stay_awake_for_rollouts_ahead,
     running_requests_survive_sleep,
     greedy_baselines_are_not_stale,

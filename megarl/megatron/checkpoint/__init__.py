@@ -1,1 +1,1 @@
-"""Sharded checkpoints of a run, and conversion between them and Hugging Face folders."""
+"""Sharded checkpoints of a run and their conversion to and from Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""The adapters in a run's checkpoint, as a PEFT folder, or merged into their model."""
+"""Export of a run's adapters, as a PEFT folder or merged into their base model."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from megarl.resharding.transports.transport import Readable
 class StoredAdapters:
     """The adapters in a checkpoint.
 
-    config     of the run
-    folder     where the factors are
-    base       a Hugging Face folder of the model that they are for
-    base_hash  what weights_hash gave of its weights when the run began (None: format 1 does not say)
+    Attributes:
+        config: the config of the run.
+        folder: the checkpoint with the factors.
+        base: Hugging Face folder of the base model.
+        base_hash: `weights_hash` of the base model when the run started.
     """
 
     config: Config
     folder: TorchDistFolder
     base: Path
-    base_hash: str | None
+    base_hash: str
 
     @property
     def lora(self) -> Lora:
@@ -56,28 +57,28 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Returns all factors by PEFT's names, as views of the checkpoint's files; one that experts share has no
-        expert's number in its name."""
+        """Return all factors by PEFT name, as views of the checkpoint's files. Names of factors shared by experts have
+        no expert number."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
 
 
 class MergedWeights(Readable):
-    """The transport of a model's weights with adapters merged: the products are added in float32, to weights of the
-    dtype that the run had them in."""
+    """Transport of a model's weights with adapters merged. The products are added in float32 to weights in the run's
+    dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
-        """weights: the holder of all weights, with the dtypes of the run."""
+        """`weights` is the holder of all weights, with the run's dtypes."""
         self._base, self._weights, self._scale = base, weights, adapters.lora.scale
         self._factors = {
             each: factor
             for name, factor in adapters.factors().items()
             for each in expert_tensor_names(name, adapters.num_experts)
         }
-        found = weights.dtypes.items()
-        dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in found}
+        stored = weights.dtypes.items()
+        dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in stored}
         self.holder = replace(weights, name="merged", shard=replace(weights.shard, dtypes=dtypes))
-        """The holder of the weights as they are read."""
+        """The holder of the merged weights."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return getattr(torch, self.holder.dtypes[parameter])
@@ -95,7 +96,8 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Writes a PEFT folder. Returns the bytes of its tensors. See _open for the path and errors."""
+    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path and
+    errors."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
         save_adapters(factors, adapters.lora, adapters.config.model.path, adapters.num_experts, out)
@@ -105,21 +107,27 @@ def adapters_to_peft(path: Path, out: Path) -> int:
 def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Writes the model with the adapters merged as a Hugging Face folder, as an export of the run at this step would.
-    Returns the bytes of tensors written. Raises UserError for a model that is not the run's.
+    """Write the model with merged adapters as a Hugging Face folder, identical to the run's own export at this step.
 
-    options  a dtype of None is the run's
-    See _open for the other arguments and errors, and write_folder for shard_bytes.
+    Args:
+        options: a dtype of None means the run's dtype.
+        shard_bytes: as in write_folder. See `_open` for the other arguments and errors.
+
+    Returns:
+        The number of tensor bytes written.
+
+    Raises:
+        UserError: the base model is not the one the run trained with.
     """
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
-        if adapters.base_hash not in (None, weights_hash(adapters.base)):
+        if adapters.base_hash != weights_hash(adapters.base):
             raise UserError(
-                f"{adapters.base}: its weights are not those that the adapters of {path} were trained beside; give "
-                "--hf, a folder with these"
+                f"{adapters.base}: these are not the base weights that the adapters in {path} were trained on. "
+                "Fix: pass --hf with a folder of the original base model"
             )
         hf_config, dtype = read_config(adapters.base), adapters.config.model.dtype
         weights = huggingface_holder(hf_config, dtype)
-        base.with_file_dtypes(weights)  # raises what is wrong with the folder
+        base.with_file_dtypes(weights)  # validates the folder
         transport = MergedWeights(base, weights, adapters)
         source, destination = transport.holder, huggingface_holder(hf_config, options.dtype or dtype)
         plan = make_plan([source], [destination])
@@ -131,22 +139,25 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Opens the adapters of a checkpoint. Raises UserError for a checkpoint without any, and for a file that is not
-    what the run wrote.
+    """Open the adapters of a checkpoint.
 
-    path         in a run, `checkpoints/step_…`
-    huggingface  a folder with the model that they are for (None: the run's `model.path`)
+    Args:
+        path: `checkpoints/step_…` of a run.
+        huggingface: folder of the base model; None uses the run's `model.path`.
+
+    Raises:
+        UserError: the checkpoint has no adapters, or a file differs from what the run wrote.
     """
     path = model_path(path)
     if not is_of_a_run(path):
-        raise UserError(f"{path}: it is no checkpoint of a run; give one of its folders checkpoints/step_…")
+        raise UserError(f"{path}: not a checkpoint of a run. Fix: pass a folder checkpoints/step_… of a run")
     sealed = Checkpoint.open(path.parent)
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
     config = validated(sealed.state["config"], sealed.format)
     if config.actor.adapters is None or path.name != "actor":
-        raise UserError(f"{path}: it holds no adapters; convert it with megatron-to-hf")
+        raise UserError(f"{path}: contains no adapters. Fix: convert it with megatron-to-hf")
     revision = config.model.revision if huggingface is None else None
     base = resolve(str(huggingface or config.model.path), key="--hf", revision=revision)
     with TorchDistFolder(path) as folder:
-        base_hash = sealed.state.get("models", {}).get("model.path", {}).get("hash")
+        base_hash = sealed.state["models"]["model.path"]["hash"]
         yield StoredAdapters(config, folder, base, base_hash)

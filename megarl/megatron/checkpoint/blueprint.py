@@ -1,4 +1,4 @@
-"""A rank's part of a model of any size and layout, built in this process alone: with shapes, without memory."""
+"""Blueprints: one rank's part of a model under any layout, built in this process alone, without allocating weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.resharding.piece import Holder
 
 @dataclass(frozen=True, slots=True)
 class RankBlueprint:
-    """The weights that a rank holds, and what it writes of them into a checkpoint: extents, and keys of empty
+    """The weights that a rank holds and the checkpoint entries it writes: extents of tensors, and keys of empty
     objects."""
 
     holder: Holder
@@ -39,11 +39,15 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Returns the blueprint of the model with our own layers, whose keys are the same as with Transformer Engine's.
+    """Return the blueprint of one rank. It uses our own layers, whose checkpoint keys equal those of Transformer
+    Engine's.
 
-    dtype: the dtype of the holder's weights (None: that of config.json)
-    format: the metadata for Megatron's `sharded_state_dict`
-    Raises UserError where the model does not divide by the layout.
+    Args:
+        format: metadata for Megatron's `sharded_state_dict`.
+        dtype: dtype of the holder's weights; None means that of config.json.
+
+    Raises:
+        UserError: the model is not divisible by the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):
@@ -52,7 +56,7 @@ def blueprint(
     names = {id(tensor): name for name, tensor in tensors_of(chunks).items()}
     entries = [entry for state in states for entry in nested_values(state) if is_main_replica(entry.replica_id)]
     objects = [entry for entry in entries if isinstance(entry, ShardedObject)]
-    assert all(entry.data is None for entry in objects), "the model has a state beside its tensors"
+    assert all(entry.data is None for entry in objects), "the model has non-tensor state"
     shards = [entry for entry in entries if not isinstance(entry, ShardedObject)]
     return RankBlueprint(
         holder,

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and checkpoints in Megatron's format, in one process, a tensor at a time."""
+"""Conversion between Hugging Face folders and Megatron checkpoints, in one process, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ from megarl.resharding.transports.transport import Transport
 class Options:
     """Options of a conversion.
 
-    dtype    the dtype of all tensors (None: every tensor keeps its own)
-    verify   whether the files of a run's checkpoint are compared with their SHA-256, and written files are read back
+    Attributes:
+        dtype: dtype of all tensors; None keeps each tensor's own.
+        verify: compare the files of a run's checkpoint with their SHA-256, and read back written files.
     """
 
     dtype: str | None = None
@@ -62,7 +63,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors that are cut as the parameters are, with a prefix before their keys. dtypes: by the parameters' keys."""
+    """Tensors sharded like the parameters, stored under the parameters' keys with a prefix. `dtypes` is keyed by
+    parameter."""
 
     prefix: str
     transport: Transport
@@ -71,10 +73,11 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A source of weights: its holder, its transport, and the folder `files` with the other files of a Hugging Face
-    folder.
+    """A source of weights.
 
-    check: checks the source's files, which takes as long as reading them; raises UserError
+    Attributes:
+        files: folder with the non-weight files of a Hugging Face folder.
+        check: verifies the source's files, which takes as long as reading them; raises UserError.
     """
 
     hf_config: Mapping[str, Any]
@@ -94,8 +97,8 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Returns a layout with as few data-parallel ranks as the experts need. Raises UserError for sizes that do not go
-    together."""
+    """Return a layout with the fewest data-parallel ranks that the experts allow. Raises UserError for incompatible
+    sizes."""
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
         tp=tp,
@@ -114,11 +117,14 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Writes a checkpoint from a Hugging Face folder. Returns the bytes of tensors written.
+    """Write a checkpoint from a Hugging Face folder and return the number of tensor bytes.
 
-    folder   a path for megarl.models.folder.resolve
-    layout   the layout of the ranks that the checkpoint is written for
-    Raises UserError, with nothing left behind, for a folder that does not fit its config.json.
+    Args:
+        folder: a path or id for megarl.models.folder.resolve.
+        layout: the layout to write the checkpoint for.
+
+    Raises:
+        UserError: the folder does not match its config.json. Leaves no partial output.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
         return _write_checkpoint(weights, layout, out, _common(), options)
@@ -131,18 +137,18 @@ def megatron_to_huggingface(
     shard_bytes: int = SHARD_BYTES,
     options: Options = Options(),
 ) -> int:
-    """Writes a Hugging Face folder from a checkpoint. Returns the bytes of tensors written. See open_checkpoint and
+    """Write a Hugging Face folder from a checkpoint and return the number of tensor bytes. See open_checkpoint and
     write_folder for the arguments."""
     with open_checkpoint(checkpoint, huggingface) as source:
         hf_config = without_value_head(source.hf_config)
         destination = huggingface_holder(hf_config, options.dtype)
         if options.dtype is None:
-            found = _dtypes(source.holder)
-            kept = {name: found[name] for name in destination.shapes if name in found}
+            stored = _dtypes(source.holder)
+            kept = {name: stored[name] for name in destination.shapes if name in stored}
             destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
         plan = _proven(source.holder, destination)
         if options.verify:
-            require_room(out, plan.num_bytes)  # before all is read
+            require_room(out, plan.num_bytes)  # fail before reading everything
             source.check_files(options.progress)
         return write_folder(
             plan, source.transport(), hf_config, source.files, out, shard_bytes, options.verify, options.progress
@@ -152,9 +158,11 @@ def megatron_to_huggingface(
 def reshape(
     checkpoint: Path, out: Path, layout: Layout, huggingface: Path | None = None, options: Options = Options()
 ) -> int:
-    """Writes a checkpoint for another layout. Returns the bytes of tensors written. The optimizer's state comes along,
-    if there is one, and so do other weights that are saved beside the model's. The random states of ranks do not,
-    because they mean nothing under another layout."""
+    """Write a checkpoint for another layout and return the number of tensor bytes.
+
+    Optimizer state and other weights saved with the model are included. The ranks' random states are dropped because
+    they are meaningless under another layout.
+    """
     with open_checkpoint(checkpoint, huggingface) as source:
         companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
         checked = partial(source.check_files, options.progress) if options.verify else None
@@ -169,13 +177,13 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
     with SafetensorsFolder(folder) as transport:
         holder = transport.with_file_dtypes(holder)
         unexpected = transport.unexpected(holder)
-        refuse_unexpected(folder, [name for name in unexpected if not _without_use(name, hf_config)])
+        refuse_unexpected(folder, [name for name in unexpected if not _is_unused(name, hf_config)])
         yield Weights(hf_config, holder, transport, folder)
 
 
-def _without_use(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint may have this tensor beside the model: a copy of the tied head, a constant, or part
-    of a layer that is left out."""
+def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face folder may contain this tensor although the model does not use it: a copy of the
+    tied head, a constant, or part of an omitted layer."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
@@ -190,7 +198,7 @@ def _proven(source: Holder, destination: Holder) -> Plan:
 
 
 def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
-    """Writes a checkpoint. common: the content of the file with the state that is not sharded."""
+    """Write a checkpoint. `common` is the content of the file with unsharded state."""
     ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
@@ -204,12 +212,12 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 
     def tensor(entry: Entry) -> torch.Tensor:
         name = entry.extent.name
-        made = memory.tensor(entry.extent.shape, entry.dtype)
-        execute(parts[name], {name: made}, transports[entry.prefix])
+        written = memory.tensor(entry.extent.shape, entry.dtype)
+        execute(parts[name], {name: written}, transports[entry.prefix])
         if options.verify:
-            checksums[entry.name] = checksum(made)
-        options.progress("written", made.nbytes, total)
-        return made
+            checksums[entry.name] = checksum(written)
+        options.progress("written", written.nbytes, total)
+        return written
 
     with new_folder(out, total) as folder:
         if weights.check is not None:
@@ -227,47 +235,46 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 
 
 def _common() -> bytes:
-    """Returns the common file of a checkpoint that has weights only: its format, for Megatron's
-    `load_content_metadata`."""
+    """Return the common file of a weights-only checkpoint: its format, for Megatron's `load_content_metadata`."""
     stream = io.BytesIO()
     torch.save({"content_metadata": FORMAT}, stream)
     return stream.getvalue()
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Returns the entries that a rank writes. dtypes: prefix -> key -> dtype of the tensors that exist."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype of the existing tensors."""
     return [
-        Entry(extent, prefix, found[extent.key])
-        for prefix, found in dtypes.items()
+        Entry(extent, prefix, dtype_by_key[extent.key])
+        for prefix, dtype_by_key in dtypes.items()
         for extent in rank.extents
-        if extent.key in found
+        if extent.key in dtype_by_key
     ]
 
 
 def _dtypes(holder: Holder) -> dict[str, str]:
-    """Returns the dtypes of canonical tensors in their holder, by name."""
+    """Return the dtypes of a holder's canonical tensors, by name."""
     return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the dtypes of a checkpoint's tensors, by key. kept: dtypes that canonical tensors keep (None: the dtypes
-    of the ranks' holders are taken)."""
-    found: dict[str, str] = {}
+    """Return the dtypes of a checkpoint's tensors, by key. `kept` maps canonical tensors to dtypes; None uses the
+    dtypes of the ranks' holders."""
+    by_key: dict[str, str] = {}
     for rank in ranks:
         dtypes = rank.holder.dtypes if kept is None else _kept(rank.holder, kept)
-        found |= {extent.key: dtypes[extent.parameter] for extent in rank.extents if extent.parameter in dtypes}
-    return found
+        by_key |= {extent.key: dtypes[extent.parameter] for extent in rank.extents if extent.parameter in dtypes}
+    return by_key
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Returns parameter -> the dtype of the tensors that it is made of; none for a parameter that is only padding."""
-    found: dict[str, str] = {}
+    """Return parameter -> dtype of its canonical tensors. Padding-only parameters are omitted."""
+    by_parameter: dict[str, str] = {}
     for piece in holder.pieces:
         if piece.canonical is not None:
             dtype = dtypes[piece.canonical]
-            if found.setdefault(piece.local, dtype) != dtype:
+            if by_parameter.setdefault(piece.local, dtype) != dtype:
                 raise UserError(
-                    f"{piece.canonical} is {dtype}, and other tensors in the same parameter of Megatron's are "
-                    f"{found[piece.local]}; give --dtype"
+                    f"{piece.canonical}: {dtype}, but other tensors of the same Megatron parameter are "
+                    f"{by_parameter[piece.local]}. Fix: pass --dtype"
                 )
-    return found
+    return by_parameter

@@ -1,4 +1,4 @@
-"""The description of a checkpoint in Megatron's format, for a person or as JSON."""
+"""Description of a Megatron checkpoint, as text or JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from megarl.resharding.transports.torch_dist import TorchDistFolder
 class Description:
     """The content of a checkpoint.
 
-    model     the model_type, or of a run's checkpoint what its role began with; None where the checkpoint does not say
-    files     name -> bytes
-    tensors   key -> shape, dtype, and the number of parts that the tensor is stored in
+    Attributes:
+        model: the model_type or, for a run's checkpoint, the weights its role started from; None if not recorded.
+        files: name -> bytes.
+        tensors: key -> shape, dtype, and number of parts that the tensor is stored in.
     """
 
     checkpoint: str
@@ -32,20 +33,20 @@ class Description:
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
 
     def text(self) -> str:
-        """Returns the description for a person: a line for each kind of content, and one for each tensor."""
+        """Return the description as text: one line per kind of content, then one per tensor."""
         dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
         lines = [
-            f"{self.checkpoint}: {self.model or 'a model that it does not name'}",
+            f"{self.checkpoint}: {self.model or 'unknown model'}",
             f"  {self.num_parameters:,} parameters; {self.num_bytes / 1e9:.3f} GB in {len(self.files)} files",
             f"  {len(self.tensors)} tensors: {', '.join(f'{count} {dtype}' for dtype, count in dtypes.items())}",
-            *(f"  {prefix}* beside the parameters" for prefix in self.companions),
+            *(f"  {prefix}* for the parameters" for prefix in self.companions),
         ]
         rows = [f"  {key}  {list(shape)}  {dtype}  in {n}" for key, (shape, dtype, n) in self.tensors.items()]
         return "\n".join([*lines, *rows])
 
 
 def describe(path: Path) -> Description:
-    """Describes the checkpoint at `path`. Raises UserError for a folder that is no whole checkpoint."""
+    """Describe the checkpoint at `path`. Raises UserError if it is not a complete checkpoint."""
     path = model_path(path)
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}
@@ -67,6 +68,6 @@ def _model(path: Path) -> str | None:
         checkpoint = Checkpoint.open(path.parent)
         config = checkpoint.state["config"]
         start = config[path.name].get("path") or config["model"]["path"]
-        return f"the {path.name} of a run after step {checkpoint.step}, which began as {start}"
+        return f"{path.name} of a run after step {checkpoint.step}, started from {start}"
     description = path / DESCRIPTION / "config.json"
     return json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None

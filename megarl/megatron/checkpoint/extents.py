@@ -1,4 +1,4 @@
-"""The extents of a parameter: where Megatron's description of a sharded model says that its elements are saved."""
+"""Extents of a parameter: where Megatron's sharding description saves its elements."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from megarl.resharding.piece import Piece, Rectangle, whole
 
 @dataclass(frozen=True, slots=True)
 class CanonicalShard:
-    """A parameter of which each piece is saved in its canonical tensor, whatever the layout.
+    """A parameter whose pieces are saved in their canonical tensors, independent of the layout.
 
-    key          the parameter's name
-    replica_id   as Megatron counts replicas: by pipeline stage, by tensor-parallel and by data-parallel rank
-    pieces       those of the parameter
-    shapes       canonical tensor -> its shape
+    Attributes:
+        key: the parameter's name.
+        replica_id: Megatron's replica id: pipeline stage, tensor-parallel rank, data-parallel rank.
+        pieces: the parameter's pieces.
+        shapes: canonical tensor -> its shape.
     """
 
     key: str
@@ -44,20 +45,20 @@ class CanonicalShard:
 
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
-"""The description of a parameter: Megatron's, or ours of an adapter's. A factory's parameter is saved as several
+"""The sharding description of a parameter: Megatron's, or ours for adapters. A factory saves its parameter as several
 tensors, or in several places."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:
-    """Returns the extents that make up a parameter. parameter: the name that they have it under."""
+    """Return the extents that make up a parameter. `parameter` is the parameter's name in them."""
     if isinstance(shard, CanonicalShard):
         return shard.extents()
     if isinstance(shard, ShardedTensor):
         return [_extent(shard, parameter, whole(tuple(shard.local_shape)))]
-    # Without elements, because only the places of its views count.
-    form = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
-    tensors = nested_values(replace(shard, data=form).build())
-    return [_extent(tensor, parameter, _rectangle(tensor.data, form)) for tensor in tensors]
+    # On the meta device: only the offsets of its views matter.
+    meta = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
+    tensors = nested_values(replace(shard, data=meta).build())
+    return [_extent(tensor, parameter, _rectangle(tensor.data, meta)) for tensor in tensors]
 
 
 def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Extent:
@@ -71,9 +72,9 @@ def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Exte
     )
 
 
-def _rectangle(view: torch.Tensor, form: torch.Tensor) -> Rectangle:
-    """Returns the rectangle of a contiguous tensor that a view of it covers."""
-    assert view._base is form and view.stride() == form.stride(), "not a rectangle of the parameter"
+def _rectangle(view: torch.Tensor, meta: torch.Tensor) -> Rectangle:
+    """Return the rectangle of a contiguous tensor covered by a view of it."""
+    assert view._base is meta and view.stride() == meta.stride(), "not a rectangle of the parameter"
     rectangle, left = [], view.storage_offset()
     for stride, size in zip(view.stride(), view.shape, strict=True):
         start, left = divmod(left, stride)

@@ -1,10 +1,10 @@
-"""AdamW's state, of which every rank writes and reads its own range, in a checkpoint that loads under any layout.
+"""AdamW state in a checkpoint that loads under any layout. Every rank writes and reads only its own range.
 
-Megatron keeps it in flat buckets, each split evenly over the data-parallel ranks, so that a rank has a range of the
-elements of a parameter, flattened. In the checkpoint the state is a tensor of the parameter's shape. The range is a few
-rectangles of it, which the rank writes by itself; and it reads, from whatever rectangles others wrote, those alone. Of
-the parameters' weights it writes and reads the same range, so that all ranks write and read alike, and takes the other
-ranges from the ranks that have read them, as after an update.
+Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of the
+elements of a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
+of a few rectangles of that tensor: the rank writes those, and on loading reads only those, regardless of the rectangles
+that were written. Parameter weights are written and read by the same ranges, so that the work is spread over all ranks;
+the other ranges are then all-gathered, as after an update.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megarl.resharding.piece import Rectangle, flat_span, shape_of, whole
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names of the main weights and of the moments, all float32."""
+"""Megatron's names of the main weights and the moments, all float32."""
 
 WEIGHT = "weight"
-"""Our name of the model's own weights, which may have fewer bits than the main weights."""
+"""Name of the model's own weights, which may have lower precision than the main weights."""
 
 PREFIX = "optimizer.state."
 
@@ -41,36 +41,38 @@ Parameter = torch.nn.Parameter
 
 
 OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
-"""A function that has tensors on the device for as long as its result is entered: Offload.on_device."""
+"""A function whose context manager keeps tensors on the device while entered: Offload.on_device."""
 
 
 @torch.no_grad()
 def sharded(
     optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
 ) -> dict[str, ShardedTensor]:
-    """Returns what this rank writes of the trained parameters, copied to host memory: weights and state of its ranges.
+    """Return the tensors that this rank writes for the trained parameters, copied to host memory: weights and optimizer
+    state of its ranges.
 
-    models     the parameters' shards
-    on_device  has the state of a parameter on the device for as long as it is read, where it is offloaded
+    Args:
+        models: the parameters' shards.
+        on_device: brings offloaded state of a parameter to the device while it is read.
     """
     written: dict[str, ShardedTensor] = {}
-    for own in _own_ranges(optimizer):
-        shard = models[own.parameter]
-        # Megatron's replicas are counted by pipeline stage, by tensor-parallel and by data-parallel rank.
+    for owned in _owned_ranges(optimizer):
+        shard = models[owned.parameter]
+        # A replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
         if is_main_replica(shard.replica_id[:2]):
-            with on_device(own.state()):
-                state = own.values()
-                values = {"": own.parameter.flatten()[own.start : own.stop]}
+            with on_device(owned.state()):
+                state = owned.values()
+                values = {"": owned.parameter.flatten()[owned.start : owned.stop]}
                 values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
-                copied = {prefix: of_range.to("cpu", copy=True) for prefix, of_range in values.items()}
-            for prefix, of_range in copied.items():
-                for extent in own.extents(shard, prefix):
-                    written[extent.name] = _sharded_tensor(extent, own.view(of_range, extent.rectangle))
+                copied = {prefix: part.to("cpu", copy=True) for prefix, part in values.items()}
+            for prefix, part in copied.items():
+                for extent in owned.extents(shard, prefix):
+                    written[extent.name] = _sharded_tensor(extent, owned.view(part, extent.rectangle))
     return written
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
-    """Returns the parameters that the optimizer updates, on this rank or on another of its data-parallel group."""
+    """Return the parameters that the optimizer updates, on this rank or on another of its data-parallel ranks."""
     buffers = (buffer for part in parts_of(optimizer) for buffer in part.buffers)
     return {parameter for buffer in buffers for parameter in buffer.param_index_map}
 
@@ -83,39 +85,42 @@ def restore(
     folder: Path,
     stored_keys: set[str],
 ) -> None:
-    """Loads weights and state of this rank's ranges, on all ranks together. Raises UserError for those of other
-    parameters.
+    """Load weights and state of this rank's ranges. Collective over all ranks.
 
-    num_updates  the number of updates that the state has seen
-    stored_keys  the keys of all trained weights and of their state in the checkpoint
+    Args:
+        num_updates: number of updates that the state has seen.
+        stored_keys: keys of all trained weights and their state in the checkpoint.
+
+    Raises:
+        UserError: the checkpoint belongs to other parameters.
     """
     for part in parts_of(optimizer):
-        if not part.optimizer.state:  # the first update would make it
+        if not part.optimizer.state:  # created lazily by the first update
             part.init_state_fn(part.optimizer, part.config)
     prefixes = {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in KEYS}
     extents = [
-        (own, {name: own.extents(models[own.parameter], prefix) for name, prefix in prefixes.items()})
-        for own in _own_ranges(optimizer)
+        (owned, {name: owned.extents(models[owned.parameter], prefix) for name, prefix in prefixes.items()})
+        for owned in _owned_ranges(optimizer)
     ]
-    own_keys = {extent.key for _, states in extents for found in states.values() for extent in found}
-    _refuse_others(folder, own_keys, stored_keys)
+    rank_keys = {extent.key for _, states in extents for parts in states.values() for extent in parts}
+    _reject_other_keys(folder, rank_keys, stored_keys)
     trained = trained_parameters(optimizer)
     with TorchDistFolder(folder) as stored:
         for shard in (shard for parameter, shard in models.items() if parameter in trained):
-            _refuse_other_shape(folder, shard, stored)
-        for own, states in extents:
-            tensors = {name: own.read(stored, found) for name, found in states.items()}
-            own.parameter.view(-1)[own.start : own.stop].copy_(tensors.pop(WEIGHT))
+            _reject_other_shape(folder, shard, stored)
+        for owned, states in extents:
+            tensors = {name: owned.read(stored, parts) for name, parts in states.items()}
+            owned.parameter.view(-1)[owned.start : owned.stop].copy_(tensors.pop(WEIGHT))
             if kernels.adam() == kernels.TORCH_ADAM:
-                tensors["step"] = torch.tensor(float(num_updates))  # Megatron asks for every entry of the state
-            own.part._set_main_param_and_optimizer_states(own.parameter, tensors)
+                tensors["step"] = torch.tensor(float(num_updates))  # Megatron expects every entry of the state
+            owned.part._set_main_param_and_optimizer_states(owned.parameter, tensors)
     for part in parts_of(optimizer):
         _set_count(part, num_updates)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRange:
-    """The range of a parameter's elements, flattened, whose state this rank has in a part of the optimizer."""
+class OwnedRange:
+    """The range of a flattened parameter whose state this rank holds in one part of the optimizer."""
 
     part: DistributedOptimizer
     parameter: Parameter
@@ -123,34 +128,34 @@ class OwnRange:
     stop: int
 
     def state(self) -> list[torch.Tensor]:
-        """Returns all that the optimizer has of the range."""
-        group, number = self.part.model_param_group_index_map[self.parameter]
-        main = self.part.optimizer.param_groups[group]["params"][number]
+        """Return all optimizer tensors of the range."""
+        param_group, number = self.part.model_param_group_index_map[self.parameter]
+        main = self.part.optimizer.param_groups[param_group]["params"][number]
         state = self.part.optimizer.state.get(main, {}).values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Returns the range's state by KEYS. Before the first update there are no moments: zeros on the host, as an
-        engine may be awake on the device."""
+        """Return the range's state by KEYS. Before the first update the moments do not exist; zeros stand in for them,
+        on the host, because an engine may occupy the device."""
         if self.part.optimizer.state:
             return self.part._get_main_param_and_optimizer_states(self.parameter)
         main, *_ = self.state()
         return dict(zip(KEYS, (main, torch.zeros(main.shape), torch.zeros(main.shape)), strict=True))
 
     def extents(self, shard: Shard, prefix: str) -> list[Extent]:
-        """Returns the extents that make up the range. prefix: what is before the parameter's key."""
+        """Return the extents that make up the range. `prefix` is prepended to the parameter's key."""
         spans = flat_span(tuple(self.parameter.shape), self.start, self.stop)
-        found = [extent.of(span) for extent in extents_of(shard, shard.key) for span in spans]
-        return [replace(extent, key=prefix + extent.key) for extent in found if extent is not None]
+        parts = [extent.of(span) for extent in extents_of(shard, shard.key) for span in spans]
+        return [replace(extent, key=prefix + extent.key) for extent in parts if extent is not None]
 
     def view(self, values: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-        """Returns the part of the range's values that is a rectangle of the parameter."""
+        """Return the part of the range's values that forms a rectangle of the parameter."""
         strides = self.parameter.stride()
         first = sum(start * stride for (start, _), stride in zip(rectangle, strides, strict=True))
         return values.as_strided(shape_of(rectangle), strides, first - self.start)
 
     def read(self, stored: TorchDistFolder, extents: list[Extent]) -> torch.Tensor:
-        """Returns the range's values from a checkpoint; 0 for a padding that it has not."""
+        """Return the range's values from a checkpoint; padding that it lacks is 0."""
         values = torch.zeros(self.stop - self.start)
         for extent in extents:
             part = extent.within(whole(stored.tensors[extent.key].shape))
@@ -160,13 +165,13 @@ class OwnRange:
         return values
 
 
-def _own_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnRange]:
+def _owned_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
     for part in parts_of(optimizer):
         for ranges_by_dtype in part.gbuf_ranges:
             [buckets] = ranges_by_dtype.values()
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    yield OwnRange(part, parameter, ranges["param"].start, ranges["param"].end)
+                    yield OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
 
 
 def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
@@ -178,35 +183,35 @@ def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
         local_shape=shape,
         global_shape=extent.global_shape,
         global_offset=extent.offset,
-        axis_fragmentations=None,  # the others' parts have other shapes
+        axis_fragmentations=None,  # ranks write parts of different shapes
     )
 
 
-def _refuse_others(folder: Path, own: set[str], stored: set[str]) -> None:
-    """Raises UserError on all ranks where the ranks' states together are not those that are stored."""
-    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own, group=parallel.host_group())
-    if differing := set().union(*of_ranks) ^ stored:
-        raise UserError(f"{folder}: it is the checkpoint of another model: {min(differing)} is in one only")
+def _reject_other_keys(folder: Path, rank_keys: set[str], stored: set[str]) -> None:
+    """Raise UserError on all ranks unless the ranks' keys together equal the stored keys."""
+    keys_by_rank: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(keys_by_rank, rank_keys, group=parallel.host_group())
+    if differing := set().union(*keys_by_rank) ^ stored:
+        raise UserError(f"{folder}: checkpoint of a different model: {min(differing)} exists in only one of them")
 
 
-def _refuse_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
-    """Raises UserError where a parameter is stored in another shape. All ranks that have the parameter look at it, not
-    only those with a range of it: the others would wait for their part."""
+def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
+    """Raise UserError if a parameter is stored with another shape. All ranks that hold the parameter check it, not only
+    those with a range of it; otherwise the rest would wait for their parts."""
     for extent in extents_of(shard, shard.key):
-        found, expected = stored.tensors[extent.key].shape, extent.global_shape
-        if found != expected and not extent.resizable:
+        shape, expected = stored.tensors[extent.key].shape, extent.global_shape
+        if shape != expected and not extent.resizable:
             raise UserError(
-                f"{folder}: it is the checkpoint of another model: {extent.key} has shape {found}, not {expected}"
+                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape}, not {expected}"
             )
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
-    """Sets the count of updates: torch's AdamW has it by parameter, the fused kernels of Transformer Engine and Apex by
-    group."""
+    """Set the update count, which torch's AdamW keeps per parameter, and the fused kernels of Transformer Engine and
+    Apex per parameter group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(num_updates))
     else:
-        for group in part.optimizer.param_groups:
-            group["step"] = num_updates
+        for param_group in part.optimizer.param_groups:
+            param_group["step"] = num_updates

@@ -1,4 +1,4 @@
-"""A model with its optimizer, sharded over the ranks' files in Megatron's format, which loads under any layout."""
+"""Sharded checkpoints of a model and its optimizer in Megatron's format, which load under any layout."""
 
 from __future__ import annotations
 
@@ -43,58 +43,62 @@ from megarl.megatron.checkpoint.optimizer_state import OnDevice
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
-# Each layer has its own name: as slices of one tensor, frozen layers would be holes in the optimizer's state.
+# Save each layer under its own name. As slices of one tensor, frozen layers would leave holes in the optimizer state.
 FORMAT = {"non_homogeneous_layers": True}
 BACKEND = ("torch_dist", 1)
-"""Megatron's name and version of the format of the files."""
+"""Megatron's name and version of the file format."""
 
 ShardedAdapters = Mapping[torch.Tensor, CanonicalShard]
-"""The factors of a rank's adapters, each with its description."""
+"""A rank's adapter factors with their sharding descriptions."""
 
 SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
-"""The key of the ranks' random states, which mean something under the same layout only."""
+"""The key of the ranks' random states, which are valid under the same layout only."""
 
 
 class Saving:
-    """A save whose copy to host memory is done. A thread writes the files, and reads them back, while training goes
-    on. Its last file is a note of them, by which others learn that they are on the disk while the rank is busy."""
+    """A save whose copy to host memory is complete. A thread writes the files and reads them back while training
+    continues. Finally it writes a note that lists the files, from which other processes learn that the rank's files are
+    complete."""
 
     def __init__(self, folder: Path, request: AsyncRequest):
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        write = request.async_fn  # nobody else has the copies
+        write = request.async_fn  # holds the only references to the copies
         self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())
 
     @property
     def written(self) -> bool:
-        """Whether the thread has written the files, or failed to."""
+        """Whether the thread has finished, successfully or not."""
         return self._written.done()
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
-        """Waits for the thread, raises its error, and returns the files of this rank, which are on the disk then.
-        checkpoint: the folder that the files' paths are relative to."""
+        """Wait for the thread, re-raise its error, and return this rank's files, which are on disk by then.
+
+        Args:
+            checkpoint: the folder that the files' paths are relative to.
+        """
         try:
             records = self._written.result()
         except torch_checkpoint.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            # torch's own words for a full disk do not tell that it is one.
+            # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
             raise RuntimeError(f"{self._folder}, on a disk with {free:.2f} GB free: {reason}") from error
         self._thread.shutdown()
-        # glibc would keep the memory of the copies, and more with every save.
+        # Otherwise glibc retains the copies' memory, more with every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
-    """Writes this rank's part of the model, and notes its files. Returns them, relative to the folder. Rank 0 adds the
-    small files that all share."""
+    """Write this rank's part of the model and a note of its files, and return them with paths relative to the folder.
+    Rank 0 adds the small files shared by all ranks."""
     write()
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
         save_config(CheckpointingConfig(*BACKEND), str(folder))
-        # In one listing: between two, the name under which another rank writes its note becomes another.
+        # List the folder once: other ranks rename their notes concurrently.
         files += sorted(file for file in folder.iterdir() if not file.name.startswith("__"))
     records = [seal(file, folder) for file in files]
     write_note(folder, rank, records)
@@ -110,24 +114,25 @@ def save(
     on_device: OnDevice,
     adapters: ShardedAdapters | None = None,
 ) -> Saving:
-    """Starts saving into an empty folder, on all ranks together. Returns when everything is in host memory.
+    """Start saving into an empty folder. Collective over all ranks. Returns once everything is in host memory.
 
-    counters   further values that `load` returns, the same on all ranks; num_updates among them
-    on_device  see optimizer_state.sharded
-    adapters   the model's, which alone are saved then
+    Args:
+        counters: further values that `load` returns, the same on all ranks; includes num_updates.
+        on_device: see optimizer_state.sharded.
+        adapters: the model's adapters; if given, no other weights are saved.
     """
     models = _sharded_models(chunks) if adapters is None else {}
-    # This copies by itself. It looks parameters up by identity, so those of the model are copied after it.
-    own = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
+    # This makes its own copies. It looks up parameters by identity, so the model's must be copied after it.
+    optimized = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
-    others = _untrained(models, optimizer)
-    for shard in _shards([others, snapshots]):
+    untrained = _untrained(models, optimizer)
+    for shard in _shards([untrained, snapshots]):
         if is_main_replica(shard.replica_id):
             shard.data = shard.data.detach().to("cpu", copy=True)
     state = {
-        **others,
+        **untrained,
         SNAPSHOTS: snapshots,
-        "own": own,
+        "own": optimized,
         "counters": dict(counters),
         RANDOM: _sharded_random(),
     }
@@ -143,23 +148,27 @@ def load(
     same_layout: bool,
     adapters: ShardedAdapters | None = None,
 ) -> dict[str, float]:
-    """Loads a checkpoint of any layout in place, on all ranks together. Returns the counters. Of trained parameters
-    each data-parallel rank reads its range, and gets the others' from them.
+    """Load a checkpoint of any layout in place and return its counters. Collective over all ranks.
 
-    same_layout: whether it was saved from this layout, so that each rank takes its random states too.
-    adapters: see `save`
+    Each data-parallel rank reads its range of the trained parameters and receives the other ranges from its peers.
+
+    Args:
+        same_layout: whether the checkpoint has this layout, so that each rank can restore its random states.
+        adapters: see `save`.
     """
     models = _sharded_models(chunks) if adapters is None else {}
     shards = adapters or _by_parameter(models)
-    others = _untrained(models, optimizer)
-    state = {**others, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
+    untrained = _untrained(models, optimizer)
+    state = {**untrained, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     if unexpected:
-        raise UserError(f"{folder}: it is the checkpoint of another model: {sorted(unexpected)[0]} is in one only")
+        raise UserError(
+            f"{folder}: checkpoint of a different model: {sorted(unexpected)[0]} exists in only one of them"
+        )
     for index, chunk in enumerate(chunks):
-        # The trained parameters are not in it; that no other is lacking, the keys have shown.
+        # Not strict: trained parameters are loaded below. The keys were checked above.
         unwrap_model(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     trained_keys = {key for key in missing if not key.startswith(RANDOM)}
@@ -172,11 +181,11 @@ def load(
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
-    """A strategy that writes from a thread. Megatron's own forks, which a process with threads of torch and Ray may
-    not, and keeps a manager process for each rank."""
+    """A save strategy that writes from a thread. Megatron's own strategy forks, which is unsafe in a process with torch
+    and Ray threads, and keeps a manager process per rank."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir, *_) -> AsyncRequest:
-        """Returns a request that writes the tensors, which are in host memory and which nobody changes."""
+        """Return a request that writes the tensors, which are in host memory and do not change."""
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(keyed)
 
@@ -188,18 +197,18 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 process_group=parallel.host_group(),
             )
 
-        # What Megatron adds to the list is not called: it meets all ranks, which training does meanwhile.
+        # Megatron's finalization callbacks are skipped: they are collectives, and training is using those groups.
         return AsyncRequest(write, (), [])
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Returns the sharded state by chunk. Layers are numbered through the whole model, so that the chunks of another
-    layout find them."""
+    """Return the sharded state of each chunk. Layer numbers count through the whole model, so that chunks of another
+    layout find their layers."""
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
 def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Returns the sharded state without the trained parameters, of which every rank has its range to write and read."""
+    """Return the sharded state without the trained parameters, which `optimizer_state` writes and reads by range."""
     trained = optimizer_state.trained_parameters(optimizer)
     return {
         name: {key: entry for key, entry in entries.items() if entry.data not in trained}
@@ -210,7 +219,7 @@ def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[
 def _sharded_snapshots(
     weight_snapshots: WeightSnapshots, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
 ) -> dict[str, dict[str, Shard]]:
-    """Returns the snapshots that change, sharded as the model's weights are."""
+    """Return the mutable snapshots, sharded like the model's weights."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
         name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
@@ -219,9 +228,9 @@ def _sharded_snapshots(
 
 
 def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Returns the tensor sharded as the model's parameter is, under the parameter's key with the prefix."""
+    """Return the tensor sharded like the model's parameter, under the parameter's key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
-    if isinstance(model, ShardedTensor):  # a factory, which splits a tensor into several, has no dtype of its own
+    if isinstance(model, ShardedTensor):  # factories have no dtype
         changes["dtype"] = tensor.dtype
     return replace(model, **changes)
 

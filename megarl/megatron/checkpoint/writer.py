@@ -1,4 +1,4 @@
-"""The writer of a checkpoint in Megatron's format, for all ranks of a layout in turn, a tensor at a time."""
+"""Writer of Megatron checkpoints, for all ranks of a layout in turn, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.resharding.piece import ITEM_BYTES, Rectangle
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An extent as it is written: under its key with a prefix, and with a dtype."""
+    """An extent to write, with its key prefix and dtype."""
 
     extent: Extent
     prefix: str
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, Rectangle]:
-        """The key of the checkpoint's tensor, and the rectangle of the entry in it."""
+        """The key of the checkpoint's tensor, and the entry's rectangle in it."""
         return self.prefix + self.extent.key, self.extent.place
 
     @property
@@ -50,10 +50,11 @@ def write_extents(
     tensor: Callable[[Entry], torch.Tensor],
     folder: Path,
 ) -> None:
-    """Writes into an empty folder a file of each rank's entries and empty objects (by key), as if the rank had saved.
+    """Write each rank's file of entries and empty objects (by key) into an empty folder, as if the ranks had saved.
 
-    tensor: gives an entry's elements when it is about to be written; they may be overwritten by those of the next
-    entry.
+    Args:
+        tensor: returns an entry's elements right before they are written. Its result may be overwritten by the next
+            call.
     """
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -68,7 +69,7 @@ def write_extents(
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """A planner that asks for a tensor when it is about to be written."""
+    """A save planner that produces each tensor right before it is written."""
 
     def __init__(self, entries: Mapping[MetadataIndex, Entry], tensor: Callable[[Entry], torch.Tensor]):
         super().__init__(flatten_state_dict=False)
@@ -93,7 +94,7 @@ def _description(entry: Entry) -> TensorWriteData:
 
 
 def _empty_object() -> io.BytesIO:
-    """Returns the object that Megatron writes for a layer without state beside its parameters."""
+    """Return the object that Megatron writes for a layer without non-parameter state."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream

@@ -1,1 +1,1 @@
-"""Adapters of low rank beside the linear layers of a model whose own weights are frozen."""
+"""LoRA adapters for the linear layers of a model whose own weights are frozen."""

@@ -1,4 +1,4 @@
-"""An adapter: two small matrices whose product is added to a linear layer's weight, without that product being made."""
+"""A LoRA adapter: two small matrices whose product is added to a linear layer's weight without being materialized."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
-Between = Callable[[torch.Tensor], torch.Tensor]
-"""What tensor-parallel ranks do between an adapter's two products."""
+Communication = Callable[[torch.Tensor], torch.Tensor]
+"""The communication of tensor-parallel ranks communicate an adapter's two products."""
 
 
 class Factor(torch.nn.Module):
-    """One of the two matrices, of [rows, columns], float32.
+    """One of the two matrices, float32 [rows, columns].
 
-    It must be called, and its weight not read from outside: DDP waits for parameters that overlapped communication
-    still fetches when their module is called.
+    Always call the module instead of reading its weight from outside: with overlapped communication, DDP waits for a
+    parameter's all-gather when its module is called.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
         self.partial_over: ProcessGroup | None = None
-        """The ranks that have the factor whole, and each a part of its gradient: of an expert's that is cut."""
+        """Ranks that replicate this factor but each compute a part of its gradient, as for sharded experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.matrix().to(hidden.dtype))
 
     def matrix(self) -> torch.Tensor:
-        """Returns the matrix that inputs are multiplied with."""
+        """Return the matrix that multiplies the inputs."""
         if self.partial_over is None:
             return self.weight
         return copy_to_tensor_model_parallel_region(self.weight, group=self.partial_over)
 
 
 class OuterFactor(Factor):
-    """B. Each of its rows belongs to a projection, and meets that projection's part of what A gives: so the matrix has
-    a column for all of these, with zeros beside the row's own."""
+    """B. Each of its rows belongs to one projection and multiplies that projection's part of A's output. The full
+    matrix therefore has columns for all projections, with zeros outside of the row's own."""
 
     def __init__(self, rows: Sequence[tuple[int, int, int]], num_projections: int, rank: int, device: torch.device):
-        """rows: number of the projection, start and stop, of all spans of rows in turn."""
+        """`rows` lists (projection number, start, stop) of all row spans, in order."""
         super().__init__(max(stop for _, _, stop in rows), rank, device)
         self._places: torch.Tensor | None = None
         if num_projections > 1:
@@ -55,25 +55,28 @@ class OuterFactor(Factor):
 
 
 class Adapter(torch.nn.Module):
-    """Gives scale · B · A · hidden, which is added to a layer's output while the adapter is on."""
+    """Computes scale · B · A · hidden, which is added to a layer's output while the adapter is on."""
 
-    def __init__(self, inner: Factor, outer: Factor, scale: float, between: Between, shared: str | None = None):
-        """shared: which of both factors belongs to another module, lora_A or lora_B."""
+    def __init__(
+        self, inner: Factor, outer: Factor, scale: float, communicate: Communication, shared: str | None = None
+    ):
+        """`shared` is the factor that belongs to another module, lora_A or lora_B, if any."""
         super().__init__()
         self.is_on = True
-        self._scale, self._between = scale, between
+        self._scale, self._communicate = scale, communicate
         for name, factor in (("lora_A", inner), ("lora_B", outer)):
             if name == shared:
-                object.__setattr__(self, name, factor)  # not one of this module's own
+                object.__setattr__(self, name, factor)  # do not register as a submodule
             else:
                 setattr(self, name, factor)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lora_B(self._between(self.lora_A(hidden) * self._scale))
+        return self.lora_B(self._communicate(self.lora_A(hidden) * self._scale))
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor, out: torch.Tensor, chunk_rows: int) -> None:
-        """Writes the layer's weight with the product added to it, in float32 and then rounded, a few rows at a time."""
+        """Write the layer's weight plus the product to `out`, computed in float32 and then rounded, `chunk_rows` rows
+        at a time."""
         inner, outer = self.lora_A.weight, self.lora_B.matrix()
         for rows in range(0, len(weight), chunk_rows):
             part = slice(rows, rows + chunk_rows)

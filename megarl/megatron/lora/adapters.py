@@ -1,4 +1,4 @@
-"""The adapters of one rank: where they begin, and the weights of the model with their products added."""
+"""The adapters of one rank: initialization, loading, saving, and merged weights."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport, view
 
 CHUNK = 2**24
-"""The elements that are merged at once: more would only take memory, 4 bytes each."""
+"""Elements merged at a time. More would only use memory, 4 bytes each."""
 
 
 class Adapters:
-    """The adapters beside the weights of a rank.
+    """The adapters of a rank's weights.
 
-    holder   of their factors
-    whole    the holder of the whole tensors, as a PEFT folder has them
+    Attributes:
+        holder: the holder of this rank's factors.
+        whole: the holder of the unsharded tensors, as in a PEFT folder.
     """
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
-        """weights: the holder of the model's weights."""
+        """`weights` is the holder of the model's weights."""
         self._lora, self._weights = lora, weights
         self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
@@ -45,14 +46,14 @@ class Adapters:
         self._by_weight: dict[str, Adapter] = {}
 
     def attach(self, models: Sequence[GPTModel]) -> None:
-        """Attaches the adapters to this rank's chunks; their factors are zeros."""
+        """Attach the adapters to this rank's chunks. All factors are zero."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()
     def initialise(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Fills the factors as PEFT does: A uniformly within ±1/√columns, B with zeros, so that nothing is added to the
-        layers at first. The numbers follow from the seed and the tensor's name: they are the same under every layout.
-        """
+        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters have no
+        effect at first. Values depend on the seed and the tensor's name only, so they are the same under every
+        layout."""
         for piece in self.holder.pieces:
             if f".{A}." in piece.canonical:
                 rows, columns = self.whole.shapes[piece.canonical]
@@ -62,7 +63,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Takes the factors that a PEFT folder has; the others stay as they are."""
+        """Load the factors that a PEFT folder has; the others are unchanged."""
         with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
             for piece in self.holder.pieces:
                 values = stored.read(piece.canonical, piece.canonical_rectangle)
@@ -70,11 +71,11 @@ class Adapters:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
     def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
-        """Writes a PEFT folder of all ranks' factors. base: the path of the model that they are for."""
+        """Write all ranks' factors as a PEFT folder. `base` is the path of the base model."""
         write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
-        """Returns the factors with what a checkpoint has of each: PEFT's tensors."""
+        """Return the factors with their sharding in a checkpoint: PEFT's tensors."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.holder.pieces:
             pieces.setdefault(piece.local, []).append(piece)
@@ -85,8 +86,8 @@ class Adapters:
 
     @cached_property
     def merged(self) -> dict[str, torch.Tensor]:
-        """The weights that have an adapter, with its product added; valid from `merge` on until adapters change. They
-        lie in one storage, of which another process can be told at once."""
+        """The adapted weights with the products added; valid from `merge` until the adapters change. They share one
+        storage, so that another process needs a single handle for all of them."""
         shapes = {name: self._weights.shapes[name] for name in self._by_weight}
         [dtype] = {getattr(torch, self._weights.dtypes[name]) for name in shapes} or {torch.float32}
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
@@ -95,15 +96,15 @@ class Adapters:
         return {name: part.view(shape) for (name, shape), part in parts}
 
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Computes the merged weights anew, from the model's own, so that no rounding adds up over the updates."""
+        """Recompute the merged weights from the model's own, so that rounding does not accumulate over updates."""
         for name, adapter in self._by_weight.items():
             weight = weights[name]
             adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))
 
 
 def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the number of a factor's replica. One that is cut has one on each rank of the group."""
+    """Return a factor's replica id. A sharded factor has one replica on each rank of the tensor-parallel ranks."""
     if factor.tensor_model_parallel and not getattr(factor, "shared", False):
         return (0, 0, 0)
-    is_of_one_expert = EXPERTS in name and SHARED not in name
-    return (0, parallel.tensor_group(is_of_one_expert).rank(), 0)
+    is_expert = EXPERTS in name and SHARED not in name
+    return (0, parallel.tensor_group(is_expert).rank(), 0)

@@ -1,12 +1,12 @@
-"""Puts adapters beside the linear layers of a model, before DDP wraps it.
+"""Attaches adapters to the linear layers of a model, before DDP wraps it.
 
-Tensor parallelism cuts one factor of an adapter as it cuts the layer's weight; the other is whole on all ranks of the
-group. Between both products the ranks exchange the few columns that A gives:
+Tensor parallelism shards one factor of an adapter as it shards the layer's weight; the other factor is replicated.
+Between the two products the ranks exchange A's output, which has few columns:
 
-    rows are cut      (query, key, value; gate, up): a rank has all inputs of a token, and needs all of what A gives
-    columns are cut   (output and down projections): a rank has a part of the inputs, and the parts that A gives are
-                      summed
-    an expert         ranks exchange tokens before and after, and nothing in between
+    row shards        (query, key, value; gate, up): each rank has all inputs of a token and needs all of A's output
+    column shards     (output and down projections): each rank has a part of the inputs, and the partial outputs of A
+                      are summed
+    an expert         tokens are exchanged before and after the layer; nothing is exchanged in between
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from torch.distributed import ProcessGroup
 
 from megarl.config.model_schema import Lora
 from megarl.core import device
-from megarl.megatron.lora.adapter import Adapter, Between, Factor, OuterFactor
+from megarl.megatron.lora.adapter import Adapter, Communication, Factor, OuterFactor
 from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, adapted_weights
 from megarl.resharding.piece import Holder
 
 
 def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
-    """Attaches adapters to the models, this rank's chunks, and returns them by the weights that they are beside. Their
-    factors are zeros. holder: of the models' weights."""
+    """Attach adapters to this rank's chunks and return them by adapted weight. All factors are zero.
+
+    Args:
+        holder: the holder of the models' weights.
+    """
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
         chunk, _, path = adapted.weight.partition(".")
@@ -46,18 +49,18 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
         adapters[adapted.weight] = adapter
         if name == "weight":
             layer.adapter = adapter
-            layer.register_forward_hook(_add)
-        else:  # one of the experts whose weights a layer has
+            layer.register_forward_hook(_add_output)
+        else:  # the layer holds the weights of several experts
             if not hasattr(layer, "adapter"):
                 layer.adapter = torch.nn.ModuleList()
-                layer.register_forward_hook(_add_of_experts)
+                layer.register_forward_hook(_add_expert_outputs)
             layer.adapter.append(adapter)
     return adapters
 
 
 @contextmanager
 def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Makes the models compute without their adapters while it is inside."""
+    """Disable the models' adapters while entered."""
     adapters = [module for model in models for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.is_on = False
@@ -68,16 +71,16 @@ def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             adapter.is_on = True
 
 
-def _add(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Adds what the layer's adapter gives to what the layer gives."""
+def _add_output(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+    """Forward hook that adds the adapter's output to the layer's."""
     if not layer.adapter.is_on:
         return None
     hidden, *others = outputs
     return (hidden + layer.adapter(_normed(layer, inputs[0])), *others)
 
 
-def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Does the same for a layer of several experts, whose tokens follow each other."""
+def _add_expert_outputs(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+    """Forward hook for a layer of several experts, whose tokens are consecutive."""
     if not layer.adapter[0].is_on:
         return None
     tokens, counts = inputs
@@ -88,7 +91,7 @@ def _add_of_experts(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tu
 
 
 def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns what a layer multiplies with its weight: Transformer Engine's may have the norm before it in them."""
+    """Return the input of the layer's matrix product. Transformer Engine's layers may include the preceding norm."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return hidden
@@ -99,7 +102,7 @@ def _adapter(
     model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
 ) -> Adapter:
     count, cut = len(adapted.projections), _cut(layer)
-    group, in_sequence = _group(layer), model.config.sequence_parallel
+    process_group, in_sequence = _process_group(layer), model.config.sequence_parallel
     is_expert = EXPERTS in adapted.weight
     factors = {
         A: Factor(count * lora.rank, weight.shape[1], device.device()),
@@ -108,35 +111,37 @@ def _adapter(
     for name, factor in factors.items():
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
-            _mark_of_expert(factor, is_cut, group, weight.allreduce)
+            _mark_expert_factor(factor, is_cut, process_group, weight.allreduce)
         else:
             factor.weight.tensor_model_parallel = is_cut
-            # Each rank sees its part of the tokens, and so gives a part of the gradient.
+            # Each rank sees a part of the tokens and computes a part of the gradient.
             factor.weight.sequence_parallel = not is_cut and in_sequence
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
-    between = _between(None if is_expert else cut, in_sequence, group)
-    return Adapter(factors[A], factors[B], lora.scale, between, adapted.shared)
+    communicate = _communication(None if is_expert else cut, in_sequence, process_group)
+    return Adapter(factors[A], factors[B], lora.scale, communicate, adapted.shared)
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Returns what of a layer's weight tensor parallelism cuts: rows or columns."""
-    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be there
+    """Return the dimension of a layer's weight that tensor parallelism shards, "rows" or "columns"; None if
+    replicated."""
+    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
     if "ColumnParallel" in names:
         return "rows"
     return "columns" if "RowParallel" in names else None
 
 
-def _group(layer: torch.nn.Module) -> ProcessGroup | None:
-    """Returns the ranks over which a layer's weight is cut, None where every rank has it whole."""
+def _process_group(layer: torch.nn.Module) -> ProcessGroup | None:
+    """Return the ranks that shard a layer's weight; None if it is replicated."""
     if _cut(layer) is None:
         return None
     return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
-def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> Between:
-    """Returns what ranks do between the products. in_sequence: whether they share out tokens outside of the layers."""
-    if cut is None or group is None or group.size() == 1:
+def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGroup | None) -> Communication:
+    """Return the communication between the two products. `in_sequence`: whether sequence parallelism splits tokens
+    outside of the layers."""
+    if cut is None or process_group is None or process_group.size() == 1:
         return lambda hidden: hidden
     exchanges = {
         ("rows", False): copy_to_tensor_model_parallel_region,
@@ -144,23 +149,25 @@ def _between(cut: str | None, in_sequence: bool, group: ProcessGroup | None) -> 
         ("columns", False): reduce_from_tensor_model_parallel_region,
         ("columns", True): reduce_scatter_to_sequence_parallel_region,
     }
-    return partial(exchanges[cut, in_sequence], group=group)
+    return partial(exchanges[cut, in_sequence], group=process_group)
 
 
-def _mark_of_expert(factor: Factor, is_cut: bool, group: ProcessGroup, reduced_with_dense: bool) -> None:
-    """Says whose gradients make up an expert's factor, and which of the ranks that have it count it in the norm."""
+def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGroup, reduced_with_dense: bool) -> None:
+    """Mark which ranks reduce the gradient of an expert's factor, and which of its replicas counts in the gradient
+    norm."""
     factor.weight.allreduce = reduced_with_dense
-    factor.weight.tensor_model_parallel = is_cut or group.rank() == 0
+    factor.weight.tensor_model_parallel = is_cut or process_group.rank() == 0
     factor.weight.shared = not factor.weight.tensor_model_parallel
-    if not is_cut and group.size() > 1:
-        factor.partial_over = group
+    if not is_cut and process_group.size() > 1:
+        factor.partial_over = process_group
 
 
 def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:
-    """Returns the factor that all experts of the layer share: that of those before, or the new one.
+    """Return the factor that all experts of the layer share: the existing one, or `new` for the first expert.
 
-    All ranks of a pipeline stage have it, and each gives the part of the gradient that its experts make of its tokens:
-    data-parallel ranks sum these, and so do tensor-parallel ranks, as they do of what they have the same of.
+    All ranks of a pipeline stage replicate it, and each computes the part of the gradient from its experts and tokens.
+    The parts are summed over data-parallel and tensor-parallel ranks, like the gradients of other replicated
+    parameters.
     """
     path, _, name = adapted.factors[adapted.shared].removesuffix(".weight").partition(".")[2].rpartition(".")
     path = path.removesuffix(".shared_factors")

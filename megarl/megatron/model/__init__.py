@@ -1,1 +1,1 @@
-"""The model that Megatron-core builds from a Hugging Face config, and what its layers read."""
+"""Megatron-core models built from a Hugging Face config, and their inputs."""

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig that describe the model itself, from a Hugging Face config."""
+"""Architecture fields of Megatron's TransformerConfig, derived from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that say which function of its weights a model is, and which not every model sets: with other values, engine
-and exported model would compute something else."""
+"""Fields that define the function a model computes and that not every model sets. With other values, the engine and the
+exported model would compute a different function."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields for a config. Raises UserError for features that are not supported."""
+    """Return the architecture fields for a config. Raises UserError for unsupported features."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),
@@ -39,10 +39,10 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         ffn_hidden_size=shape.intermediate,
         layernorm_epsilon=model["rms_norm_eps"],
         normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm or shape.latent is not None,  # of latents, too
+        qk_layernorm=shape.qk_norm or shape.latent is not None,  # latent attention norms its latents
         gated_linear_unit=True,
         activation_func=F.silu,
-        # This adds biases to every linear layer; the layer specification drops them where the model has none.
+        # This adds a bias to every linear layer; the layer spec removes those that the model lacks.
         add_bias_linear=shape.attention_out_bias or shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
@@ -51,8 +51,8 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a mixture of experts. They have no auxiliary loss, unless megatron_overrides asks for it:
-    it is not linear in microbatches, and no part of the objective."""
+    """Return the fields of a mixture of experts. There is no auxiliary loss unless megatron_overrides requests one,
+    because it is not linear in microbatches and not part of the objective."""
     if shape.experts is None:
         return {}
     return dict(
@@ -60,15 +60,15 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_ffn_hidden_size=shape.experts.intermediate,
         moe_layer_freq=[int(mixed) for mixed in shape.experts.layers],
         moe_router_topk=shape.experts.active,
-        # Weights that add up to one are the same as a softmax over the chosen experts only.
+        # Normalizing the top-k weights equals a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
         **(_deepseek_router(shape, model) if model["model_type"] == "deepseek_v3" else {}),
     )
 
 
 def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of DeepSeek's router: sigmoid scores, to which a bias is added for the choice only; first some
-    groups of experts are chosen, then experts of these (arXiv 2412.19437)."""
+    """Return the fields of DeepSeek's router: sigmoid scores, with a bias that affects selection only. Groups of
+    experts are selected first, then experts within them (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
     return dict(
         moe_router_score_function="sigmoid",
@@ -94,12 +94,12 @@ def _latent_attention(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, 
         v_head_dim=shape.latent.value_dim,
         rope_type="yarn" if yarn else "rope",
         rotary_base=rope["rope_theta"],
-        # Megatron scales attention by it whatever the rope type is: 1 leaves it alone.
+        # Megatron applies this factor to attention for any rope type; 1 disables it.
         rotary_scaling_factor=rope["factor"] if yarn else 1.0,
         original_max_position_embeddings=rope["original_max_position_embeddings"],
         beta_fast=rope.get("beta_fast") or 32,
         beta_slow=rope.get("beta_slow") or 1,
-        # As in transformers, mscale counts only where both are given.
+        # As in transformers, mscale is used only if both are set.
         mscale=mscales[0] if all(mscales) else None,
         mscale_all_dim=mscales[1] or 0.0,
     )

@@ -1,4 +1,4 @@
-"""The construction of a GPTModel, wrapped for data parallelism, from a Hugging Face config."""
+"""Construction of GPTModels from a Hugging Face config, wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),
     *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "moe_single_grouped_weight"),
     *("mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
-    # With the first, the gradient's norm would miss parameters that nothing marks as shared out; with the second,
-    # stages would wait for each other.
+    # Without perform_initialization, unmarked sharded parameters would be missing from the gradient norm. With
+    # overlap_p2p_comm_warmup_flush, stages would deadlock.
     *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
 )
 DDP_DEFAULTS = (
     *("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp"),
-    # They would end the rank that finds a gradient which is not finite, while the others wait for it.
+    # These terminate the rank that finds a non-finite gradient, while its peers wait for it.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
-"""Fields of Megatron's TransformerConfig and DistributedDataParallelConfig that loss, head and weights rely on."""
+"""Fields of Megatron's TransformerConfig and DistributedDataParallelConfig whose defaults the loss, head and weights
+rely on."""
 
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "pipeline_model_parallel_layout"),
 )
-"""Fields of TransformerConfig that would put other layers or tokens on a rank than its layout says."""
+"""Fields of TransformerConfig that would place other layers or tokens on a rank than its layout specifies."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
-"""A router's bias that follows the load of its experts, as in pretraining, would change the policy without gradient."""
+"""A router bias that follows expert load, as in pretraining, would change the policy without a gradient."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
@@ -63,13 +64,13 @@ def build_model(
     attach: Callable[[Sequence[GPTModel]], object] = lambda chunks: None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> list[DistributedDataParallel]:
-    """Builds this rank's shard of the model, with weights still to be loaded: one chunk for every virtual pipeline
-    stage.
+    """Build this rank's shard of the model, one chunk per virtual pipeline stage. Weights are loaded later.
 
-    frozen: parameters that are not trained, by the names of `named_parameters`. DDP must not know them as trained: it
-    waits for a gradient of each parameter that it has.
-    attach: gives the chunks what they are to have beside the model's own parameters, before DDP wraps them
-    logits_dtype: of a language model's head, as in log_prob_and_entropy
+    Args:
+        frozen: names of untrained parameters, as in `named_parameters`. DDP waits for a gradient of each parameter
+            that it knows as trained.
+        attach: adds modules to the chunks before DDP wraps them.
+        logits_dtype: of a language model's head, as in log_prob_and_entropy.
     """
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
@@ -81,10 +82,10 @@ def build_model(
         parameter.requires_grad_(name not in frozen)
     attach(chunks)
     if settings.recompute != "none" and chunks[0].pre_process:
-        # Recomputed layers are only differentiated if their input is, which that of a frozen embedding is not.
+        # Recomputed layers get gradients only if their input requires one; a frozen embedding's output does not.
         chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     ddp_config = data_parallel_config(settings)
-    # The communication of later chunks overlaps with the computation of other chunks anyway.
+    # Communication of later chunks already overlaps with the computation of other chunks.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
@@ -97,22 +98,22 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Returns the model's parameters on this rank, under the names that its holder gives them."""
+    """Return the model's parameters on this rank, by their names in its holder."""
     return parameters_of([chunk.module for chunk in chunks])
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the parameters and the other tensors of a checkpoint: the biases of routers, which no gradient trains."""
+    """Return the parameters and the other checkpointed tensors: router biases, which have no gradient."""
     return tensors_of([chunk.module for chunk in chunks])
 
 
 def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the same tensors, detached from their gradients."""
+    """Return `named_tensors` detached from their gradients."""
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
 def adapter_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters of this rank's adapters, which are none of the model's own."""
+    """Return the parameters of this rank's adapters."""
     return {name: p for name, p in _all_parameters([chunk.module for chunk in chunks]).items() if is_factor(name)}
 
 
@@ -133,10 +134,10 @@ def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
-    """Builds this rank's layers of a virtual stage (0 where a pipeline stage has only one), with Megatron's output
-    layer.
+    """Build this rank's layers of a virtual stage (0 if a pipeline stage has only one), with Megatron's output layer.
 
-    fused: whether the layers are Transformer Engine's (None: if it is installed).
+    Args:
+        fused: whether to use Transformer Engine's layers; None uses them if installed.
     """
     if config.gradient_accumulation_fusion:
         kernels.fuse_weight_gradients()
@@ -161,29 +162,29 @@ def build_chunk(
 
 
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
-    """Returns the functions as Megatron's schedules take them: one per chunk, or for a single chunk the function
-    itself."""
+    """Return the functions in the form that Megatron's schedules expect: a list with one per chunk, or the function
+    itself for a single chunk."""
     return functions if len(functions) > 1 else functions[0]
 
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Makes the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
+    """Build the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
     from megatron_overrides."""
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
     config_class = MLATransformerConfig if latent else TransformerConfig
-    groups = {
+    sections = {
         "the model's config.json": architecture(hf_config),
         f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
     }
-    ours = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
-    ours |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
-    ours |= {name: home for home, fields in groups.items() for name in fields}
+    reserved = dict.fromkeys(MODEL_DEFAULTS) | dict.fromkeys(FORM, "the model's config.json")
+    reserved |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
+    reserved |= {name: home for home, fields in sections.items() for name in fields}
     key = f"{section}.megatron_overrides.model"
-    extra = checked(key, settings.megatron_overrides.model, config_class, ours)
-    fields = {name: value for group in groups.values() for name, value in group.items()}
+    extra = checked(key, settings.megatron_overrides.model, config_class, reserved)
+    fields = {name: value for section_fields in sections.values() for name, value in section_fields.items()}
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING | DISPATCHER
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)
@@ -191,7 +192,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
-    """Makes DDP's config. Gradients are accumulated and reduced in float32, also those of bfloat16 parameters."""
+    """Build DDP's config. Gradients are accumulated and reduced in float32, including those of bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -207,38 +208,39 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         **parallel.sizes(layout),
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=first,
-        # Of two stages the second follows from the first; Megatron divides by the stages between two given ones.
+        # With two stages the first determines the second. Megatron would divide by the zero stages in between.
         num_layers_in_last_pipeline_stage=layout.last_stage_layers if first is None or layout.pp > 2 else None,
         variable_seq_lengths=True,  # packs differ in length
-        # The interleaved schedule releases outputs before their sends are complete: the next stage would get garbage.
+        # The interleaved schedule releases outputs before their sends complete, so the next stage would read garbage.
         deallocate_pipeline_outputs=layout.vpp == 1,
-        # Batched point-to-point communication is silently wrong with virtual stages on a pipeline of two.
+        # Batched point-to-point communication is silently wrong with virtual stages and pp=2.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
     )
 
 
 def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields that choose what is recomputed. full: each layer by itself, whose input alone is kept.
+    """Return the fields that select recomputed activations.
 
-    selective: the MLPs, which keep most; attention keeps little, as no kernel stores its scores. megatron_overrides may
-    choose other units."""
+    full: each layer separately, keeping only its input. selective: the MLPs, which hold most activations; attention
+    holds few, since no kernel stores its scores. megatron_overrides may select other units.
+    """
     if settings.recompute == "full":
         return dict(recompute_method="uniform", recompute_num_layers=1)
     return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])
 
 
 def _kernels(latent: bool) -> dict[str, Any]:
-    """Returns the fields that choose kernels. Most fused ones come with Transformer Engine. Weights are loaded right
-    after, so they are initialised with zeros."""
+    """Return the fields that select kernels. Most fused kernels require Transformer Engine. Weights are initialized
+    with zeros because they are loaded right afterwards."""
     fused = uses_transformer_engine()
     return dict(
         gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # ours, which has the same interface: see replace_activations
+        use_te_activation_func=not fused,  # enables our activation, which has TE's interface: see replace_activations
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused and not latent,  # the fused one for latent attention knows YaRN only
+        apply_rope_fusion=fused and not latent,  # the fused kernel for latent attention supports YaRN only
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,
         use_cpu_initialization=not device.on_cuda(),

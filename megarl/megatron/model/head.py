@@ -1,5 +1,5 @@
-"""The output layer of the last stage, which gives for the requested rows of a pack log-prob and entropy of their tokens
-in place of logits, or the scores of a classifier."""
+"""Output layer of the last stage. For the requested rows of a pack it returns log-prob and entropy of their tokens
+instead of logits, or a classifier's scores."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from megarl.ops.packed_attention import take
 
 @dataclass(frozen=True, slots=True)
 class HeadRequest:
-    """The request of a forward pass to the head.
+    """The rows that a forward pass requests from the head.
 
-    rows            int64 [N], rows of the pack
-    targets         int64 [N], the token to score at each row
-    candidate_ids   int64 [N, K], the tokens that it is normalised over, as in TokenBatch; None: the whole vocabulary
+    Attributes:
+        rows: int64 [N], rows of the pack.
+        targets: int64 [N], the token to score at each row.
+        candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the whole vocabulary.
     """
 
     rows: torch.Tensor
@@ -40,10 +41,10 @@ class HeadRequest:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """The head of a language model. GPTModel only transposes its output, so [N, 1, 2] reaches the loss as [1, N, 2]:
-    log-prob and entropy, float32.
+    """Language model head. Returns log-prob and entropy, float32. GPTModel transposes its output, so [N, 1, 2] reaches
+    the loss as [1, N, 2].
 
-    The request is set right before each call of the model and taken out in it, so that none is ever used twice.
+    The request is set right before each call of the model and consumed in it, so that it is never reused.
     """
 
     temperature: float
@@ -51,7 +52,7 @@ class LogProbHead(ColumnParallelLinear):
     logits_dtype: torch.dtype
     request: HeadRequest | None = None
     value_head: ValueHead | None
-    """The head that adds a third column, the value."""
+    """Optional head that adds a third column, the value."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         request, self.request = self.request, None
@@ -77,10 +78,9 @@ class LogProbHead(ColumnParallelLinear):
 
 
 class ScoreLayer(torch.nn.Module):
-    """A classifier's head, which gives scores of the requested rows, float32 [N, 1, labels]: values, if it is a
-    critic's.
+    """Classifier head. Returns scores of the requested rows, float32 [N, 1, labels]; a critic's scores are values.
 
-    It is too small to be shared out: every tensor-parallel rank has all of it, and computes the same scores.
+    It is too small to shard: every tensor-parallel rank has a full copy and computes the same scores.
     """
 
     request: HeadRequest | None = None
@@ -104,10 +104,10 @@ class ScoreLayer(torch.nn.Module):
 
 
 class Float32Linear(torch.nn.Linear):
-    """A linear layer that computes in float32, whatever the dtype of its parameters.
+    """A linear layer that computes in float32, regardless of the dtype of its parameters.
 
-    It must be called, and its parameters not read from outside: DDP waits for parameters that overlapped communication
-    still fetches when their module is called.
+    Always call the module instead of reading its parameters from outside: with overlapped communication, DDP waits for
+    a parameter's all-gather when its module is called.
     """
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ class Float32Linear(torch.nn.Linear):
 
 
 class ValueHead(torch.nn.Module):
-    """An MLP on a language model's hidden states that gives values of rows, float32 [N, 1]; whole on every rank,
-    too."""
+    """An MLP on a language model's hidden states that returns values of rows, float32 [N, 1]. Replicated on every
+    rank."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
@@ -126,8 +126,8 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Initialises the weights alike on every rank. Values start at 0; if fc1 were zero as well, it would stay
-        so."""
+        """Initialize the weights identically on every rank. Values start at 0. fc1 is random because with fc1 also at
+        zero its gradient would stay zero."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.fc1.weight.shape, generator=generator) / self.fc1.in_features**0.5
         self.fc1.weight.copy_(weight)
@@ -135,15 +135,15 @@ class ValueHead(torch.nn.Module):
             parameter.zero_()
 
     def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        wanted = _replicated_rows(hidden, rows, self.sequence_parallel, self.tp_group)
-        return self.fc2(F.gelu(self.fc1(wanted)))
+        selected = _replicated_rows(hidden, rows, self.sequence_parallel, self.tp_group)
+        return self.fc2(F.gelu(self.fc1(selected)))
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Returns rows of the pack, float32 [N, hidden], for a head that every tensor-parallel rank has and computes whole.
+    """Return rows of the pack, float32 [N, hidden], for a head that is replicated on every tensor-parallel rank.
 
-    Each rank then has the whole gradient of the head's weight, and of the hidden states: under sequence parallelism the
-    rank's part of these goes back, and nothing is summed over the ranks.
+    Each rank computes the full gradients of the head's weight and of the hidden states. Under sequence parallelism the
+    rank's part of the latter flows back; nothing is summed over the ranks.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
@@ -152,8 +152,7 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
-    """Makes the head of a language model, wrapped or not, divide its logits by another temperature while it is
-    entered."""
+    """Make language model heads, wrapped or not, use another temperature while entered."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
     before = [head.temperature for head in heads]
     for head in heads:
@@ -161,16 +160,17 @@ def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator
     try:
         yield
     finally:
-        for head, own in zip(heads, before, strict=True):
-            head.temperature = own
+        for head, previous in zip(heads, before, strict=True):
+            head.temperature = previous
 
 
 def replace_output_layer(
     model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
 ) -> None:
-    """Gives a GPTModel our head in place of its output layer, before DDP wraps it. Only the last stage has one.
+    """Replace a GPTModel's output layer by our head, before DDP wraps it. Only the last stage has one.
 
-    temperature, logits_dtype: of a language model's head, as in log_prob_and_entropy
+    Args:
+        temperature, logits_dtype: of a language model's head, as in log_prob_and_entropy.
     """
     if not model.post_process:
         return

@@ -1,4 +1,4 @@
-"""The input of this rank's part of the model from one microbatch, prepared once for all of its layers and chunks."""
+"""Model inputs of a microbatch on this rank, prepared once for all layers and chunks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from megarl.ops.shared_attention import pack_mask
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The input of the model from one microbatch.
+    """The model's input for one microbatch.
 
-    tokens, positions   int64 [1, T/cp], those of this context-parallel rank
-    attention           the description of which tokens attend to each other
-    head                the rows to score among this rank's tokens
-    routes              the experts of this rank's tokens, which dense models do not read
-    rows                the batch with the fields of these rows only, N' of its N, which the loss reads
-    row_numbers         int64 [N']: their numbers in the batch
-    num_rows            N
+    Attributes:
+        tokens, positions: int64 [1, T/cp], those of this context-parallel rank.
+        attention: the documents that tokens attend within.
+        head: the rows to score among this rank's tokens.
+        routes: the experts of this rank's tokens; unused by dense models.
+        rows: the batch restricted to these N' of its N rows, for the loss.
+        row_numbers: int64 [N'], their indices in the batch.
+        num_rows: N.
     """
 
     tokens: torch.Tensor
@@ -43,34 +44,36 @@ class ModelInput:
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
         return cls(
-            tokens=batch.tokens[shares.own][None],
-            positions=batch.positions[shares.own][None],
+            tokens=batch.tokens[shares.local][None],
+            positions=batch.positions[shares.local][None],
             attention=_attention(batch, shares),
             head=HeadRequest(places, rows.targets, rows.candidate_ids),
-            routes=Routes.of(batch, shares.own, sequence_parallel),
+            routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
             row_numbers=numbers,
             num_rows=len(batch.rows),
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Joins values of every context-parallel rank's rows, [N', …], to [N, …] in the order of the batch, on all
-        ranks."""
-        everybody = values.new_zeros(self.num_rows, *values.shape[1:])
-        everybody[self.row_numbers] = values
-        return sum_over_ranks(everybody)
+        """Assemble values of each context-parallel rank's rows, [N', …], into [N, …] in batch order, on all ranks.
+        Collective."""
+        assembled = values.new_zeros(self.num_rows, *values.shape[1:])
+        assembled[self.row_numbers] = values
+        return sum_over_ranks(assembled)
 
 
 def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
-    """Returns which tokens attend to each other. Transformer Engine attends within boundaries, where no prompt is
-    shared; our own attention reads `documents`, and to the rotary embedding, which has the positions, the pack is one
-    sequence."""
+    """Return the attention description.
+
+    Transformer Engine attends within boundaries, which requires that no prompt is shared. Otherwise our own attention
+    reads `documents`, and the pack is a single sequence for the rotary embedding, which receives the positions.
+    """
     num_tokens = len(batch.tokens)
     if uses_transformer_engine() and len(batch.document_tokens) == num_tokens:
         longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
         return PackedDocuments("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device)
-    parts = (shares.own, shares.all) if len(shares.places) > 1 else ()
+    parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     describe = pack_mask if uses_transformer_engine() else documents_of
     return PackedDocuments(
         "thd",

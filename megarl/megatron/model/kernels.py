@@ -1,4 +1,4 @@
-"""The choice of the trainer among the installed kernels."""
+"""Selection of the trainer's kernels from those installed."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ TORCH_ADAM = "torch's fused AdamW"
 
 
 def adam() -> str:
-    """Returns the AdamW that Megatron takes: Transformer Engine's, else NVIDIA Apex's, else torch's."""
+    """Return the AdamW that Megatron uses: Transformer Engine's, else NVIDIA Apex's, else torch's."""
     origin = megatron_optimizer.Adam.__module__.partition(".")[0]
     return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def fuses_weight_gradients() -> bool:
-    """Returns whether the matrix product that gives a weight's gradient adds it to main_grad itself: Transformer
-    Engine's layers do, Megatron's own with Apex's kernel, and on CPU with torch's product."""
+    """Return whether the weight-gradient product accumulates into main_grad directly. Transformer Engine's layers do,
+    Megatron's own layers do with Apex's kernel, and on CPU torch's product does."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return not device.on_cuda() or apex or uses_transformer_engine()
 
 
 def fuse_weight_gradients() -> None:
-    """Lets Megatron fuse weight gradients without Apex's kernel, on which its output layer insists. Our head, which
-    replaces that layer, does not use the kernel."""
+    """Let Megatron fuse weight gradients without Apex's kernel, which its output layer requires. Our head replaces that
+    layer and does not use the kernel."""
     layers._grad_accum_fusion_available = True
     if not device.on_cuda():
         layers.fused_weight_gradient_mlp_cuda = TorchWeightGradient
 
 
 class TorchWeightGradient:
-    """The functions of Apex's module fused_weight_gradient_mlp_cuda that Megatron calls."""
+    """The functions of Apex's fused_weight_gradient_mlp_cuda that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """Adds gradientᵀ · inputs, of [T, out] and [T, in], to main_grad, float32 [out, in]."""
+        """Add gradientᵀ · inputs, from [T, out] and [T, in], to main_grad, float32 [out, in]."""
         add_product(main_grad, gradient.t(), inputs)
 
 
 def describe() -> str:
-    """Returns the kernels in one line, for the log and for the run's summary."""
+    """Describe the kernels in one line, for the log and the run summary."""
     maker = "Transformer Engine" if uses_transformer_engine() else "torch"
     gradients = "fused into the products" if fuses_weight_gradients() else "added by torch"
     return f"layers of {maker}, {adam()}, weight gradients {gradients}"

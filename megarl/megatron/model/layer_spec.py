@@ -1,7 +1,7 @@
-"""Layer specifications: Transformer Engine's where it is installed, plain torch layers elsewhere.
+"""Layer specs: Transformer Engine's if installed, else plain torch layers.
 
-The torch layers fill two gaps of megatron-core's own local layers: an RMSNorm that works under sequence parallelism,
-and a core attention that takes packed documents.
+The torch layers fill two gaps of megatron-core's local layers: an RMSNorm that supports sequence parallelism, and a
+core attention that supports packed documents.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from megarl.resharding.families.canonical import parts_of_layer
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a pack, with what our layers read beside it.
+    """Megatron's description of a pack, extended for our layers.
 
-    documents   what our attention reads, made once for all layers; None: Transformer Engine's is told all by Megatron
-    positions   int64 [T], for the rotary embedding, in the order in which Megatron shares out the pack over
-                context-parallel ranks; None: they follow from where documents begin
+    Attributes:
+        documents: input of our attention, built once for all layers; None if Transformer Engine's attention is used.
+        positions: int64 [T], for the rotary embedding, in the order in which Megatron splits the pack over
+            context-parallel ranks; None derives them from the document boundaries.
     """
 
     documents: Documents | BlockMask | None = None
@@ -51,8 +52,7 @@ class PackedDocuments(PackedSeqParams):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """An RMSNorm of torch with a mark on its weight, by which Megatron sums its gradient over sequence-parallel
-    ranks."""
+    """torch's RMSNorm with its weight marked so that Megatron sums its gradient over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -60,8 +60,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole, like Transformer Engine's, for latent attention. Cut,
-    as in megatron-core's own specification, it would drop part of the gradient of the keys' rotary channels."""
+    """A linear layer replicated on every tensor-parallel rank, like Transformer Engine's, for latent attention.
+    Sharded, as in megatron-core's own spec, it would lose part of the gradient of the keys' rotary channels."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
@@ -73,17 +73,18 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # megatron-core defines these names only with Transformer Engine, but reads them without it: the router's gradient
-    # the first, for a kernel, and latent attention the others, for whether it is installed and for a replicated layer.
+    # megatron-core defines these names only with Transformer Engine but reads them unconditionally: the router's
+    # backward pass reads te_general_gemm, latent attention reads HAVE_TE and Linear.
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
     multi_latent_attention.Linear = ReplicatedLinear
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention within each document of a pack ("thd": query [T, heads, d] or with a batch axis of one).
+    """Causal attention within each document of a pack ("thd": query [T, heads, d], optionally with a batch dimension of
+    1).
 
-    Under context parallelism a rank has the queries of its own tokens and fetches all keys and values.
+    Under context parallelism a rank has the queries of its own tokens and gathers all keys and values.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
@@ -103,9 +104,9 @@ class DocumentAttention(torch.nn.Module):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention with the norms and projections of the specification. From 0.19 on, megatron-core's own wants
-    norms of both queries and latents of keys and values, or none; but queries without a latent have no norm, while keys
-    and values have one."""
+    """Latent attention with the norms and projections of the spec. Since 0.19, megatron-core requires norms for both
+    queries and key-value latents, or for neither; but queries without a latent have no norm, while key-value latents
+    do."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -113,23 +114,24 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def uses_transformer_engine() -> bool:
-    """Returns whether the layers are Transformer Engine's."""
+    """Return whether the layers are Transformer Engine's."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def can_share_prompts(context_ranks: int) -> bool:
-    """Returns whether documents of a pack may have a prompt in common. Transformer Engine's attention, which alone
-    shares out documents over context-parallel ranks among its layers, takes those that follow each other in the
-    pack."""
+    """Return whether documents of a pack may share a prompt. Under context parallelism only Transformer Engine's
+    attention splits documents over ranks, and it requires consecutive documents."""
     return context_ranks == 1 or not uses_transformer_engine()
 
 
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """Returns the decoder's layers on this pipeline stage, and on this virtual stage of it if there are any.
+    """Return the decoder's layers on this pipeline stage, or on this virtual stage of it.
 
-    fused: whether they are Transformer Engine's.
+    Args:
+        virtual: the virtual stage; None if there are none.
+        fused: whether to use Transformer Engine's layers.
     """
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
@@ -156,14 +158,14 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
-    """Returns parameter of our layers -> its name in Transformer Engine's, which checkpoints have, so that either loads
-    those of the other."""
+    """Return our layers' parameter names -> Transformer Engine's names, which checkpoints use, so that both load each
+    other's checkpoints."""
     parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
-    return {ours: fused for part in parts for ours, fused in zip(part.megatron, part.transformer_engine, strict=True)}
+    return {name: fused for part in parts for name, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Drops the biases that the model does not have: TransformerConfig gives them to all linear layers or to none."""
+    """Remove the biases that the model lacks. TransformerConfig adds them to all linear layers or none."""
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
@@ -174,12 +176,12 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
 
 
 def _submodules(spec: ModuleSpec | partial) -> object:
-    """Returns the submodules of a specification; since megatron-core 0.17 an MLP's is a call that builds it."""
+    """Return the submodules of a spec. Since megatron-core 0.17 an MLP's spec is a partial call that builds it."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def without_bias(linear: type) -> type:
-    """Returns a class of the same layer, which never has a bias."""
+    """Return a subclass of the layer that never has a bias."""
 
     class WithoutBias(linear):
         def __init__(self, *args, bias: bool, **kwargs):
@@ -201,8 +203,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
 
 
 def replace_activations(model: torch.nn.Module) -> None:
-    """Gives the MLPs, experts among them, our activation, which takes gate and up at once like Transformer Engine's.
-    MLPs call it this way under TransformerConfig.use_te_activation_func."""
+    """Set our activation in all MLPs, including experts. Like Transformer Engine's, it takes gate and up at once; MLPs
+    call it this way under TransformerConfig.use_te_activation_func."""
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = swiglu
@@ -212,8 +214,7 @@ def _fused_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class FusedAttention(TEDotProductAttention):
-        """Transformer Engine's attention for packs in which documents follow each other, ours for those in which they
-        share prompts."""
+        """Transformer Engine's attention for packs of consecutive documents, ours for packs with shared prompts."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
             if packed_seq_params.documents is None:

@@ -1,4 +1,4 @@
-"""Number formats: of parameters and activations, and of the matrix products inside Transformer Engine's layers."""
+"""Number formats of parameters and activations, and of the matrix products in Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""The format of each recipe. hybrid: e4m3 forward, and e5m2 for gradients, whose range one scale per tensor needs."""
+"""Number format of each fp8 recipe. hybrid: e4m3 in the forward pass and e5m2 for gradients, whose range requires it if
+each tensor has a single scale."""
 
 CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""The first CUDA compute capability whose tensor cores have each recipe: Ada, Hopper, Blackwell."""
+"""Minimum CUDA compute capability of each fp8 recipe: Ada, Hopper, Blackwell."""
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for number formats. Raises UserError where this machine has no such
-    fp8."""
+    """Return the TransformerConfig fields for number formats. Raises UserError if this machine does not support the fp8
+    recipe."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -37,20 +38,21 @@ def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
 def check_fp8(key: str, recipe: str) -> None:
     if not uses_transformer_engine():
         raise UserError(
-            f"{key}={recipe}: fp8 is Transformer Engine's, which needs a CUDA device and the package "
-            f"transformer-engine, and this trainer has not both; install it or set {key}=null"
+            f"{key}={recipe}: fp8 requires a CUDA device and the package transformer-engine. "
+            f"Fix: install it or set {key}=null"
         )
-    needed, found = CAPABILITIES[recipe], device.capability()
-    if found < needed:
-        choices = [name for name, least in CAPABILITIES.items() if found >= least] or ["null"]
+    needed, capability = CAPABILITIES[recipe], device.capability()
+    if capability < needed:
+        choices = [name for name, least in CAPABILITIES.items() if capability >= least] or ["null"]
         raise UserError(
-            f"{key}={recipe}: it needs compute capability {needed[0]}.{needed[1]}, and this device has "
-            f"{found[0]}.{found[1]}; choose from {', '.join(choices)}"
+            f"{key}={recipe}: requires compute capability {needed[0]}.{needed[1]}, but this device has "
+            f"{capability[0]}.{capability[1]}. Fix: choose from {', '.join(choices)}"
         )
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Returns the divisor of the tokens of a pack on one tensor-parallel rank: the block of an fp8 matrix product."""
+    """Return the number that the tokens of a pack on one tensor-parallel rank must be a multiple of: the block size of
+    fp8 matrix products."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

@@ -1,4 +1,4 @@
-"""The rotary position embeddings that a model's config.json asks for."""
+"""Rotary position embeddings configured by a model's config.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megarl.models.shape import ModelShape
 
 
 class DocumentRotary(RotaryEmbedding):
-    """An embedding that gives the rotary angles of tokens' positions in their documents: rows of one table, which
-    grows. Megatron's keeps a table for each of up to 32 lengths.
+    """Rotary angles for token positions within their documents, looked up in a single table that grows on demand.
+    Megatron's own embedding caches one table for each of up to 32 lengths.
 
-    The positions are those of PackedDocuments, set right before each call of the module that reads the angles: a layer
-    that is computed again in the backward pass needs those of its own microbatch. Without them, angles are of all
-    positions of the longest document, among which the kernel that rotates finds each document's.
+    Positions are those of PackedDocuments, set right before each call of the module that reads the angles, because a
+    layer recomputed in the backward pass needs those of its own microbatch. Without positions, the angles of all
+    positions of the longest document are returned, and the rotation kernel finds each document's.
     """
 
     positions: torch.Tensor | None = None
@@ -34,8 +34,7 @@ class DocumentRotary(RotaryEmbedding):
 
 
 class DocumentYarn(YarnRotaryEmbedding):
-    """A DocumentRotary with YaRN's scaling (arXiv 2309.00071), whose factor for the cosines and sines comes with
-    them."""
+    """A DocumentRotary with YaRN scaling (arXiv 2309.00071). Also returns the factor for the cosines and sines."""
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
@@ -50,17 +49,17 @@ class DocumentYarn(YarnRotaryEmbedding):
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
-    # No more rows: as many as the pack has tokens would be taken for the angles of its order.
+    # Truncate: with as many rows as the pack has tokens, they would be read as one angle per token.
     return table[:max_seq_len] if positions is None else table[positions]
 
 
 def _power_of_two(least: int) -> int:
-    """Returns the smallest power of two that is not less."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 
 
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
-    """Gives the model, and with latent attention all of its layers, the one embedding that config.json describes."""
+    """Set the embedding described by config.json as the model's and, with latent attention, as that of all layers."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
     readers: list[torch.nn.Module] = [model]
     if shape.latent:
@@ -80,7 +79,7 @@ def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) 
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Returns radians per position of each pair of channels, float32 [dim / 2]. rope: config.huggingface's
+    """Return the radians per position of each channel pair, float32 [dim / 2]. `rope` is config.huggingface's
     rope_parameters."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:
@@ -94,9 +93,9 @@ def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
 
 
 def _llama3(base: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Stretches long waves by the factor, short ones not, and those between in proportion to how often they turn within
-    the original context (Llama 3.1)."""
-    # The order of operations is that of transformers and vLLM, so that rounding is theirs too.
+    """Scale frequencies as Llama 3.1 does: stretch long waves by the factor, keep short ones, and interpolate between
+    them by their number of turns within the original context."""
+    # Same order of operations as transformers and vLLM, to round identically.
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / base)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)

@@ -93,16 +93,6 @@ def _is_contiguous(move: Move, place: Place, parameters: Mapping[str, torch.Tens
     return elements.is_contiguous() and elements.dtype == getattr(torch, move.destination_dtype)
 
 
-def lay_out_together(moves: Iterable[tuple[Move, Place]]) -> BucketLayout:
-    """Lay out a bucket that is sent as one message."""
-    parts = []
-    offset = 0
-    for move, place in sorted(moves, key=_size_key):
-        parts.append(Part(move, place, offset))
-        offset += messages.move_bytes(move)
-    return BucketLayout((), tuple(parts), offset)
-
-
 def _size_key(item: tuple[Move, Place]) -> tuple[int]:
     """Return a sort key that puts larger dtypes first, so that all moves are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)

@@ -65,11 +65,6 @@ class Reader:
         """See Transport."""
         return (self._node_local if source in self._local_sources else self._remote).dtype(source, parameter)
 
-    def forget(self) -> None:
-        """See Transport."""
-        self._node_local.forget()
-        self._remote.forget()
-
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Deliver the local copies first, because a rank forwards some of them."""
         yield from self._node_local.deliver([copy for copy in copies if copy.source in self._local_sources])

@@ -90,19 +90,6 @@ class Message:
     sends: list[PendingOp] = field(default_factory=list)
 
 
-@dataclass
-class Sent:
-    """The amount of data that a member has sent in an exchange.
-
-    num_bytes            bytes over all links
-    compared, changed    elements, where only what has changed is sent
-    """
-
-    num_bytes: int = 0
-    compared: int = 0
-    changed: int = 0
-
-
 class PointToPoint:
     """One member's end of the connections.
 
@@ -122,8 +109,7 @@ class PointToPoint:
         """Number of messages so far per link; both ends count them identically."""
         self._neighbours: set[int] = set()
         """Members with which it has exchanged messages."""
-        self._directions: set[Link] = set()
-        """Connected directions (sender, receiver); answers to deltas are sent against the direction of their links."""
+        self._connected_links: set[Link] = set()
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
@@ -144,7 +130,7 @@ class PointToPoint:
         self._to_forward: dict[int, torch.Tensor] = {}
         """Copies of received buckets to forward, if the member has no live parameters to pack them from again."""
         self.staging_bytes = 0
-        self.sent = Sent()
+        self.sent_bytes = 0
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Return the dtype in the plan; the source checks its parameter against it."""
@@ -152,11 +138,11 @@ class PointToPoint:
             raise ValueError(f"{source} does not send parameter {parameter} to {self._member}")
         return getattr(torch, self._dtypes[source, parameter])
 
-    def send(self) -> Sent:
-        """Send all buckets of this member, which must be a source, and return the amount sent."""
+    def send(self) -> int:
+        """Send all buckets of this member, which must be a source, and return the bytes sent over all links."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source but received data")
-        return self.sent
+        return self.sent_bytes
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
@@ -164,7 +150,7 @@ class PointToPoint:
 
         Raises RuntimeError, naming the other member, if one fails or does not respond in time.
         """
-        self.sent = Sent()
+        self.sent_bytes = 0
         self._tags.clear()
         try:
             with closing(Waiter()) as self._waiter:
@@ -177,9 +163,6 @@ class PointToPoint:
         except BaseException:
             self.close()
             raise
-
-    def forget(self) -> None:
-        """See Transport. This transport has no state: everything is sent each time."""
 
     def close(self) -> None:
         """Close the connections, which also interrupts members that wait for this one."""
@@ -243,7 +226,7 @@ class PointToPoint:
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def _send(self, message: Message, link: Link) -> list[PendingOp]:
-        self.sent.num_bytes += self._plan.buckets[message.bucket].num_bytes
+        self.sent_bytes += self._plan.buckets[message.bucket].num_bytes
         tensors = message.layout.messages(self._parameters, message.buffer)
         return self._begin("send", link, link.destination, *tensors)
 
@@ -255,9 +238,8 @@ class PointToPoint:
         self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
     ) -> list[PendingOp]:
         """Start sending or receiving messages; over NCCL they form one batch."""
-        direction = Link(self._rank, neighbour) if operation == "send" else Link(neighbour, self._rank)
-        if device.uses_nccl() and direction not in self._directions:
-            self._barrier(f"from {direction.source} to {direction.destination}", [neighbour])
+        if device.uses_nccl() and link not in self._connected_links:
+            self._barrier(f"from {link.source} to {link.destination}", [neighbour])
         begin = getattr(self._group, operation)
         with self._naming(neighbour):
             if device.uses_nccl():
@@ -265,7 +247,7 @@ class PointToPoint:
             else:
                 works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
         self._neighbours.add(neighbour)
-        self._directions.add(direction)
+        self._connected_links.add(link)
         return [PendingOp(neighbour, work) for work in works]
 
     def _next_tag(self, link: Link) -> int:

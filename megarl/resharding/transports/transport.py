@@ -22,9 +22,6 @@ class Transport(Protocol):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Return the dtype of a source's parameter. Raises UserError if the source has no such parameter."""
 
-    def forget(self) -> None:
-        """Notes that what was delivered last has been rewritten since."""
-
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Yield the copies, whole or in parts and in any order, each with its elements.
 
@@ -52,9 +49,6 @@ class Readable(ABC):
     """Base class of transports through which a destination reads its sources directly."""
 
     staging_bytes = 0
-
-    def forget(self) -> None:  # noqa: B027  direct reads have no state to reset
-        """See Transport."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         for copy in copies:

@@ -18,8 +18,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megarl.cluster.memory.reserves import batched_tokens
 from megarl.config.schema import Rollout
+from megarl.config.vllm_arguments import batched_tokens
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Completion, Sample, VersionRun

@@ -143,7 +143,6 @@ class RefitExtension:
         if expected is not None:
             check_weights(self._holder, self._parameters(), expected)
         if _process_weights(self.model_runner.get_model(), self.model_runner.model_config.dtype):
-            self._transport.forget()
             self._is_rewritten = True
         return SyncStats(num_bytes, self._transport.staging_bytes)
 

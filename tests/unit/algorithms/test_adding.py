@@ -1,4 +1,4 @@
-"""An estimator and an objective that somebody adds: one file each, and what is forgotten is named."""
+"""Adding an estimator and an objective: one file each, and the tests name all missing pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.algorithms.test_every_algorithm import ESTIMATOR_PLACES, OBJECTI
 KINDS = (GroupEstimator, SampleEstimator, TokenEstimator, PolicyObjective, PairObjective, LabelObjective)
 
 MEDIAN = '''
-"""Rewards against the median of their group."""
+"""Rewards minus the group median."""
 from statistics import median
 
 from megarl.algorithms.specs import GroupEstimator
@@ -37,11 +37,15 @@ def group_median(group, sharpness):
 
 
 SPEC = GroupEstimator(
-    name="group_median", formula="r_i − median(r)", paper="nobody's", compare=group_median, parameters={"sharpness": (float, 1.0)}
+    name="group_median",
+    formula="r_i − median(r)",
+    paper="none",
+    compare=group_median,
+    parameters={"sharpness": (float, 1.0)},
 )
 '''
 SQUARED = '''
-"""A square instead of a clip."""
+"""A squared ratio instead of a clip."""
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
 
@@ -52,17 +56,17 @@ def squared(log_prob, old, advantage, clip_low):
     return PolicyLoss.of(-ratio.square() * advantage, ratio)
 
 
-def clip_is_no_half(options):
+def clip_is_not_half(options):
     return "clip_low=0.5: not that" if options["clip_low"] == 0.5 else None
 
 
 SPEC = PolicyObjective(
     name="squared",
     formula="−ρ²·A",
-    paper="nobody's",
+    paper="none",
     loss=squared,
     parameters={"clip_low": (float, 0.1)},
-    rules=(clip_is_no_half,),
+    rules=(clip_is_not_half,),
 )
 '''
 ADDED = """
@@ -92,44 +96,44 @@ TEST = "import pytest; pytest.main(['tests/unit/algorithms/test_every_algorithm.
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    made = [tmp_path_factory.mktemp(name) for name in ("advantages", "objectives")]
-    for folder, name, text in zip(made, ("group_median", "squared"), (MEDIAN, SQUARED), strict=True):
+    added = [tmp_path_factory.mktemp(name) for name in ("advantages", "objectives")]
+    for folder, name, text in zip(added, ("group_median", "squared"), (MEDIAN, SQUARED), strict=True):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    return made
+    return added
 
 
 @pytest.fixture(scope="module")
 def printed(folders) -> dict[str, str]:
-    """The output of each of these codes; one process runs them all, as it imports longer than it works."""
+    """The output of each of these programs. One process runs them all, because importing takes longer than running."""
     codes = (LOAD, REFUSED, LIST)
     between = f"\nprint({BETWEEN!r}, end='')\n"
     return dict(zip(codes, run(folders, between.join(codes)).split(BETWEEN), strict=True))
 
 
 def run(folders: list[Path], code: str) -> str:
-    """Returns what the code prints where the two are found beside the others."""
+    """Return the output of the code with both added files registered."""
     command = [sys.executable, "-c", ADDED + code, *map(str, folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_recipes_can_name_them(printed):
+def test_recipe_can_use_added_algorithms(printed):
     assert printed[LOAD] == "group_median {'clip_low': 0.3}\n"
 
 
-def test_recipes_keep_their_rules(printed):
+def test_rules_of_added_objective_are_checked(printed):
     assert printed[REFUSED] == "clip_low=0.5: not that\n"
 
 
-def test_they_are_listed(printed):
+def test_added_algorithms_are_listed(printed):
     lines = printed[LIST].splitlines()
-    at = lines.index("  group_median: r_i − median(r)")
-    assert lines[at + 1].startswith("    nobody's; the group's rewards")
-    assert lines[at + 2].startswith("    sharpness=1.0, ")
+    index = lines.index("  group_median: r_i − median(r)")
+    assert lines[index + 1].startswith("    none; the group's rewards")
+    assert lines[index + 2].startswith("    sharpness=1.0, ")
     assert "  squared: −ρ²·A" in lines
 
 
-def test_what_is_forgotten_is_named(folders):
-    """Nothing of the others fails, and of these all that is not in their files."""
+def test_missing_pieces_of_added_algorithms_fail(folders):
+    """Exactly the checks for missing table rows, keys, recipes and comments fail, and only for the added algorithms."""
     failed = re.findall(r"^FAILED \S*::(\w+\[.*?\])(?: - |$)", run(folders, TEST), re.MULTILINE)
     assert set(failed) == {
         *(f"test_every_estimator_has[group_median-{place}]" for place in ESTIMATOR_PLACES),
@@ -137,7 +141,7 @@ def test_what_is_forgotten_is_named(folders):
     }
 
 
-def test_the_page_names_files_that_are_there_and_every_table():
+def test_readme_names_existing_files_and_all_tables():
     page = text_of("megarl/algorithms/README.md")
     named = set(re.findall(r"`((?:megarl|tests|configs)[a-z_0-9/]*(?:\.py|\.md|\.yaml)?)`", page))
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,11 +1,11 @@
-"""The moving average of rewards, which estimators of whole samples share."""
+"""The moving average of rewards."""
 
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 
 
-def test_the_moving_average_forgets_its_start():
+def test_moving_average_is_unbiased_at_the_start():
     average = MovingAverage()
     assert average.value == 0.0
     for reward in (1.0, 0.0, 4.0):
@@ -16,7 +16,7 @@ def test_the_moving_average_forgets_its_start():
     assert average.value == 2.0
 
 
-def test_a_decay_of_one_is_the_plain_mean():
+def test_decay_of_one_gives_the_plain_mean():
     average = MovingAverage()
     for reward in (1.0, 0.0, 4.0, -2.0):
         average.add(reward, 1.0)

@@ -1,5 +1,5 @@
-"""Every estimator and every objective is whole: what its spec says is what its function takes and what recipes can say,
-and it has a row in each table of the tests, a recipe, and a word in the base recipe."""
+"""Every estimator and objective is complete: its SPEC matches its function's arguments and the config keys, and it has
+a row in each test table, a recipe, and a mention in the base recipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TENSORS = {
     "draw",
 }
 INPUTS = TENSORS | {"samples", "selected", "value", "group"}
-"""The inputs that functions take beside their options."""
+"""Function inputs that are not options."""
 
 
 def section(spec: EstimatorSpec | ObjectiveSpec) -> str:
@@ -51,7 +51,7 @@ def key_of_name(spec: EstimatorSpec | ObjectiveSpec) -> str:
 
 @cache
 def comments() -> dict[str, set[str]]:
-    """The words of the comment of each key of the base recipe, on its line and up to the next key's."""
+    """Return the words of each key's comment in the base recipe: on its line and up to the next key."""
     lines, keys = BASE.read_text().splitlines(), nodes(yaml.compose(BASE.read_text()))
     starts = [*(node.start_mark.line for node in keys.values()), len(lines)]
     texts = {key: lines[start:end] for key, start, end in zip(keys, starts, starts[1:], strict=False)}
@@ -101,26 +101,26 @@ def test_every_objective_has(name, place):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_what_its_functions_take_is_what_its_spec_says(spec):
-    """Whatever an option of its is called, an argument of the function has the same name."""
+def test_function_arguments_match_spec(spec):
+    """Each option has a function argument of the same name."""
     for function, _, parameters in spec.functions:
-        taken = inspect.signature(function).parameters
-        assert "_" in taken or taken.keys() - INPUTS == parameters.keys()
+        arguments = inspect.signature(function).parameters
+        assert "_" in arguments or arguments.keys() - INPUTS == parameters.keys()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_its_options_are_keys_that_take_the_papers_values(spec):
+def test_options_are_config_keys_with_paper_defaults(spec):
     rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={rows}", f"{key_of_name(spec)}={spec.name}"]
-    given = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
-    for config in (load(BASE, keys), load(BASE, [*keys, *given])):
+    overrides = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
+    for config in (load(BASE, keys), load(BASE, [*keys, *overrides])):
         algorithm = config.algorithm.advantage if isinstance(spec, EstimatorSpec) else config.algorithm.objective
         assert algorithm.options() == spec.options
         assert algorithm.options(spec.arguments) == spec.arguments
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_its_file_says_what_it_computes_and_where_that_is_from(spec):
+def test_formula_paper_and_docstring_are_present(spec):
     assert spec.formula and spec.paper
     for function, _, _ in spec.functions:
         assert function.__doc__

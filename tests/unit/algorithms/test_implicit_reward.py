@@ -16,7 +16,7 @@ def test_token_rewards_are_scaled_log_ratios():
 
 @pytest.mark.parametrize("reward", [-40.0, -1.3, 0.0, 2.0, 40.0])
 @pytest.mark.parametrize("success", [0.0, 1.0])
-def test_cross_entropy_is_the_log_of_the_probability_of_the_outcome(reward, success):
+def test_cross_entropy_is_the_outcome_log_probability(reward, success):
     probability = 1 / (1 + math.exp(-reward)) if success else 1 / (1 + math.exp(reward))
     loss = outcome_cross_entropy(torch.tensor([reward], dtype=torch.float64), torch.tensor([success]).double())
     assert float(loss) == pytest.approx(-math.log(probability), rel=1e-9, abs=1e-12)

@@ -1,4 +1,4 @@
-"""KL estimators: what they are the mean of, exactly, over all tokens of a small vocabulary."""
+"""KL estimators: exact expectations over all tokens of a small vocabulary."""
 
 import math
 from itertools import product
@@ -12,7 +12,7 @@ from tests.paths import BASE
 
 
 def two_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits that have a gradient, their log-softmax, and the log-probs of a reference: float64 [20]."""
+    """Return logits with a gradient, their log-softmax, and a reference's log-probs: float64 [20]."""
     torch.manual_seed(0)
     reference = torch.randn(20, dtype=torch.float64).log_softmax(-1)
     logits = torch.randn(20, dtype=torch.float64, requires_grad=True)
@@ -21,17 +21,17 @@ def two_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    # log-ratio ln 2: the policy's probability is twice the reference's.
+    # log-ratio ln 2: the policy's probability is twice that of the reference.
     [("k1", 0.693147), ("k2", 0.240227), ("k3", 0.5 - 1 + 0.693147), ("abs", 0.693147)],
 )
-def test_estimators_by_hand(estimator, expected):
+def test_estimators_match_worked_example(estimator, expected):
     assert float(kl.estimate(estimator, torch.tensor([2.0]).log())) == pytest.approx(expected, rel=1e-5)
     assert kl.estimate("abs", torch.tensor([-0.3])).tolist() == pytest.approx([0.3])
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_have_the_exact_divergence_as_their_mean(estimator, straight_through):
+def test_k1_and_k3_are_unbiased(estimator, straight_through):
     _, policy, reference = two_policies()
     exact = (policy.exp() * (policy - reference)).sum()
     estimate = kl.estimate(estimator, policy - reference, straight_through)
@@ -47,7 +47,7 @@ def test_k3_is_never_negative():
     ("estimator", "straight_through", "exact"),
     [("k2", False, True), ("k1", True, True), ("k3", True, True), ("abs", True, True), ("k1", False, False)],
 )
-def test_which_gradient_is_that_of_the_divergence(estimator, straight_through, exact):
+def test_gradients_that_equal_the_divergence_gradient(estimator, straight_through, exact):
     logits, policy, reference = two_policies()
     divergence = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
     sampled = (policy.exp().detach() * kl.estimate(estimator, policy - reference, straight_through)).sum()
@@ -56,7 +56,7 @@ def test_which_gradient_is_that_of_the_divergence(estimator, straight_through, e
 
 
 @pytest.mark.parametrize("estimator", kl.KL_ESTIMATORS)
-def test_gradients(estimator):
+def test_estimators_pass_gradcheck(estimator):
     log_ratio = torch.tensor([-1.5, -0.2, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl.estimate(estimator, x), log_ratio)
 
@@ -66,12 +66,12 @@ def test_straight_through_keeps_the_value():
     for estimator in kl.KL_ESTIMATORS:
         ratio = policy - reference
         torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
-    far = torch.tensor([1000.3])  # k2, which the gradient is of, is larger by far
+    far = torch.tensor([1000.3])  # here k2, whose gradient is used, is far larger than k1
     assert kl.estimate("k1", far, True) == far
 
 
-def test_a_limit_cuts_estimates_down_and_their_gradient_off():
-    """verl's low_var_kl, clamp(k3, −10, 10): of a policy that is e⁵ times less likely than the reference k3 is 142."""
+def test_limit_clamps_estimates_and_stops_their_gradient():
+    """verl's low_var_kl is clamp(k3, −10, 10). For a policy e⁵ times less likely than the reference, k3 is 142."""
     log_ratio = torch.tensor([-5.0, -1.0, 30.0], dtype=torch.float64, requires_grad=True)
     limited = kl.estimate("k3", log_ratio, limit=10)
     assert limited.tolist() == pytest.approx([10, math.e - 2, 10])
@@ -92,13 +92,13 @@ def test_a_limit_cuts_estimates_down_and_their_gradient_off():
         ("placement: reward, estimator: k3", "reward_whole_token_k3"),
     ],
 )
-def test_an_estimator_that_is_not_given_is_that_of_the_papers(form, expected):
+def test_default_estimator_follows_the_papers(form, expected):
     algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", f"algorithm.kl={{{form}}}"]).algorithm
     assert algorithm.kl_metric == f"kl/{expected}"
 
 
-def test_of_a_long_response_only_k3_explodes():
-    """Its policy is 2 % less likely in each of 1,000 tokens than the reference: k3 is e²⁰, and k2 200."""
+def test_only_k3_explodes_for_long_responses():
+    """Each of 1,000 tokens is 2 % less likely under the policy than under the reference: k3 is e²⁰, k2 is 200."""
     log_ratio = torch.full((1000,), -0.02)
     assert kl.estimate("k3", log_ratio).sum() == pytest.approx(1000 * (math.exp(0.02) - 1.02), rel=1e-3)
     assert kl.estimate("k3", log_ratio.sum()) > 4e8
@@ -108,21 +108,21 @@ def test_of_a_long_response_only_k3_explodes():
 @pytest.mark.parametrize(
     ("divergence", "expected"), [(0.05, 1.0), (0.055, 1.01), (5.0, 1.02), (0.0, 0.98), (-1.0, 0.98)]
 )
-def test_the_coefficient_moves_by_at_most_a_fifth_of_the_horizons_share(divergence, expected):
-    """A step of 100 samples with a horizon of 1000: a tenth of the clipped error, here of a target of 0.05."""
+def test_adaptive_coefficient_change_is_bounded(divergence, expected):
+    """100 samples and a horizon of 1000 apply a tenth of the clipped error; the target is 0.05."""
     assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("divergence", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1), (0.0149, 1), (0.0151, 2), (9.0, 2)]
 )
-def test_ppos_penalty_is_halved_or_doubled(divergence, expected):
+def test_adaptive_penalty_is_halved_or_doubled(divergence, expected):
     assert kl.adapted_penalty(1.0, divergence, 0.01) == expected
 
 
 @pytest.mark.parametrize("adaptive_target", ["null", "0.1"])
-def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
-    """A form says where the KL is taken off or added, of what, how it is estimated, and its gradient."""
+def test_every_kl_form_has_its_own_metric(adaptive_target):
+    """A form consists of placement, credit, level, estimator and gradient."""
     placements = (
         ("loss", "whole", "loss"),
         ("reward", "whole", "reward_whole"),
@@ -133,15 +133,15 @@ def test_all_forms_combine_and_each_has_a_metric_of_its_own(adaptive_target):
     for (placement, credit, where), level, estimator, gradient in forms:
         keys = f"placement: {placement}, level: {level}, estimator: {estimator}, coefficient: 0.1"
         form = f"algorithm.kl={{{keys}, straight_through: {bool(gradient)}, adaptive_target: {adaptive_target}}}"
-        of_tokens = f"algorithm.advantage={{estimator: rloo, credit: {credit}}}"
-        algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", of_tokens, form]).algorithm
+        credit_key = f"algorithm.advantage={{estimator: rloo, credit: {credit}}}"
+        algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", credit_key, form]).algorithm
         assert algorithm.kl_metric == f"kl/{where}_{level}_{estimator}{gradient}"
         names.add(algorithm.kl_metric)
     assert len(names) == 3 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
-def test_estimators_of_tokens_credit_them_with_the_kl_to_come(estimator):
+def test_token_estimators_use_the_kl_to_go(estimator):
     keys = (f"algorithm.advantage.estimator={estimator}", "algorithm.kl={placement: reward, coefficient: 0.1}")
     algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
     assert algorithm.kl_metric == "kl/reward_to_go_token_k1"

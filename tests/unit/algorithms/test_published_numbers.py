@@ -1,6 +1,6 @@
-"""Numbers that public libraries compute of one small batch, with ragged samples, tool tokens and a group of one.
+"""Results of public libraries on one small batch with ragged samples, tool tokens and a group of one.
 
-tools/references/record.py has recorded it. Where conventions differ, the option is named that makes megarl's theirs.
+Recorded by tools/references/record.py. Where conventions differ, the test names the option that selects the library's.
 """
 
 import json
@@ -35,7 +35,7 @@ from tests.paths import ROOT
 
 LONGEST, GAMMA, LAMBDA = 12, 0.9, 0.8
 TOLERANCE = 1e-6
-"""They add up to 1e-6 to denominators where megarl adds nothing, and compute some of it in float32."""
+"""The libraries add up to 1e-6 to denominators where megarl adds nothing, and compute partly in float32."""
 
 
 @cache
@@ -43,45 +43,45 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "published_numbers" / f"{name}.json").read_text())
 
 
-def theirs(library: str, name: str) -> Any:
+def published(library: str, name: str) -> Any:
     return recorded(library)["numbers"][name]
 
 
 BATCH = recorded("batch")
 PROMPTS, REWARDS = BATCH["prompts"], BATCH["rewards"]
-ROW_SAMPLE = torch.tensor([i for i, own in enumerate(BATCH["mask"]) for _ in own])
-MASK = torch.tensor([bool(flag) for own in BATCH["mask"] for flag in own])
-NUM_TOKENS = [sum(own) for own in BATCH["mask"]]
+ROW_SAMPLE = torch.tensor([i for i, sample in enumerate(BATCH["mask"]) for _ in sample])
+MASK = torch.tensor([bool(flag) for sample in BATCH["mask"] for flag in sample])
+NUM_TOKENS = [sum(sample) for sample in BATCH["mask"]]
 SAMPLES = SampleSegments(MASK, ROW_SAMPLE, len(PROMPTS))
 
 
 def rows(name: str) -> torch.Tensor:
-    return torch.tensor([value for own in BATCH[name] for value in own], dtype=torch.float64)
+    return torch.tensor([value for sample in BATCH[name] for value in sample], dtype=torch.float64)
 
 
 def float64(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def assert_equal(ours: torch.Tensor, numbers: Any) -> None:
-    expected = torch.tensor(numbers, dtype=ours.dtype)
-    assert ours.shape == expected.shape
-    assert relative_error(ours, expected) <= TOLERANCE
+def assert_equal(actual: torch.Tensor, numbers: Any) -> None:
+    expected = torch.tensor(numbers, dtype=actual.dtype)
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= TOLERANCE
 
 
-def against(rewards: list[float], baselines: list[Baseline]) -> torch.Tensor:
-    """float64 [N]."""
+def relative_to(rewards: list[float], baselines: list[Baseline]) -> torch.Tensor:
+    """Return each row's advantage relative to the baselines, float32 [N]."""
     center, scale = float64([b.center for b in baselines]), float64([b.scale for b in baselines])
     return sample_advantages(float64(rewards), center, scale)[ROW_SAMPLE]
 
 
-def in_groups(rewards: list[float], estimator: str, **options: object) -> list[Baseline]:
-    found, spec = [], ESTIMATORS[estimator]
+def group_baselines(rewards: list[float], estimator: str, **options: object) -> list[Baseline]:
+    baselines, spec = [], ESTIMATORS[estimator]
     assert options.keys() <= spec.options.keys()
     for prompt in sorted(set(PROMPTS)):
         members = [Member(r, n) for r, n, p in zip(rewards, NUM_TOKENS, PROMPTS, strict=True) if p == prompt]
-        found += spec.baselines(members, dict(spec.options) | options)
-    return found
+        baselines += spec.baselines(members, dict(spec.options) | options)
+    return baselines
 
 
 @pytest.mark.parametrize(
@@ -94,118 +94,121 @@ def in_groups(rewards: list[float], estimator: str, **options: object) -> list[B
         ("opo", dict(estimator="opo", group_of_one="reward")),
     ],
 )
-def test_verls_group_baselines(name, options):
-    assert_equal(against(REWARDS, in_groups(REWARDS, **options))[MASK], theirs("verl", f"advantage/{name}"))
+def test_group_baselines_match_verl(name, options):
+    assert_equal(
+        relative_to(REWARDS, group_baselines(REWARDS, **options))[MASK], published("verl", f"advantage/{name}")
+    )
 
 
-def test_verls_gpg():
-    """Its factor counts rewards that are not 0, the paper's and ours those of groups with unequal ones: here these are
-    the same."""
+def test_gpg_matches_verl():
+    """verl's factor counts nonzero rewards; the paper's and ours count groups with unequal rewards. Here both are
+    equal."""
     rewards = [reward + 1 for reward in REWARDS]
     rewards[PROMPTS.index("b")] = 0.0
-    own = [[r for r, p in zip(rewards, PROMPTS, strict=True) if p == prompt] for prompt in sorted(set(PROMPTS))]
-    groups = [[Member(reward, 1) for reward in group] for group in own]
-    advantage = against(rewards, in_groups(rewards, estimator="gpg")) * amplification(groups)
-    assert_equal(advantage[MASK], theirs("verl", "advantage/gpg"))
+    by_prompt = [[r for r, p in zip(rewards, PROMPTS, strict=True) if p == prompt] for prompt in sorted(set(PROMPTS))]
+    groups = [[Member(reward, 1) for reward in group] for group in by_prompt]
+    advantage = relative_to(rewards, group_baselines(rewards, estimator="gpg")) * amplification(groups)
+    assert_equal(advantage[MASK], published("verl", "advantage/gpg"))
 
 
-def test_verls_pass_at_k():
-    """The k of https://arxiv.org/abs/2503.19595 is the size of the group: the best reward less the second best."""
+def test_pass_at_k_matches_verl():
+    """In https://arxiv.org/abs/2503.19595 k is the group size: the advantage is the best reward minus the second
+    best."""
     options = dict(estimator="pass_at_k", k=3, pass_at_k_baseline="without")
     in_pairs = torch.tensor([PROMPTS.count(prompt) > 1 for prompt in PROMPTS])[ROW_SAMPLE]
-    advantage = against(REWARDS, in_groups(REWARDS, **options))
-    assert_equal(advantage[MASK & in_pairs], theirs("verl", "advantage/pass_at_k"))
+    advantage = relative_to(REWARDS, group_baselines(REWARDS, **options))
+    assert_equal(advantage[MASK & in_pairs], published("verl", "advantage/pass_at_k"))
 
 
-def test_verls_remax():
-    advantage = against(REWARDS, [Baseline(greedy) for greedy in BATCH["greedy"]])
-    assert_equal(advantage[MASK], theirs("verl", "advantage/remax"))
+def test_remax_matches_verl():
+    advantage = relative_to(REWARDS, [Baseline(greedy) for greedy in BATCH["greedy"]])
+    assert_equal(advantage[MASK], published("verl", "advantage/remax"))
 
 
 def whitened(advantage: torch.Tensor) -> torch.Tensor:
-    """Returns the advantages whitened with the sample deviation, to whose square verl adds 1e-8."""
+    """Return the advantages whitened with the sample deviation. verl adds 1e-8 to the variance."""
     trained = advantage[MASK]
     moments = mean_and_std(len(trained), trained.sum().item(), trained.square().sum().item(), "sample")
     return whiten(advantage, MASK, *moments, std_epsilon=0.0)
 
 
-def test_verls_reinforce_plus_plus_with_a_group_baseline():
+def test_reinforce_plus_plus_baseline_matches_verl():
     options = dict(estimator="reinforce_plus_plus_baseline", group_of_one="reward")
-    advantage = whitened(against(REWARDS, in_groups(REWARDS, **options)))
-    assert_equal(advantage[MASK], theirs("verl", "advantage/reinforce_plus_plus_baseline"))
+    advantage = whitened(relative_to(REWARDS, group_baselines(REWARDS, **options)))
+    assert_equal(advantage[MASK], published("verl", "advantage/reinforce_plus_plus_baseline"))
 
 
 def token_rewards() -> torch.Tensor:
-    """Each token's own reward, and the sample's on its last trained one."""
+    """Return each token's reward, with the sample's reward added on the last trained token."""
     return at_last_token(float64(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
 
 
-def test_discounted_returns():
+def test_discounted_returns_match_torchrl_and_verl():
     returns = reward_to_go(token_rewards(), MASK, ROW_SAMPLE, GAMMA)
-    assert_equal(returns[MASK], theirs("torchrl", "to_go"))
-    assert_equal(whitened(returns)[MASK], theirs("verl", "advantage/reinforce_plus_plus"))
+    assert_equal(returns[MASK], published("torchrl", "to_go"))
+    assert_equal(whitened(returns)[MASK], published("verl", "advantage/reinforce_plus_plus"))
 
 
-def test_generalised_advantages():
+def test_gae_matches_torchrl_and_verl():
     advantage, returns = gae(token_rewards(), MASK, ROW_SAMPLE, rows("values"), GAMMA, LAMBDA)
-    assert_equal(advantage[MASK], theirs("torchrl", "gae"))
-    assert_equal(returns[MASK], theirs("torchrl", "gae_returns"))
-    assert_equal(whitened(advantage)[MASK], theirs("verl", "advantage/gae"))
-    assert_equal(returns[MASK], theirs("verl", "advantage/gae_returns"))
+    assert_equal(advantage[MASK], published("torchrl", "gae"))
+    assert_equal(returns[MASK], published("torchrl", "gae_returns"))
+    assert_equal(whitened(advantage)[MASK], published("verl", "advantage/gae"))
+    assert_equal(returns[MASK], published("verl", "advantage/gae_returns"))
 
 
 def assert_loss(library: str, name: str, loss: Callable[[torch.Tensor], torch.Tensor], variable: str = "now") -> None:
-    """Asserts that the library has the same value, where it is of the same loss, and the same gradient for each
-    token."""
+    """Assert that the library has the same gradient for each token and, unless listed in OTHER_VALUES, the same
+    value."""
     now = rows(variable).requires_grad_()
     value = loss(now)
     [gradient] = torch.autograd.grad(value, now)
-    assert_equal(gradient[MASK], theirs(library, name)["gradient"])
+    assert_equal(gradient[MASK], published(library, name)["gradient"])
     assert not gradient[~MASK].any()
     if (library, name) not in OTHER_VALUES:
-        assert_equal(value.detach(), theirs(library, name)["value"])
+        assert_equal(value.detach(), published(library, name)["value"])
 
 
 OTHER_VALUES = {
     ("verl", "loss/gpg"),  # −A·log π
     ("verl", "loss/dppo_tv"),  # −sg(ρ)·A·log π
     ("verl", "loss/dppo_kl"),
-    ("verl", "loss/dro"),  # without what has no gradient in ½·(A − τ·log ρ)²
-    ("verl", "loss/clip_cov"),  # a chosen token that the clip holds loses a constant
-    ("trl", "loss/gmpo"),  # a sample without a trained token loses −A
+    ("verl", "loss/dro"),  # ½·(A − τ·log ρ)² without the constant term
+    ("verl", "loss/clip_cov"),  # a selected, clipped token contributes a constant
+    ("trl", "loss/gmpo"),  # a sample without a trained token has loss −A
 }
-"""The losses of which only the gradient is the same."""
+"""Losses that agree in the gradient only."""
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("plus", ["", "+"])
-def test_verls_kl(estimator, plus):
+def test_kl_estimators_match_verl(estimator, plus):
     def total(now: torch.Tensor) -> torch.Tensor:
         return kl.estimate(estimator, now - rows("reference"), straight_through=bool(plus))[MASK].sum()
 
     assert_loss("verl", f"kl/{estimator}{plus}", total)
 
 
-def test_verls_kl_as_a_reward():
-    of_each = [
-        kl_reward(rows("old")[own], rows("reference")[own], MASK[own], coefficient=0.3, estimator="k1", level="token")
-        for own in (sample == ROW_SAMPLE for sample in range(len(PROMPTS)))
+def test_kl_reward_matches_verl():
+    per_sample = [
+        kl_reward(rows("old")[at], rows("reference")[at], MASK[at], coefficient=0.3, estimator="k1", level="token")
+        for at in (sample == ROW_SAMPLE for sample in range(len(PROMPTS)))
     ]
-    assert_equal(torch.cat(of_each)[MASK], theirs("verl", "kl/reward"))
+    assert_equal(torch.cat(per_sample)[MASK], published("verl", "kl/reward"))
 
 
-def test_verls_adaptive_coefficient():
-    """The coefficient is adapted in four steps of 256 samples, with a target of 0.1."""
+def test_adaptive_kl_coefficient_matches_verl():
+    """Four steps of 256 samples with a target of 0.1."""
     coefficients = [0.3]
     for divergence in (0.05, 0.3, 0.105, 0.1):
         coefficients.append(kl.adapted(coefficients[-1], divergence, target=0.1, num_samples=256, horizon=1000))
-    assert_equal(torch.tensor(coefficients[1:], dtype=torch.float64), theirs("verl", "kl/adaptive"))
+    assert_equal(torch.tensor(coefficients[1:], dtype=torch.float64), published("verl", "kl/adaptive"))
 
 
 def weights(mode: str) -> torch.Tensor:
-    """float64 [N], 0 for tokens that are not trained on."""
-    of_each = sample_weights(mode, NUM_TOKENS, PROMPTS, LONGEST)
-    return torch.where(MASK, float64(of_each)[ROW_SAMPLE], 0.0)
+    """Return token weights, float64 [N]; 0 for untrained tokens."""
+    per_sample = sample_weights(mode, NUM_TOKENS, PROMPTS, LONGEST)
+    return torch.where(MASK, float64(per_sample)[ROW_SAMPLE], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +220,8 @@ def weights(mode: str) -> torch.Tensor:
         ("seq-mean-token-sum-norm", "sequence_mean_over_max_tokens"),
     ],
 )
-def test_verls_aggregations(name, mode):
-    assert_equal((weights(mode) * -rows("now")).sum(), theirs("verl", f"aggregation/{name}"))
+def test_aggregations_match_verl(name, mode):
+    assert_equal((weights(mode) * -rows("now")).sum(), published("verl", f"aggregation/{name}"))
 
 
 SEQUENCE_MEAN, TOKEN_MEAN = "sequence_mean_of_token_means", "token_mean"
@@ -230,8 +233,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PolicyLoss]
 
 
 def objective(name: str, **options: object) -> Loss:
-    """Returns an objective's loss with all of its options but those that are none; where it is of samples, of the whole
-    batch."""
+    """Return the loss of an objective with all of its options; dual_clip defaults to None. Sample-level objectives use
+    the whole batch."""
     spec = OBJECTIVES[name]
     assert options.keys() | {"dual_clip"} == spec.arguments.keys() | {"dual_clip"}
     inputs = [SAMPLES] * len(spec.inputs)
@@ -239,19 +242,19 @@ def objective(name: str, **options: object) -> Loss:
 
 
 def covariance_of(now: torch.Tensor) -> torch.Tensor:
-    """verl takes it of the current policy."""
+    """Return the covariance under the current policy, as verl does."""
     now = now.detach()
     return covariance(now, ADVANTAGE, now[MASK].mean().item(), ADVANTAGE[MASK].mean().item())
 
 
 def clip_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
-    """All tokens between the bounds, so that none is drawn."""
+    """Select all tokens within the bounds, so that the result is deterministic."""
     order = random_between_bounds(covariance_of(now), torch.zeros_like(now), 0.2, 0.8)
     return OBJECTIVES["clip_cov"].loss(now, old, advantage, order > -torch.inf, **CLIP)
 
 
 def kl_cov(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
-    """A fifth of 20 tokens."""
+    """Select a fifth of 20 tokens."""
     least = covariance_of(now)[MASK].sort().values[-4]
     return OBJECTIVES["kl_cov"].loss(now, old, advantage, MASK & (covariance_of(now) >= least), penalty=0.5)
 
@@ -276,20 +279,20 @@ GSPO, GMPO = objective("gspo", clip_low=0.1, clip_high=0.15), objective("gmpo", 
         ("trl", "dapo", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28)),
         ("trl", "dr_grpo", "sequence_mean_over_max_tokens", objective("clip", **CLIP)),
         ("trl", "luspo", "sequence_mean_of_token_sums", objective("clip", **CLIP)),
-        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # its bound is of ρ: 5
+        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # TRL bounds ρ itself, by 5
         ("trl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
         ("trl", "gspo", SEQUENCE_MEAN, GSPO),
         ("trl", "gmpo", SEQUENCE_MEAN, GMPO),
     ],
 )
-def test_objectives(library, name, mode, loss):
+def test_objectives_match_library(library, name, mode, loss):
     def total(now: torch.Tensor) -> torch.Tensor:
         return (weights(mode) * loss(now, rows("old"), ADVANTAGE).loss).sum()
 
     assert_loss(library, f"loss/{name}", total)
 
 
-def test_trls_grpo_with_a_kl():
+def test_grpo_with_kl_matches_trl():
     def total(now: torch.Tensor) -> torch.Tensor:
         clipped = objective("clip", clip_low=0.2, clip_high=0.28)(now, rows("old"), ADVANTAGE).loss
         return (weights(SEQUENCE_MEAN) * (clipped + 0.3 * kl.estimate("k3", now - rows("reference")))).sum()
@@ -297,8 +300,8 @@ def test_trls_grpo_with_a_kl():
     assert_loss("trl", "loss/grpo_with_kl", total)
 
 
-def test_verls_policy_gradient():
-    """Its GPG, whose ratio would be 1."""
+def test_policy_gradient_matches_verl():
+    """verl's GPG has no ratio, which equals a ratio of 1."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
         return (weights(TOKEN_MEAN) * objective("unclipped")(now, now.detach(), ADVANTAGE).loss).sum()
@@ -306,8 +309,8 @@ def test_verls_policy_gradient():
     assert_loss("verl", "loss/gpg", total)
 
 
-def test_verls_dro():
-    """It takes the log-ratio of each token, and its beta is tau."""
+def test_dro_matches_verl():
+    """verl uses each token's log-ratio, and its beta is tau."""
 
     def total(now: torch.Tensor) -> torch.Tensor:
         losses = objective("dro", tau=0.3, level="token")(now, rows("old"), ADVANTAGE).loss
@@ -316,8 +319,8 @@ def test_verls_dro():
     assert_loss("verl", "loss/dro", total)
 
 
-def test_verls_value_loss():
-    """It is megarl's with algorithm.value.coefficient=0.5."""
+def test_value_loss_matches_verl():
+    """verl's loss is ours with algorithm.value.coefficient=0.5."""
 
     def total(values: torch.Tensor) -> torch.Tensor:
         losses = squared_error(values, rows("values"), rows("returns"), clip=0.2).loss
@@ -331,9 +334,9 @@ def test_verls_value_loss():
     ("name", "options"),
     [("1.2", dict(weight_limit=1.2, mask=None)), ("0.7_1.4", dict(weight_limit=None, mask="of the weight"))],
 )
-def test_verls_weights(level, name, options):
+def test_correction_weights_match_verl(level, name, options):
     mask = level if options["mask"] else None
-    found = factors(
+    correction = factors(
         rows("old") - rows("rollout_logprobs"),
         SAMPLES,
         level,
@@ -342,22 +345,22 @@ def test_verls_weights(level, name, options):
         mask_low=0.7,
         mask_high=1.4,
     )
-    assert_equal(found.factor[MASK], theirs("verl", f"weight/{level}/{name}"))
+    assert_equal(correction.factor[MASK], published("verl", f"weight/{level}/{name}"))
 
 
 @pytest.mark.parametrize(
     ("name", "level"), [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")]
 )
-def test_verls_masks(name, level):
-    """Its bounds are of the sampling policy over the old one."""
-    found = factors(
+def test_correction_masks_match_verl(name, level):
+    """verl bounds the ratio of the sampling policy to the old one."""
+    correction = factors(
         rows("old") - rows("rollout_logprobs"), SAMPLES, None, None, level, mask_low=1 / 1.25, mask_high=1 / 0.7
     )
-    assert_equal(found.factor[MASK], theirs("verl", f"mask/{name}"))
+    assert_equal(correction.factor[MASK], published("verl", f"mask/{name}"))
 
 
 PAIRS = torch.tensor([0, 1, 4, 6])
-"""The samples of two pairs, the better one first."""
+"""The samples of two pairs, the better one first in each."""
 
 
 def margins(length_normalised: bool) -> torch.Tensor:
@@ -379,14 +382,14 @@ def margins(length_normalised: bool) -> torch.Tensor:
         ("ipo_by_length", lambda: OBJECTIVES["ipo"].loss(0.2 * margins(True), beta=0.2)),
     ],
 )
-def test_trls_losses_of_pairs(name, loss):
-    assert_equal(loss().mean(), theirs("trl", f"pairs/{name}"))
+def test_pair_losses_match_trl(name, loss):
+    assert_equal(loss().mean(), published("trl", f"pairs/{name}"))
 
 
-def test_trls_log_probs_and_entropies():
-    """The weight is a unit matrix, so that hidden states are logits."""
+def test_log_probs_and_entropies_match_trl():
+    """The weight is an identity matrix, so hidden states are logits."""
     logits = torch.tensor([[(i * j % 11) / 3 for j in range(13)] for i in range(5)])
-    given = (logits, torch.eye(13), torch.arange(5), 1.0, 13)
-    for log_prob, entropy in (plain_log_prob_and_entropy(*given), log_prob_and_entropy(*given).unbind(1)):
-        assert_equal(log_prob, theirs("trl", "logits/log_prob"))
-        assert_equal(entropy, theirs("trl", "logits/entropy"))
+    arguments = (logits, torch.eye(13), torch.arange(5), 1.0, 13)
+    for log_prob, entropy in (plain_log_prob_and_entropy(*arguments), log_prob_and_entropy(*arguments).unbind(1)):
+        assert_equal(log_prob, published("trl", "logits/log_prob"))
+        assert_equal(entropy, published("trl", "logits/entropy"))

@@ -1,4 +1,4 @@
-"""Policies so far apart that the ratio of their probabilities is no number: e^200."""
+"""Policies so far apart that their probability ratio, e^200, is not representable."""
 
 import pytest
 import torch
@@ -16,21 +16,21 @@ NOW = torch.tensor([-1.2, -0.5, -1.0, -100.0, -0.8, -0.9])
 FAR = 3
 NEAR = torch.where(torch.arange(6) == FAR, OLD, NOW)
 OTHERS = [0, 1, 5]
-"""The trained tokens of other samples."""
+"""Trained tokens of the other samples."""
 
 
 def gradient(name: str, now: torch.Tensor, sign: float) -> tuple[torch.Tensor, torch.Tensor]:
     now = now.clone().requires_grad_()
     advantage = sign * torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, -0.8])
     selected = torch.tensor([True, False, False, False, True, False])
-    inputs = [{"samples": SAMPLES, "selected": selected}[given] for given in OBJECTIVES[name].inputs]
+    inputs = [{"samples": SAMPLES, "selected": selected}[key] for key in OBJECTIVES[name].inputs]
     out = OBJECTIVES[name].loss(now, OLD, advantage, *inputs, **OBJECTIVES[name].arguments)
     return torch.autograd.grad((out.loss * MASK).sum(), now)[0], torch.cat((out.loss.detach(), out.ratio))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective])
-def test_every_objective_stays_finite_and_leaves_the_other_samples_alone(name, sign):
+def test_objectives_stay_finite_for_extreme_ratios(name, sign):
     far, numbers = gradient(name, NOW, sign)
     near, _ = gradient(name, NEAR, sign)
     assert torch.isfinite(far).all() and torch.isfinite(numbers).all()
@@ -39,7 +39,7 @@ def test_every_objective_stays_finite_and_leaves_the_other_samples_alone(name, s
 
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", kl.KL_ESTIMATORS)
-def test_every_divergence_stays_finite(estimator, straight_through):
+def test_kl_estimators_stay_finite_for_extreme_ratios(estimator, straight_through):
     log_ratio = torch.tensor([200.0, -200.0], requires_grad=True)
     estimate = kl.estimate(estimator, log_ratio, straight_through)
     [slope] = torch.autograd.grad(estimate.sum(), log_ratio)
@@ -47,7 +47,7 @@ def test_every_divergence_stays_finite(estimator, straight_through):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_every_correction_stays_finite(level):
+def test_corrections_stay_finite_for_extreme_ratios(level):
     assert torch.isfinite(factors(NOW - OLD, SAMPLES, level, None, None, 0.5, 5.0).factor).all()
 
 
@@ -57,15 +57,15 @@ def slopes(function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
-def test_up_to_the_bound_nothing_changes_bit_by_bit():
+def test_ratios_below_the_bound_are_bit_exact():
     log_ratio = torch.linspace(-120, 20, 4001)
-    for ours, plain, x in (
+    for bounded_function, plain, x in (
         (ratio_of, torch.exp, log_ratio),
         (kl.k3, lambda d: torch.expm1(-d) + d, -log_ratio),
     ):
-        for found, expected in zip(slopes(ours, x), slopes(plain, x), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(slopes(bounded_function, x), slopes(plain, x), strict=True):
+            assert torch.equal(actual, expected)
 
 
-def test_a_log_prob_that_is_no_number_is_not_hidden():
+def test_nan_log_prob_propagates():
     assert ratio_of(torch.tensor([torch.nan])).isnan().all()

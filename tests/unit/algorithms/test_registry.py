@@ -1,4 +1,4 @@
-"""Estimators and objectives are found by walking their folders."""
+"""Discovery of estimators and objectives from their packages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SPEC = "from megarl.algorithms.specs import ImitationObjective\nSPEC = Imitation
 
 
 def package(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> ModuleType:
-    """One of these folders, whose modules are forgotten afterwards."""
-    made = ModuleType(f"found_in_{folders[0].parent.name}")
-    made.__path__ = [str(folder) for folder in folders]
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made
+    """Return a package of these folders, whose modules are dropped afterwards."""
+    created = ModuleType(f"found_in_{folders[0].parent.name}")
+    created.__path__ = [str(folder) for folder in folders]
+    monkeypatch.setitem(sys.modules, created.__name__, created)
+    return created
 
 
 def write(folder: Path, file: str, name: str, rows: str = "messages") -> Path:
@@ -33,36 +33,36 @@ def write(folder: Path, file: str, name: str, rows: str = "messages") -> Path:
     return folder
 
 
-def found(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> list[str]:
+def found_names(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> list[str]:
     return list(find(package(monkeypatch, *folders), ObjectiveSpec, lambda spec: get_args(Rows).index(spec.rows[0])))
 
 
-def test_every_file_of_both_folders_is_found():
+def test_every_file_is_registered():
     for specs, folder in ((ESTIMATORS, "advantages"), (OBJECTIVES, "objectives")):
         assert set(specs) == {path.stem for path in (FOLDER / folder).glob("*.py")} - {"__init__"}
 
 
-def test_the_names_of_the_schema_are_those_found():
+def test_schema_names_match_registry():
     assert (Advantage.entries, Objective.entries) == (ESTIMATORS, OBJECTIVES)
 
 
-def test_the_order_is_that_of_kinds_and_names(monkeypatch, tmp_path):
+def test_entries_are_sorted_by_kind_and_name(monkeypatch, tmp_path):
     for name, rows in (("b", "preferences"), ("c", "prompts"), ("a", "preferences"), ("d", "prompts")):
         write(tmp_path / "one", name, name, rows)
-    assert found(monkeypatch, tmp_path / "one") == ["c", "d", "a", "b"]
+    assert found_names(monkeypatch, tmp_path / "one") == ["c", "d", "a", "b"]
 
 
-def test_a_file_without_a_spec_of_its_name_is_an_error(monkeypatch, tmp_path):
+def test_file_without_matching_spec_is_rejected(monkeypatch, tmp_path):
     other = write(tmp_path / "other", "a", "b")
-    with pytest.raises(ImportError, match=r"\.a: its SPEC is named b; give both the same name"):
-        found(monkeypatch, other)
+    with pytest.raises(ImportError, match=r"\.a: SPEC.name=b: differs from the file's name"):
+        found_names(monkeypatch, other)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "e.py").write_text("")
-    with pytest.raises(ImportError, match=r"\.e: it has no SPEC that is a ObjectiveSpec"):
-        found(monkeypatch, tmp_path / "none")
+    with pytest.raises(ImportError, match=r"\.e: missing SPEC. Fix: define SPEC as a ObjectiveSpec"):
+        found_names(monkeypatch, tmp_path / "none")
 
 
-def test_two_files_of_one_name_are_an_error(monkeypatch, tmp_path):
+def test_duplicate_names_are_rejected(monkeypatch, tmp_path):
     folders = [write(tmp_path / folder, "f", "f") for folder in ("one", "two")]
-    with pytest.raises(ImportError, match="more than one file is named f"):
-        found(monkeypatch, *folders)
+    with pytest.raises(ImportError, match="more than one file has the name f"):
+        found_names(monkeypatch, *folders)

@@ -1,4 +1,4 @@
-"""Rewards against baselines on packed rows."""
+"""Advantages relative to baselines, on packed rows."""
 
 import math
 
@@ -9,12 +9,12 @@ from megarl.algorithms.relative import sample_advantages, token_advantages
 ROWS = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 
 
-def test_tokens_without_a_reward_are_not_compared():
+def test_tokens_without_reward_have_zero_advantage():
     reward = torch.tensor([1.0, math.nan, 3.0, math.nan, math.nan, 5.0, 0.0])
-    found = token_advantages(reward, ROWS, torch.tensor([1.0, 7.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]))
-    assert found.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0, -1.5]
+    actual = token_advantages(reward, ROWS, torch.tensor([1.0, 7.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]))
+    assert actual.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0, -1.5]
 
 
-def test_samples_against_their_baselines():
-    found = sample_advantages(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 4.0]))
-    assert found.tolist() == [0.5, 0.5]
+def test_sample_advantages_match_worked_example():
+    actual = sample_advantages(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 4.0]))
+    assert actual.tolist() == [0.5, 0.5]

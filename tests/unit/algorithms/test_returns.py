@@ -1,4 +1,4 @@
-"""Rewards that are still to come on packed rows, against sums that are written out."""
+"""Rewards-to-go on packed rows, compared with explicit sums."""
 
 import random
 
@@ -11,7 +11,7 @@ ROWS = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 MASK = torch.tensor([True, False, True, True, False, True, True])
 
 
-def test_what_is_to_come_counts_trained_tokens_only():
+def test_reward_to_go_counts_trained_tokens_only():
     reward = torch.tensor([1.0, 50.0, 2.0, 4.0, 70.0, 8.0, 16.0])
     torch.testing.assert_close(
         reward_to_go(reward, MASK, ROWS, 0.5),
@@ -21,26 +21,26 @@ def test_what_is_to_come_counts_trained_tokens_only():
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
-def test_a_token_sees_the_rest_of_its_own_sample(gamma):
+def test_reward_to_go_stays_within_the_sample(gamma):
     source = random.Random(2)
     rows = sorted(source.randrange(6) for _ in range(60))
     mask = [source.random() < 0.7 for _ in rows]
     reward = [source.gauss(0, 1) for _ in rows]
-    found = reward_to_go(torch.tensor(reward), torch.tensor(mask), torch.tensor(rows), gamma)
+    actual = reward_to_go(torch.tensor(reward), torch.tensor(mask), torch.tensor(rows), gamma)
     for t in range(60):
         later = [s for s in range(t, 60) if rows[s] == rows[t] and mask[s]] if mask[t] else []
         expected = sum(gamma**distance * reward[s] for distance, s in enumerate(later))
-        assert float(found[t]) == pytest.approx(expected, abs=1e-5)
+        assert float(actual[t]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_reward_stands_on_the_last_trained_token():
+def test_sample_reward_is_placed_on_last_trained_token():
     rows = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     mask = torch.tensor([True, True, False, False, False, False, True])
     placed = at_last_token(torch.tensor([3.0, 5.0, 7.0]), mask, rows)
     assert placed.tolist() == [0, 3, 0, 0, 0, 0, 7]
 
 
-def test_an_empty_pack_has_nothing():
-    nothing, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert at_last_token(nothing, nothing.bool(), rows).shape == (0,)
-    assert reward_to_go(nothing, nothing.bool(), rows, 0.9).shape == (0,)
+def test_empty_pack_has_no_rewards():
+    empty, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert at_last_token(empty, empty.bool(), rows).shape == (0,)
+    assert reward_to_go(empty, empty.bool(), rows, 0.9).shape == (0,)

@@ -1,4 +1,4 @@
-"""Sums over samples whose rows are on two ranks: the value of the whole, and gradients that add up to its own."""
+"""Per-sample sums with rows on two ranks: correct values, and gradients that sum to the full gradient."""
 
 import pytest
 import torch
@@ -11,16 +11,18 @@ FIRST = torch.tensor([True, True, False, False, True, True])
 """Rows of the first rank."""
 
 
-def test_the_ranks_gradients_add_up_to_that_of_the_whole():
+def test_gradients_of_ranks_sum_to_the_full_gradient():
     x = torch.tensor([0.5, 9.0, -1.5, 2.0, 0.25, 7.0], dtype=torch.float64, requires_grad=True)
     sums = torch.stack([x[[0, 2]].sum(), x[[3, 4]].sum(), x.new_zeros(())])
     plain = (sums.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
     [expected] = torch.autograd.grad(plain, x)
     gradients = torch.zeros(6, dtype=torch.float64)
     for rows in (FIRST, ~FIRST):
-        other = SampleSegments(MASK[~rows], ROW_SAMPLE[~rows], 3).total(x[~rows])
-        own = SampleSegments(MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other=other: values + other)
-        of_each = own.of_each(x[rows])
+        other_total = SampleSegments(MASK[~rows], ROW_SAMPLE[~rows], 3).total(x[~rows])
+        segments = SampleSegments(
+            MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other_total=other_total: values + other_total
+        )
+        of_each = segments.of_each(x[rows])
         torch.testing.assert_close(of_each, sums)
         loss = (of_each.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
         gradients += torch.autograd.grad(loss, x)[0]
@@ -28,20 +30,19 @@ def test_the_ranks_gradients_add_up_to_that_of_the_whole():
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_all_tokens_of_a_sample_have_the_same_value(level):
-    """The values are the same to the last bit, so that no bound divides a sample, however far from their mean its
-    tokens are."""
+def test_tokens_of_a_sample_have_bit_identical_values(level):
+    """Otherwise a bound could split a sample, however far its tokens are from their mean."""
     values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
     samples = SampleSegments(MASK, ROW_SAMPLE, 3)
-    of_rows = samples.at_level(level, values)
+    row_values = samples.at_level(level, values)
     for rows in ([0, 2], [3, 4]):
-        assert len(of_rows[rows].unique()) == 1
-    torch.testing.assert_close(of_rows[3:5], torch.full((2,), 0.8 if level == "sequence" else 0.4))
+        assert len(row_values[rows].unique()) == 1
+    torch.testing.assert_close(row_values[3:5], torch.full((2,), 0.8 if level == "sequence" else 0.4))
 
 
 @pytest.mark.parametrize(("level", "expected"), [("token", 75.25), ("sequence", 50.5)])
-def test_what_stands_on_each_token_of_a_sample_counts_once_in_a_mean_over_samples(level, expected):
-    """A sample of one token has 1 and one of three 100."""
+def test_share_at_level_weights_samples_equally(level, expected):
+    """A sample of one token has the value 1, and one of three tokens 100."""
     values, row_sample = torch.tensor([1.0, 100.0, 100.0, 100.0, 7.0]), torch.tensor([0, 1, 1, 1, 2])
     share = SampleSegments(torch.tensor([True, True, True, True, False]), row_sample, 3).share_at_level(level)
     assert (values * share).sum() / share.sum() == pytest.approx(expected)

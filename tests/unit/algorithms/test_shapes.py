@@ -1,4 +1,4 @@
-"""Every function of tensors refuses those that would be broadcast to something else than its formula."""
+"""Every tensor function rejects inputs that would silently broadcast."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OTHERS = {
     "num_samples": 3,
 }
 OTHER_LENGTH = {("at_last_token", "reward")}
-"""The functions and their tensors whose length is another, not known from the other tensors."""
+"""(function, tensor) pairs with a length of their own, independent of the other tensors."""
 
 
 def functions() -> Iterator[Callable]:
-    """Yields the functions with two tensors or more."""
+    """Yield the functions with at least two tensors."""
     for module in pkgutil.walk_packages(algorithms.__path__, "megarl.algorithms."):
         for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
-            own = function.__module__ == module.name and name[0] != "_"
-            if own and len(tensors(function)) > 1:
+            is_public = function.__module__ == module.name and name[0] != "_"
+            if is_public and len(tensors(function)) > 1:
                 yield function
 
 
@@ -44,41 +44,41 @@ def tensors(function: Callable) -> list[str]:
 
 
 def arguments(function: Callable) -> dict[str, object]:
-    given = {}
+    values = {}
     for name in inspect.signature(function).parameters:
-        given[name] = OTHERS.get(name, 0.5)
-    return given | {name: torch.zeros(3, dtype=DTYPES.get(name)) for name in tensors(function)}
+        values[name] = OTHERS.get(name, 0.5)
+    return values | {name: torch.zeros(3, dtype=DTYPES.get(name)) for name in tensors(function)}
 
 
 CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, name) not in OTHER_LENGTH]
 
 
 @pytest.mark.parametrize(("function", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
-def test_one_of_another_shape_is_refused(function, name):
-    given = arguments(function)
-    function(**given)
+def test_mismatched_shape_is_rejected(function, name):
+    values = arguments(function)
+    function(**values)
     for shape in ((1,), (3, 1), ()):
-        with pytest.raises(ValueError, match="must share one shape"):
-            function(**given | {name: given[name].new_zeros(shape)})
+        with pytest.raises(ValueError, match="must have the same shape"):
+            function(**values | {name: values[name].new_zeros(shape)})
 
 
 @pytest.mark.parametrize("shape", [(3, 1), ()])
-def test_rewards_of_samples_are_a_list(shape):
+def test_sample_rewards_must_be_one_dimensional(shape):
     mask, row_sample = torch.ones(3, dtype=torch.bool), torch.arange(3)
-    with pytest.raises(ValueError, match="reward must have one axis"):
+    with pytest.raises(ValueError, match="reward must have one dimension"):
         at_last_token(torch.zeros(shape), mask, row_sample)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 1), ()])
-def test_rows_of_samples_and_their_mask_are_as_many(shape):
+def test_mask_and_row_sample_must_have_equal_length(shape):
     for mask, row_sample in (((3,), shape), (shape, (3,))):
-        with pytest.raises(ValueError, match="mask and row_sample must share one shape"):
+        with pytest.raises(ValueError, match="mask and row_sample must have the same shape"):
             SampleSegments(torch.ones(mask, dtype=torch.bool), torch.zeros(row_sample, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="log_ratio and mask must share one shape"):
+    with pytest.raises(ValueError, match="log_ratio and mask must have the same shape"):
         factors(torch.zeros(shape), OTHERS["samples"], None, None, None, 0.5, 2.0)
 
 
-def test_the_functions_of_tensors_of_every_algorithm_are_among_them():
+def test_functions_of_every_algorithm_are_covered():
     seen = {function for function, _ in CASES}
     losses = [spec.loss for spec in OBJECTIVES.values() if spec.is_policy_objective]
     orders = [spec.selection.order for spec in OBJECTIVES.values() if spec.selects_tokens]
@@ -88,5 +88,5 @@ def test_the_functions_of_tensors_of_every_algorithm_are_among_them():
 
 
 @pytest.mark.parametrize("function", list(functions()), ids=lambda function: function.__name__)
-def test_each_says_what_it_computes(function):
+def test_every_tensor_function_has_a_docstring(function):
     assert function.__doc__ and len(function.__doc__) > 40

@@ -1,4 +1,4 @@
-"""The critic's loss by hand."""
+"""Worked examples of the critic's loss."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from megarl.algorithms.value_loss import explained_variance, squared_error
         (0.1, None, 0.81, -1.8, False),
         (0.5, None, 0.25, -1.0, False),
         (0.1, 0.2, 0.81, -1.8, False),
-        (0.5, 0.2, 0.64, 0.0, True),  # has moved 0.5 towards the return: counts as 0.2
-        (-0.5, 0.2, 2.25, -3.0, False),  # away from it: not clipped
-        (3.0, 0.2, 4.0, 4.0, False),  # beyond it: the plain error is the larger one
+        (0.5, 0.2, 0.64, 0.0, True),  # moved 0.5 towards the return, clipped to 0.2
+        (-0.5, 0.2, 2.25, -3.0, False),  # moved away from the return: not clipped
+        (3.0, 0.2, 4.0, 4.0, False),  # beyond the return: the unclipped error is larger
     ],
 )
-def test_value_loss_by_hand(value, clip, loss, slope, clipped):
+def test_value_loss_matches_worked_examples(value, clip, loss, slope, clipped):
     now = torch.tensor([value], requires_grad=True)
     out = squared_error(now, torch.zeros(1), torch.ones(1), clip)
     out.loss.sum().backward()
@@ -28,7 +28,7 @@ def test_value_loss_by_hand(value, clip, loss, slope, clipped):
 
 
 @pytest.mark.parametrize("clip", [None, 0.4])
-def test_gradients_of_the_value_loss(clip):
+def test_value_loss_passes_gradcheck(clip):
     old, returns = torch.tensor([0.1, -0.4, 0.9]).double(), torch.tensor([1.0, -1.0, 0.5]).double()
     value = torch.tensor([0.2, 0.8, 0.6], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: squared_error(x, old, returns, clip).loss, value)
@@ -40,13 +40,12 @@ def explained(values: torch.Tensor, returns: torch.Tensor) -> float | None:
     return explained_variance(*(float(moment) for moment in moments))
 
 
-def test_the_explained_variance_is_that_of_the_returns():
-    """Against 1 − Var[R − V] / Var[R] of torch."""
+def test_explained_variance_matches_torch():
     torch.manual_seed(0)
     returns = 5 + torch.randn(50, dtype=torch.float64)
     values = returns + 0.5 * torch.randn(50, dtype=torch.float64)
     assert explained(values, returns) == pytest.approx(1 - float((returns - values).var() / returns.var()))
-    assert explained(returns + 3, returns) == pytest.approx(1), "a constant is not variance"
+    assert explained(returns + 3, returns) == pytest.approx(1), "a constant offset has no variance"
     assert explained(torch.full_like(returns, 5), returns) == pytest.approx(0)
     assert explained(-returns, returns) == pytest.approx(-3)
     assert explained(values, torch.full_like(returns, 0.1)) is None

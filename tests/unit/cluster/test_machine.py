@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megarl.cluster.machine import (
-    check_deltas,
     check_engine_kernels,
     check_gpu_memory,
     check_machine,
@@ -27,7 +26,6 @@ from megarl.core.errors import UserError
 from megarl.models.run_models import ModelFolders
 from megarl.train import run
 from tests.paths import BASE
-from tests.published_models import CONFIGS
 from tests.tiny_model import write_tiny_llama
 from tests.unit.resharding.cases import config_of
 
@@ -216,38 +214,6 @@ def test_a_gpu_with_room_for_tensors_alone_is_refused_by_what_is_beside_them(
     ) as error:
         check_gpu_memory(settings, models)
     assert all(f"({item})" in str(error.value) for item in items)
-
-
-DELTAS = ("cluster.placement=disaggregated", "rollout.refit_delta=true", "actor.layout.dp=2")
-
-
-@pytest.mark.parametrize(
-    ("replicas", "gpus_per_node", "kept", "pcie", "full", "link"),
-    [
-        (1, 8, 8.19, 0.34, 0.049, 337.5),
-        (1, 2, 8.19, 0.34, 0.44, 37.5),
-        (8, 2, 16.4, 0.68, 0.87, 37.5),
-    ],
-    ids=["one-node", "one-engine", "engines-on-four-nodes"],
-)
-def test_deltas_are_refused_on_gpus_by_what_they_cost_and_can_save(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replicas, gpus_per_node, kept, pcie, full, link
-) -> None:
-    """Two ranks have 16.38 GB each. They share what they send to a node; to four each sends its own to two."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
-    models, settings = ModelFolders(tmp_path, None, None, None), config(*DELTAS, f"rollout.replicas={replicas}")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_per_node)
-    monkeypatch.setattr(device, "on_cuda", lambda: False)
-    check_deltas(settings, models)
-    monkeypatch.setattr(device, "on_cuda", lambda: True)
-    check_deltas(config(*DELTAS, "rollout.refit_delta=false"), models)
-    with pytest.raises(UserError) as error:
-        check_deltas(settings, models)
-    assert str(error.value) == (
-        f"rollout.refit_delta=true: a trainer's rank would read {kept} GB of its last state over PCIe and write as "
-        f"much, 2 x {kept} / 48 GB/s = {pcie} s, to save a part of the {full} s of a full refit at {link} GB/s (links "
-        "as of H100-80GB), and on GPUs it has not been measured to be faster; set rollout.refit_delta=false"
-    )
 
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)

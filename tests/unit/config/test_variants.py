@@ -124,15 +124,15 @@ def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monk
 @pytest.mark.parametrize(
     ("entry", "line"),
     [
-        ("mine.py:NOTHING", "defines no NOTHING that is a ObjectiveSpec. Fix: set it to a PolicyObjective or"),
-        ("mine.py:BEST", "defines no BEST that is a ObjectiveSpec"),
+        ("mine.py:NOTHING", "defines no NOTHING of type ObjectiveSpec. Fix: set NOTHING to a PolicyObjective or"),
+        ("mine.py:BEST", "defines no BEST of type ObjectiveSpec"),
         (
             "mine.py:WRONG",
             "squared(log_prob, old, advantage, scale) is called with 3 positional arguments and no keyword",
         ),
         ("mine.py:CLASH", "its option aggregation is a key of the section. Fix: rename the option"),
-        ("other.py:A", "other.py is not a Python file; check the path"),
-        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero; fix the file"),
+        ("other.py:A", "other.py is not a Python file (working directory"),
+        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: correct the file"),
     ],
 )
 def test_a_wrong_file_is_refused_before_the_run(code, entry, line):

@@ -1,4 +1,4 @@
-"""The cores of a process, by what the kernel shows of its affinity and its control groups."""
+"""Usable CPU cores, from the process's affinity mask and cgroup quota."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def write(folder, files):
         ("0::/\n", {}, None),
         ("0::/\n", {"cpu.max": "max 100000\n"}, None),
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        # A job's step lies in the job's group, whose quota bounds it too.
+        # A job step's cgroup lies inside the job's, whose quota also applies.
         ("0::/job_7/step_0\n", {"job_7/cpu.max": "800000 100000", "job_7/step_0/cpu.max": "max 100000"}, 8),
         ("0::/job_7/step_0\n", {"job_7/cpu.max": "800000 100000", "job_7/step_0/cpu.max": "400000 100000"}, 4),
-        # In a container: the host's path, and its own group at the root.
+        # In a container, the path is the host's and the container's own cgroup is the root.
         ("0::/docker/abc\n", {"cpu.max": "300000 100000"}, 3),
-        # Version 1, with its controllers in folders, of which only the processor's counts.
+        # Version 1, with one folder per set of controllers. Only the CPU controller's quota counts.
         (
             "4:memory:/a\n3:cpu,cpuacct:/a\n",
             {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
@@ -39,7 +39,7 @@ def write(folder, files):
         ),
     ],
 )
-def test_the_quota_of_the_control_group(tmp_path, groups, files, cores):
+def test_cgroup_cores_is_the_lowest_quota(tmp_path, groups, files, cores):
     write(tmp_path / "proc", {"self/cgroup": groups})
     write(tmp_path / "cgroup", files)
     (tmp_path / "cgroup").mkdir(exist_ok=True)
@@ -47,7 +47,7 @@ def test_the_quota_of_the_control_group(tmp_path, groups, files, cores):
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 6), (2.5, 2), (0.5, 1), (64.0, 6)])
-def test_the_least_of_affinity_and_quota(monkeypatch, quota, cores):
+def test_usable_cores_is_the_lower_of_affinity_and_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr("megarl.core.cores.cgroup_cores", lambda: quota)
     assert usable_cores() == cores

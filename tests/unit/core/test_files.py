@@ -1,4 +1,4 @@
-"""Numbers in the names of files, and rows of text."""
+"""Numbered file names, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megarl.core.files import append_rows, number_in, numbered
         ("000020.jsonl", None),
         ("step_00002x.jsonl", None),
         ("step_.jsonl", None),
-        ("step_٠٠٠٠٢٠.jsonl", None),  # digits, though not these
+        ("step_٠٠٠٠٢٠.jsonl", None),  # non-ASCII digits
     ],
 )
-def test_a_name_is_a_number_as_it_would_be_written(name: str, number: int | None) -> None:
+def test_number_in_accepts_only_names_as_formatted(name: str, number: int | None) -> None:
     assert number_in(name, "step_{:06d}.jsonl") == number
 
 
-def test_entries_are_by_number(tmp_path: Path) -> None:
+def test_numbered_sorts_entries_by_number(tmp_path: Path) -> None:
     for name in ("attempt_10", "attempt_9", "attempt_9.old", "attempt_09", "other"):
         (tmp_path / name).touch()
     assert list(numbered(tmp_path, "attempt_{}").items()) == [
@@ -38,7 +38,7 @@ def test_entries_are_by_number(tmp_path: Path) -> None:
     assert numbered(tmp_path / "none", "attempt_{}") == {}
 
 
-def test_rows_hold_any_text(tmp_path: Path) -> None:
+def test_append_rows_round_trips_any_text(tmp_path: Path) -> None:
     rows = [{"answer": "\ud800 é\u2028", "text": ["\udc80\n\\udc80", None]}, {"\udfff": 1}]
     append_rows(tmp_path / "rows", rows[:1])
     append_rows(tmp_path / "rows", rows[1:])

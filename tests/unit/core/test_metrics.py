@@ -27,8 +27,8 @@ def test_sum_max_and_min(parts):
 
 
 @given(st.lists(st.tuples(numbers, weights), min_size=2, max_size=8), st.data())
-def test_merging_in_two_stages_changes_nothing(parts, data):
-    """Merging over microbatches, then over ranks, is the same as over all at once."""
+def test_merge_in_two_stages_equals_merge_at_once(parts, data):
+    """Merge over microbatches, then over ranks."""
     dicts = [
         {"mean": Metric(value, weight), "sum": Metric(value, weight, "sum"), "max": Metric(value, weight, "max")}
         for value, weight in parts
@@ -38,8 +38,8 @@ def test_merging_in_two_stages_changes_nothing(parts, data):
     assert values(staged) == pytest.approx(values(direct), abs=1e-9)
 
 
-def test_a_steps_sums_are_the_means_of_its_updates():
-    """The loss of an update is a sum over its ranks; one weighted mean and one largest value stay what they are."""
+def test_merge_updates_averages_sums():
+    """An update's loss is a sum over its ranks. Weighted means and maxima are reduced as usual."""
     updates = [
         {"loss": Metric(loss, reduction="sum"), "kl": Metric(kl, tokens), "ratio": Metric(ratio, reduction="max")}
         for loss, kl, tokens, ratio in ((3.0, 0.25, 3.0, 1.5), (1.0, 0.75, 1.0, 1.25))
@@ -48,20 +48,20 @@ def test_a_steps_sums_are_the_means_of_its_updates():
     assert values(merge_updates(updates[:1])) == values(updates[0])
 
 
-def test_a_part_without_weight_does_not_count():
+def test_part_with_weight_zero_does_not_count():
     merged = merge([{"reward": Metric(math.nan, 0.0)}, {"reward": Metric(2.0, 3.0)}])
     assert merged["reward"] == Metric(2.0, 3.0)
 
 
-def test_a_mean_of_nothing_is_left_out():
+def test_mean_with_total_weight_zero_is_left_out():
     assert merge([{"reward": Metric(0.0, 0.0), "lr": Metric(1e-5)}]) == {"lr": Metric(1e-5)}
 
 
-def test_names_that_only_some_parts_have_are_kept():
+def test_names_in_only_some_parts_are_kept():
     merged = merge([{"a": Metric(1.0)}, {"b": Metric(2.0, reduction="sum")}])
     assert values(merged) == {"a": 1.0, "b": 2.0}
 
 
-def test_two_reductions_of_one_name_are_a_bug():
-    with pytest.raises(AssertionError, match="loss is reduced in two ways"):
+def test_conflicting_reductions_of_a_name_fail():
+    with pytest.raises(AssertionError, match="loss has conflicting reductions"):
         merge([{"loss": Metric(1.0)}, {"loss": Metric(1.0, reduction="sum")}])

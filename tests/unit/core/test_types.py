@@ -1,4 +1,4 @@
-"""Samples: what one is made of, and what it is after a journey between two processes."""
+"""Samples: their validation and their pickling."""
 
 import pickle
 from dataclasses import replace
@@ -27,38 +27,38 @@ def sample(num_tokens: int, **changes) -> Sample:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 8, 1003])
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_a_sample_travels_as_it_is(num_tokens, protocol):
-    kept = CandidateIds.of([SOURCE.integers(99, size=SOURCE.integers(4)) for _ in range(num_tokens)])
-    sent = sample(num_tokens, candidate_ids=kept)
-    came = pickle.loads(pickle.dumps(sent, protocol))
-    assert came == sent and hash(came) == hash(sent)
+def test_sample_survives_pickling(num_tokens, protocol):
+    candidates = CandidateIds.of([SOURCE.integers(99, size=SOURCE.integers(4)) for _ in range(num_tokens)])
+    original = sample(num_tokens, candidate_ids=candidates)
+    restored = pickle.loads(pickle.dumps(original, protocol))
+    assert restored == original and hash(restored) == hash(original)
     for name, dtype in (("response_ids", np.int32), ("response_logprobs", np.float32), ("response_mask", np.bool_)):
-        assert getattr(came, name).dtype == dtype and not getattr(came, name).flags.writeable
-    assert not came.prompt.token_ids.flags.writeable and not came.candidate_ids.ids.flags.writeable
+        assert getattr(restored, name).dtype == dtype and not getattr(restored, name).flags.writeable
+    assert not restored.prompt.token_ids.flags.writeable and not restored.candidate_ids.ids.flags.writeable
 
 
 @pytest.mark.parametrize("num_tokens", [1000, 2000, 8000])
-def test_a_response_costs_at_most_nine_bytes_a_token(num_tokens):
+def test_pickled_sample_takes_at_most_nine_bytes_per_token(num_tokens):
     assert len(pickle.dumps(sample(num_tokens), 5)) <= 9 * num_tokens
 
 
-def test_samples_of_a_group_that_travel_together_share_their_prompt():
+def test_samples_pickled_together_share_their_prompt():
     prompt = Prompt("p", "", SOURCE.integers(150_000, size=5000))
-    sent = pickle.dumps([sample(10, prompt=prompt) for _ in range(8)], 5)
-    assert len(sent) < 2 * 4 * 5000
-    came = pickle.loads(sent)
-    assert all(other.prompt is came[0].prompt for other in came)
+    pickled = pickle.dumps([sample(10, prompt=prompt) for _ in range(8)], 5)
+    assert len(pickled) < 2 * 4 * 5000
+    restored = pickle.loads(pickled)
+    assert all(other.prompt is restored[0].prompt for other in restored)
 
 
-def test_nobody_writes_into_a_sample_nor_does_it_into_what_it_was_given():
+def test_sample_arrays_are_read_only_but_their_sources_are_not():
     ids = np.arange(3, dtype=np.int32)
-    made = sample(3, response_ids=ids)
+    frozen = sample(3, response_ids=ids)
     with pytest.raises(ValueError, match="read-only"):
-        made.response_ids[0] = 7
+        frozen.response_ids[0] = 7
     ids[0] = 0
 
 
-def test_samples_differ_where_any_of_their_tokens_does():
+def test_samples_with_different_tokens_are_not_equal():
     one = sample(4)
     assert one == replace(one)
     assert one != replace(one, response_mask=~one.response_mask)
@@ -66,21 +66,21 @@ def test_samples_differ_where_any_of_their_tokens_does():
     assert one != replace(one, candidate_ids=CandidateIds.none(4))
 
 
-def test_candidates_are_given_token_by_token():
-    kept = CandidateIds.of([(21, 7, 8), (), (3,)])
-    assert kept.offsets.tolist() == [0, 3, 3, 4] and len(kept) == 3
-    assert [ids.tolist() for ids in kept] == [[21, 7, 8], [], [3]]
+def test_candidate_ids_of_lists_round_trips():
+    candidates = CandidateIds.of([(21, 7, 8), (), (3,)])
+    assert candidates.offsets.tolist() == [0, 3, 3, 4] and len(candidates) == 3
+    assert [ids.tolist() for ids in candidates] == [[21, 7, 8], [], [3]]
     assert [ids.tolist() for ids in CandidateIds.none(2)] == [[], []]
     assert list(CandidateIds.none(0)) == []
 
 
-def test_a_sample_whose_parts_differ_in_length_is_a_bug():
+def test_sample_with_fields_of_different_lengths_fails():
     with pytest.raises(AssertionError, match="differ in length"):
         sample(3, response_mask=[True])
     with pytest.raises(AssertionError, match="differ in length"):
         sample(3, candidate_ids=CandidateIds.none(2))
 
 
-def test_the_driver_counts_trained_tokens():
+def test_sample_info_counts_trained_tokens():
     info = SampleInfo.of(sample(3, response_mask=[True, False, True]))
     assert info.num_trained_tokens == 2 and type(info.num_trained_tokens) is int

@@ -1,4 +1,4 @@
-"""The folder of a model of which the tests of data read the tokenizer alone."""
+"""A model folder that contains only a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offline data of a few records, as a run would read them."""
+"""Helpers that load offline data from a few records, as a run would."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def read(
 
 
 def texts(sample) -> tuple[str, str, str]:
-    """The prompt, the response, and of the latter what is trained on (the rest as dots)."""
+    """Return the prompt, the response, and the response with untrained characters as dots."""
     tokenizer = tiny_tokenizer()
     pieces = [tokenizer.decode([token]) for token in sample.response_ids.tolist()]
-    marked = "".join(p if flag else "." * len(p) for p, flag in zip(pieces, sample.response_mask, strict=True))
-    return tokenizer.decode(sample.prompt.token_ids.tolist()), "".join(pieces), marked
+    trained = "".join(p if flag else "." * len(p) for p, flag in zip(pieces, sample.response_mask, strict=True))
+    return tokenizer.decode(sample.prompt.token_ids.tolist()), "".join(pieces), trained

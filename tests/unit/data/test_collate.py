@@ -1,4 +1,4 @@
-"""A microbatch's tensors by hand, with and without a shared prompt."""
+"""Hand-computed tensors of a microbatch, with and without prompt sharing."""
 
 from dataclasses import replace
 
@@ -28,20 +28,20 @@ def training_sample(name: str, prompt: str, prompt_ids: list[int], response: lis
     return TrainingSample(sample, reward=1.0, baseline=Baseline(0.25, 0.5), weight=weight)
 
 
-def two_of_one_prompt():
+def samples_of_one_prompt():
     return [
         training_sample("a", "p", [11, 12, 13], [21, 22]),
         training_sample("b", "p", [11, 12, 13], [31, 32, 33], weight=0.25),
     ]
 
 
-def test_prompt_of_two_samples_stands_once():
-    batch = collate(two_of_one_prompt(), packing(1, True))
+def test_shared_prompt_appears_once_in_the_pack():
+    batch = collate(samples_of_one_prompt(), packing(1, True))
     assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 31, 32, 33]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
     assert batch.document_tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
     assert batch.boundaries.tolist() == [0, 5, 11]
-    assert batch.rows.tolist() == [2, 3, 2, 5, 6]  # the prompt's last token predicts both first tokens
+    assert batch.rows.tolist() == [2, 3, 2, 5, 6]  # the prompt's last token predicts the first token of both responses
     assert batch.targets.tolist() == [21, 22, 31, 32, 33]
     assert batch.row_sample.tolist() == [0, 0, 1, 1, 1]
     assert batch.mask.tolist() == [True, False, True, False, True]
@@ -49,16 +49,16 @@ def test_prompt_of_two_samples_stands_once():
     torch.testing.assert_close(batch.rollout_logprobs, -0.1 * batch.targets)
 
 
-def test_prompt_of_two_samples_stands_twice():
-    batch = collate(two_of_one_prompt(), packing(1, False))
+def test_unshared_prompt_appears_once_per_sample():
+    batch = collate(samples_of_one_prompt(), packing(1, False))
     assert batch.tokens.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 31, 32, 33]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
     assert batch.document_tokens.tolist() == list(range(11))
     assert batch.rows.tolist() == [2, 3, 7, 8, 9]
 
 
-def test_kept_tokens_of_each_row_are_filled_up():
-    one, other = two_of_one_prompt()
+def test_candidate_ids_are_padded_to_the_longest_row():
+    one, other = samples_of_one_prompt()
     one = replace(one, sample=replace(one.sample, candidate_ids=CandidateIds.of([(21, 7, 8), ()])))
     assert collate([other], packing(1, True)).candidate_ids is None
     batch = collate([one, other], packing(1, True))
@@ -67,35 +67,35 @@ def test_kept_tokens_of_each_row_are_filled_up():
     assert collate([one, other], packing(1, True), truncates=False).candidate_ids is None
 
 
-def test_prompts_are_told_apart_by_their_id():
+def test_prompts_with_different_ids_are_not_shared():
     samples = [training_sample("a", "p", [11], [21]), training_sample("b", "q", [11], [22])]
     assert collate(samples, packing(1, True)).tokens.tolist() == [11, 21, 11, 22]
 
 
 def test_padding_is_one_document_without_rows():
-    batch = collate(two_of_one_prompt(), packing(3, True))
+    batch = collate(samples_of_one_prompt(), packing(3, True))
     assert len(batch.tokens) == 9
     assert batch.boundaries.tolist() == [0, 5, 11, 12]
     assert batch.document_tokens.tolist()[-1] == 8
     assert len(batch.rows) == 5
 
 
-def test_an_empty_microbatch_is_padding():
+def test_empty_microbatch_consists_of_padding():
     batch = collate([], packing(4, True))
     assert batch.tokens.tolist() == [0] * 4
     assert len(batch.rows) == len(batch.reward) == 0
 
 
-def test_scores_follow_their_samples():
+def test_scores_are_ordered_like_their_samples():
     scores = {"b": torch.tensor([1.0, 2.0, 3.0]), "a": torch.tensor([4.0, 5.0])}
-    batch = collate(two_of_one_prompt(), packing(1, True), old=scores)
+    batch = collate(samples_of_one_prompt(), packing(1, True), old=scores)
     assert batch.old.tolist() == [4.0, 5.0, 1.0, 2.0, 3.0]
     assert batch.reference is None
 
 
-def test_every_row_is_of_a_sample():
-    batch = collate(two_of_one_prompt(), packing(1, True))
-    with pytest.raises(AssertionError, match="a row of no sample"):
+def test_row_without_a_sample_fails_validation():
+    batch = collate(samples_of_one_prompt(), packing(1, True))
+    with pytest.raises(AssertionError, match="a row belongs to no sample"):
         replace(batch, row_sample=batch.row_sample + 1).validate()
 
 
@@ -103,9 +103,9 @@ def routed(item, routes):
     return replace(item, sample=replace(item.sample, routes=np.array(routes, np.int8).reshape(-1, 1, 2)))
 
 
-def test_routes_lie_where_their_tokens_do():
-    """A sample without any is replayed nowhere, and neither is padding."""
-    first, second = two_of_one_prompt()
+def test_routes_are_placed_like_their_tokens():
+    """Padding and samples without routes have no routes."""
+    first, second = samples_of_one_prompt()
     batch = collate([routed(first, [[k, k + 1] for k in range(5)]), second], packing(4, False))
     places = batch.document_tokens.tolist()
     assert batch.routes[places[:5]].tolist() == [[[k, k + 1]] for k in range(5)]
@@ -115,11 +115,11 @@ def test_routes_lie_where_their_tokens_do():
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_prompt_is_shared_where_its_tokens_go_to_the_same_experts(alike):
-    """The driver counts on the same tokens as the rank that packs them."""
+def test_prompt_is_shared_only_if_its_routes_agree(alike):
+    """The driver predicts the same number of tokens as the rank packs."""
     one, other = [[[1, 2]] * 5, [[1, 2] if alike else [2, 3]] + [[1, 2]] * 5]
-    samples = [routed(item, routes) for item, routes in zip(two_of_one_prompt(), (one, other), strict=True)]
+    samples = [routed(item, routes) for item, routes in zip(samples_of_one_prompt(), (one, other), strict=True)]
     batch = collate(samples, packing(1, True))
     assert len(batch.tokens) == (8 if alike else 11)
-    [counted] = bundle([Lengths.of(SampleInfo.of(item.sample)) for item in samples], packing(1, True))[:1]
-    assert counted.num_tokens == (8 if alike else 5)
+    [first, *_] = bundle([Lengths.of(SampleInfo.of(item.sample)) for item in samples], packing(1, True))
+    assert first.num_tokens == (8 if alike else 5)

@@ -1,4 +1,4 @@
-"""Any microbatch's tensors, bit by bit those of a plain loop over its tokens."""
+"""Collated tensors equal those of a plain loop over tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ PACKINGS = st.builds(
 
 
 @given(training_samples(), PACKINGS, st.sampled_from(["states", "tokens"]), st.booleans())
-def test_collated_tensors_are_those_of_a_loop_over_tokens(samples, wanted, reads, truncates):
+def test_collate_equals_a_loop_over_tokens(samples, layout, reads, truncates):
     scores = {item.sample.id: item.scores["old"] for item in samples}
-    ours = collate(samples, wanted, reads, truncates, old=scores)
-    expected = loop(samples, wanted, reads, truncates, scores)
+    batch = collate(samples, layout, reads, truncates, old=scores)
+    reference = loop(samples, layout, reads, truncates, scores)
     for field in fields(TokenBatch):
-        own, other = getattr(ours, field.name), expected.get(field.name)
-        if other is None:
-            assert own is None, field.name
+        actual, expected = getattr(batch, field.name), reference.get(field.name)
+        if expected is None:
+            assert actual is None, field.name
         else:
-            assert own.dtype is other.dtype and torch.equal(own, other), field.name
+            assert actual.dtype is expected.dtype and torch.equal(actual, expected), field.name
 
 
 def loop(
-    samples: list[TrainingSample], wanted: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
+    samples: list[TrainingSample], layout: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """Returns the batch's tensors by field; None or missing for what a batch does not have."""
-    tokens, positions, standing = [], [], {}
+    """Return the batch's tensors by field; a field that the batch does not have is None or missing."""
+    tokens, positions, prompt_places = [], [], {}
 
     def append(ids: list[int], first_position: int) -> list[int]:
         places = [*range(len(tokens), len(tokens) + len(ids))]
@@ -76,24 +76,24 @@ def loop(
         positions.extend(first_position + i for i in range(len(ids)))
         return places
 
-    names = [item.sample.prompt.id if wanted.shares_prompts else i for i, item in enumerate(samples)]
-    found = {}
-    for i in sorted(range(len(samples)), key=lambda i: names.index(names[i])):  # prompts in the order of their first
+    names = [item.sample.prompt.id if layout.shares_prompts else i for i, item in enumerate(samples)]
+    placed = {}
+    for i in sorted(range(len(samples)), key=lambda i: names.index(names[i])):  # prompts in order of first occurrence
         prompt_ids, response_ids = (
             x.tolist() for x in (samples[i].sample.prompt.token_ids, samples[i].sample.response_ids)
         )
-        if names[i] not in standing:
-            standing[names[i]] = append(prompt_ids, 0)
-        prompt = standing[names[i]]
+        if names[i] not in prompt_places:
+            prompt_places[names[i]] = append(prompt_ids, 0)
+        prompt = prompt_places[names[i]]
         response = append(response_ids, len(prompt_ids))
-        whole = prompt + response
-        rows = whole[len(prompt) - 1 : -1] if reads == "states" else response
-        found[i] = rows, whole + append([0] * (-len(whole) % wanted.document_multiple), len(whole))
+        document = prompt + response
+        rows = document[len(prompt) - 1 : -1] if reads == "states" else response
+        placed[i] = rows, document + append([0] * (-len(document) % layout.document_multiple), len(document))
     rows, documents = (
-        [row for i in range(len(samples)) for row in found[i][0]],
-        [found[i][1] for i in range(len(samples))],
+        [row for i in range(len(samples)) for row in placed[i][0]],
+        [placed[i][1] for i in range(len(samples))],
     )
-    if missing := -max(len(tokens), 1) % wanted.pack_multiple + (not tokens):
+    if missing := -max(len(tokens), 1) % layout.pack_multiple + (not tokens):
         documents.append(append([0] * missing, 0))
 
     flags = [flag for item in samples for flag in item.sample.response_mask.tolist()]
@@ -137,7 +137,7 @@ def label_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
 def candidate_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
     rows = []
     for item in samples:
-        kept = item.sample.candidate_ids
-        rows += [ids.tolist() for ids in kept] if kept is not None else [[] for _ in item.sample.response_ids]
+        candidates = item.sample.candidate_ids
+        rows += [[] for _ in item.sample.response_ids] if candidates is None else [ids.tolist() for ids in candidates]
     width = max(map(len, rows), default=0)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows]) if width else None

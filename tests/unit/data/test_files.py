@@ -29,7 +29,7 @@ def read(path, prompt="question", answer="answer"):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_come_in_order_with_their_numbers(tmp_path, suffix):
+def test_rows_are_read_in_order_with_numbers(tmp_path, suffix):
     rows = read(write(tmp_path, suffix, RECORDS))
     assert [(row.number, row.prompt, row.answer) for row in rows] == [
         (1, "1+1?", "2"),
@@ -38,14 +38,14 @@ def test_rows_come_in_order_with_their_numbers(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_messages(tmp_path, suffix):
+def test_messages_are_read_as_prompts(tmp_path, suffix):
     records = [{"question": MESSAGES, "answer": [1, 2]}, {"question": MESSAGES[1:], "answer": []}]
     rows = read(write(tmp_path, suffix, records))
     assert [(row.prompt, row.answer) for row in rows] == [(MESSAGES, [1, 2]), (MESSAGES[1:], [])]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_bring_the_columns_that_are_asked_for(tmp_path, suffix):
+def test_rows_include_the_requested_columns(tmp_path, suffix):
     path = write(tmp_path, suffix, RECORDS)
 
     def columns(**further) -> list[dict]:
@@ -55,20 +55,20 @@ def test_rows_bring_the_columns_that_are_asked_for(tmp_path, suffix):
     assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
     assert columns(row="f") == RECORDS
     missing = (
-        r"rows\.\w+:1: no column 'other' .*; the columns are question, answer, level; set the parameter of f to the"
+        r"rows\.\w+:1: no column 'other' .*; the columns are question, answer, level\. Fix: set the parameter of f"
     )
     with pytest.raises(ValueError, match=missing):
         columns(other="f")
 
 
-def test_a_column_that_json_cannot_hold_is_refused_only_where_it_is_asked_for(tmp_path):
+def test_non_json_column_is_refused_only_if_requested(tmp_path):
     path = write(tmp_path, ".parquet", [RECORDS[0] | {"day": datetime.date(2026, 1, 1)}])
     assert len(list(file_rows(path, "question", "answer", {"level": None}))) == 1
     with pytest.raises(ValueError, match=r":1: column 'day' holds date datetime.date\(2026, 1, 1\), expected a JSON"):
         list(file_rows(path, "question", "answer", {"row": None}))
 
 
-def test_fields_that_parquet_fills_with_nulls_are_not_there(tmp_path):
+def test_null_fields_of_parquet_messages_are_ignored(tmp_path):
     records = [{"question": [{"name": None, **MESSAGES[1]}], "answer": "2"}]
     path = tmp_path / "rows.parquet"
     message = pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())])
@@ -77,7 +77,7 @@ def test_fields_that_parquet_fills_with_nulls_are_not_there(tmp_path):
     assert read(path)[0].prompt == MESSAGES[1:]
 
 
-def test_parquet_rows_are_numbered_over_row_groups_and_batches(tmp_path):
+def test_parquet_rows_are_numbered_across_row_groups(tmp_path):
     rows = read(write(tmp_path, ".parquet", [{"question": str(i), "answer": i} for i in range(1, 2501)]))
     assert [(row.number, row.prompt, row.answer) for row in rows] == [(i, str(i), i) for i in range(1, 2501)]
 
@@ -88,7 +88,7 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
     assert [(row.number, row.prompt) for row in read(path)] == [(2, "a"), (5, "b")]
 
 
-def test_rows_are_read_as_they_are_asked_for(tmp_path):
+def test_rows_are_read_lazily(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "answer": 1}\nnot JSON\n')
     assert next(file_rows(path, "question", "answer")).prompt == "a"
@@ -101,13 +101,13 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
         (
             "prompt",
             "answer",
-            r"no column 'prompt' \(expected: text or a list of \{role, content\} messages of text\); "
-            r"the columns are question, answer, level; set data\.prompt_column",
+            r"no column 'prompt' \(expected: text or a list of \{role, content\} messages whose values are text\); "
+            r"the columns are question, answer, level\. Fix: set data\.prompt_column",
         ),
-        ("question", "solution", r"no column 'solution' \(expected: a JSON value .*; set data\.answer_column"),
+        ("question", "solution", r"no column 'solution' \(expected: a JSON value .*\. Fix: set data\.answer_column"),
     ],
 )
-def test_a_missing_column_is_named_beside_those_that_are_there(tmp_path, suffix, prompt, answer, message):
+def test_missing_column_error_lists_the_columns(tmp_path, suffix, prompt, answer, message):
     with pytest.raises(ValueError, match=rf"rows{suffix}:1: {message}"):
         read(write(tmp_path, suffix, RECORDS), prompt, answer)
 
@@ -122,25 +122,25 @@ def test_a_missing_column_is_named_beside_those_that_are_there(tmp_path, suffix,
         (None, "NoneType None"),
     ],
 )
-def test_a_later_row_with_a_bad_prompt_is_named(tmp_path, suffix, bad, shown):
+def test_error_of_a_later_row_names_it(tmp_path, suffix, bad, shown):
     records = [{"question": MESSAGES, "answer": 1}, {"question": bad, "answer": 1}]
     with pytest.raises(ValueError, match=rf"rows{suffix}:2: column 'question' holds {shown}.*, expected text or"):
         read(write(tmp_path, suffix, records))
 
 
 @pytest.mark.parametrize("bad", [3, True, {"role": "user"}, ["text"], [{**MESSAGES[0], "tool_calls": [1]}], 1.5])
-def test_a_prompt_of_another_type_is_named(tmp_path, bad):
+def test_prompt_of_a_wrong_type_is_refused(tmp_path, bad):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'question' holds .*, expected text or"):
         read(write(tmp_path, ".jsonl", [{"question": bad, "answer": 1}]))
 
 
-def test_a_long_value_is_cut_in_the_message(tmp_path):
+def test_long_value_is_shortened_in_the_message(tmp_path):
     with pytest.raises(ValueError, match="…") as caught:
         read(write(tmp_path, ".jsonl", [{"question": ["x" * 10_000], "answer": 1}]))
     assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
-def test_an_answer_that_json_cannot_hold_is_named(tmp_path):
+def test_non_json_answer_is_refused(tmp_path):
     records = [{"question": "a", "answer": datetime.date(2024, 1, 2)}]
     with pytest.raises(ValueError, match=r"rows\.parquet:1: column 'answer' holds date .*, expected a JSON value"):
         read(write(tmp_path, ".parquet", records))
@@ -149,34 +149,34 @@ def test_an_answer_that_json_cannot_hold_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"question": "a", "answer": 1', "not valid JSON"),
-        (b'{"question": "\xff", "answer": 1}', "not valid JSON"),
-        (b"[1, 2]", "a JSON list, expected one object a line"),
+        (b'{"question": "a", "answer": 1', "invalid JSON"),
+        (b'{"question": "\xff", "answer": 1}', "invalid JSON"),
+        (b"[1, 2]", "a JSON list, expected one object per line"),
         (b'{"answer": 1}', "no column 'question'"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, message):
+def test_malformed_line_is_named(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"question": "a", "answer": 1}\n' + line + b"\n")
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {message}"):
         read(path)
 
 
-def test_files_that_are_none(tmp_path):
+def test_source_that_is_not_a_data_file_is_refused(tmp_path):
     (tmp_path / "rows.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"data\.source: .*rows\.parquet is not a parquet file"):
+    with pytest.raises(ValueError, match=r"data\.source=.*rows\.parquet: not a Parquet file"):
         read(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"data\.source: .*absent\.jsonl is not a file"):
+    with pytest.raises(ValueError, match=r"data\.source=.*absent\.jsonl: not a file"):
         read(tmp_path / "absent.jsonl")
     with pytest.raises(
-        ValueError, match=r"data\.source: arithmetics is neither arithmetic, reasoning_gym:TASK, nor a \.jsonl or"
+        ValueError, match=r"data\.source=arithmetics: not a known source\. Fix: use arithmetic, reasoning_gym:TASK, or"
     ):
         read(Path("arithmetics"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_what_is_in_a_column_has_a_dotted_name(tmp_path, suffix):
-    """verl's files have such; a column of that very name goes first."""
+def test_dotted_name_reaches_into_a_column(tmp_path, suffix):
+    """verl's files need this. A column with exactly that name takes precedence."""
     records = [
         {
             "prompt": "a",
@@ -193,7 +193,7 @@ def test_what_is_in_a_column_has_a_dotted_name(tmp_path, suffix):
     rows = list(file_rows(path, "prompt", "reward_model.ground_truth", {"extra_info": "f"}, "extra_info.split"))
     assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
     assert rows[1].columns == {"extra_info": {"split": "y", "index": 1}, "extra_info.split": "y"}
-    with pytest.raises(ValueError, match=r":1: no column 'reward_model.truth' .*; set data.answer_column to the right"):
+    with pytest.raises(ValueError, match=r":1: no column 'reward_model.truth' .* set data.answer_column to the right"):
         next(file_rows(path, "prompt", "reward_model.truth"))
     renamed = [{**record, "reward_model.ground_truth": "own"} for record in records]
     assert next(file_rows(write(tmp_path, suffix, renamed), "prompt", "reward_model.ground_truth")).answer == "own"

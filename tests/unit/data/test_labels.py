@@ -1,4 +1,4 @@
-"""Labelled steps from files: which tokens have their labels, and what is refused."""
+"""Labelled steps from files: which tokens receive labels, and which rows are refused."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def labels_of(sample) -> list[float | None]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_token_that_ends_a_step_has_its_label(model_folder, tmp_path, suffix):
+def test_last_token_of_a_step_has_its_label(model_folder, tmp_path, suffix):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW | {"labels": [1.0, 0.25]}], suffix=suffix).rows
     assert texts(sample) == ("<|user|>1+1?<eos><|assistant|>", "1\nso 2<eos>", ".\n....<eos>")
     assert labels_of(sample) == [None, 1.0, None, None, None, None, 0.25]
 
 
-def test_every_token_of_a_step_has_its_label(model_folder, tmp_path):
+def test_all_tokens_of_a_step_have_its_label(model_folder, tmp_path):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW], EVERY_TOKEN).rows
     assert labels_of(sample) == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25]
 
 
-def test_a_step_without_a_label_is_not_trained_on(model_folder, tmp_path):
+def test_step_without_a_label_is_not_trained_on(model_folder, tmp_path):
     [[sample]] = read(model_folder, tmp_path, "labels", [ROW | {"labels": [None, False]}], EVERY_TOKEN).rows
     assert texts(sample)[2] == "..so 2<eos>"
     assert labels_of(sample) == [None, None, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("template", ["true", "false"])
-def test_tokens_of_several_characters(tmp_path, template):
-    """The end of the first step is part of a token of the second; the last token of a character ends it."""
+def test_labels_with_tokens_of_several_characters(tmp_path, template):
+    """A token may span the end of the first step, and a character may consist of several tokens."""
     tokenizer = merging_tokenizer("a b", "2 .", "ab 2.")
     tokenizer.save_pretrained(tmp_path / "model")
     row = {"prompt": "q", "steps": ["ab", "2.é", "ab"], "labels": [0.1, 0.2, 0.3]}
@@ -48,13 +48,13 @@ def test_tokens_of_several_characters(tmp_path, template):
     decoded = [
         tokenizer.decode(sample.response_ids[: end + 1].tolist()) for end in np.flatnonzero(sample.response_mask)
     ]
-    written = "assistant: " if template == "true" else ""  # its template has nothing that leads to an answer
-    assert [text.removesuffix("</s>").removeprefix(written) for text in decoded] == ["ab2.", "ab2.é", "ab2.éab"]
-    assert len(sample.response_ids) == len(written) + 5  # ab2. and the two bytes of é, ab and the end
+    header = "assistant: " if template == "true" else ""  # the template has no generation prompt
+    assert [text.removesuffix("</s>").removeprefix(header) for text in decoded] == ["ab2.", "ab2.é", "ab2.éab"]
+    assert len(sample.response_ids) == len(header) + 5  # ab2., the two bytes of é, ab and the EOS token
 
 
-def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder, tmp_path):
-    """A run whose reward_model.step_end is what data.step_end was scores what has been trained."""
+def test_labelled_tokens_are_those_that_scoring_reads(model_folder, tmp_path):
+    """A run whose reward_model.step_end equals the training's data.step_end scores exactly the labelled tokens."""
     row = {"prompt": "q", "steps": ["a b", "c", "12"], "labels": [1, 0, 0]}
     for end in ("\\n", "; "):
         [[sample]] = read(model_folder, tmp_path, "labels", [row], f'data.step_end="{end}"').rows
@@ -63,14 +63,14 @@ def test_the_scored_tokens_of_a_reward_model_are_those_with_a_label(model_folder
         assert scored == np.flatnonzero(sample.response_mask).tolist() and len(scored) == 3
 
 
-def test_token_ids_are_taken_as_they_are(model_folder, tmp_path):
+def test_steps_of_token_ids_are_used_unchanged(model_folder, tmp_path):
     row = {"prompt": "q", "steps": [5, 9, 5], "labels": [0.5, None, True]}
     for keys in ((), (EVERY_TOKEN,)):
         [[sample]] = read(model_folder, tmp_path, "labels", [row], *keys).rows
         assert sample.response_ids.tolist() == [5, 9, 5] and labels_of(sample) == [0.5, None, 1.0]
 
 
-def test_other_labels_are_other_data(model_folder, tmp_path):
+def test_data_hash_depends_on_labels(model_folder, tmp_path):
     hashes = [
         read(model_folder, tmp_path, "labels", [ROW | {"labels": labels}]).data_hash
         for labels in ([True, 0.25], [1, 0.25], [1, 0.5])
@@ -81,36 +81,39 @@ def test_other_labels_are_other_data(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"labels": [1]}, r"rows.jsonl:1: column 'steps' has 2 steps, and column 'labels' 1 labels; give each"),
+        ({"labels": [1]}, r"rows.jsonl:1: column 'steps' has 2 steps, and column 'labels' 1 labels. Fix: give one"),
         (
             {"labels": [1, 2]},
             r"rows.jsonl:1: column 'labels' holds list \[1, 2\], expected a list with a number from 0",
         ),
         ({"labels": [None, None]}, r"rows.jsonl:1: column 'labels' holds list \[None, None\], expected a list"),
-        ({"steps": ["a", ""]}, r"rows.jsonl:1: column 'steps' holds list \['a', ''\], expected a list of texts, or of"),
-        ({"steps": [1, "a"]}, r"rows.jsonl:1: column 'steps' holds list \[1, 'a'\], expected a list of texts"),
-        ({"steps": [1, 12345]}, r"rows.jsonl:1: the model's tokenizer has no token 12345; it has \d+"),
-        ({"steps": ["a\n", "b"]}, r"rows.jsonl:1: step 1 has data.step_end='\\n' in itself; where steps bring their"),
+        ({"steps": ["a", ""]}, r"rows.jsonl:1: column 'steps' holds list \['a', ''\], expected a non-empty list of"),
+        ({"steps": [1, "a"]}, r"rows.jsonl:1: column 'steps' holds list \[1, 'a'\], expected a non-empty list of"),
+        (
+            {"steps": [1, 12345]},
+            r"rows.jsonl:1: token id 12345 is outside the tokenizer's vocabulary of \d+\. Fix: use",
+        ),
+        ({"steps": ["a\n", "b"]}, r"rows.jsonl:1: step 1 contains data.step_end='\\n'\. Fix: if steps include their"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(model_folder, tmp_path, change, problem):
+def test_invalid_row_is_refused(model_folder, tmp_path, change, problem):
     with pytest.raises(ValueError, match=problem):
         read(model_folder, tmp_path, "labels", [ROW | change])
 
 
-def test_steps_that_end_in_one_token_are_refused(tmp_path):
+def test_steps_that_end_in_the_same_token_are_refused(tmp_path):
     merging_tokenizer("a b").save_pretrained(tmp_path / "model")
     row = {"prompt": "q", "steps": ["a", "b", "c"], "labels": [1, 1, 0]}
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: steps 1 and 2 end in the same token; make them one step"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: steps 1 and 2 end in the same token\. Fix: merge them"):
         read(tmp_path / "model", tmp_path, "labels", [row], "data.step_end=''")
 
 
-def test_a_template_that_changes_the_response_is_refused(tmp_path):
+def test_template_that_changes_the_response_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'].upper() + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: the chat template changes the response, so that its steps"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: the chat template changes the response, so its steps cannot"):
         read(tmp_path / "model", tmp_path, "labels", [ROW | {"steps": ["a", "b"]}])

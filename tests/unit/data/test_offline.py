@@ -1,4 +1,4 @@
-"""Conversations and preferences from files: what is trained on, and what is refused."""
+"""Conversations and preference pairs from files: which tokens are trained on, and which rows are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PREFERENCE = {"prompt": "1+1?", "chosen": "2", "rejected": "eleven"}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_assistant_is_learned_from_over_several_turns(model_folder, tmp_path, suffix):
-    said = [message("user", "a"), message("assistant", "bc"), message("user", "d"), message("assistant", "e")]
-    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": said}], suffix=suffix).rows
+def test_all_assistant_turns_are_trained_on(model_folder, tmp_path, suffix):
+    messages = [message("user", "a"), message("assistant", "bc"), message("user", "d"), message("assistant", "e")]
+    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": messages}], suffix=suffix).rows
     assert texts(sample) == (
         "<|user|>a<eos><|assistant|>",
         "bc<eos><|user|>d<eos><|assistant|>e<eos>",
@@ -21,30 +21,30 @@ def test_the_assistant_is_learned_from_over_several_turns(model_folder, tmp_path
     )
 
 
-def test_what_comes_after_the_last_answer_is_left_out(model_folder, tmp_path):
-    said = [message("user", "a"), message("assistant", "b"), message("user", "thanks")]
-    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": said}]).rows
+def test_messages_after_the_last_answer_are_dropped(model_folder, tmp_path):
+    messages = [message("user", "a"), message("assistant", "b"), message("user", "thanks")]
+    [[sample]] = read(model_folder, tmp_path, "messages", [{"messages": messages}]).rows
     assert texts(sample) == ("<|user|>a<eos><|assistant|>", "b<eos>", "b<eos>")
 
 
-def test_what_a_template_writes_after_the_end_of_the_sequence_is_not_learned(tmp_path):
-    """The template of ChatML does so; between turns it stays, for the next one."""
+def test_text_after_the_eos_token_is_not_trained_on(tmp_path):
+    """ChatML writes a newline after it, which is kept between turns as context."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    said = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
-    [[sample]] = read(tmp_path / "model", tmp_path, "messages", [{"messages": said}]).rows
+    messages = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    [[sample]] = read(tmp_path / "model", tmp_path, "messages", [{"messages": messages}]).rows
     assert texts(sample)[1:] == (
         "b<eos>\n<|user|>c<eos>\n<|assistant|>d<eos>",
         "b<eos>" + "." * len("\n<|user|>c<eos>\n<|assistant|>") + "d<eos>",
     )
 
 
-def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path):
-    """Templates that leave earlier thoughts out do so."""
+def test_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    """Templates that drop earlier reasoning do this."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
@@ -54,11 +54,11 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     first = [message("user", "a"), message("assistant", "think/b")]
     rows = [{"messages": first}, {"messages": [*first, message("user", "c"), message("assistant", "d")]}]
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: the chat template's ids of message 4 do not begin with"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: the tokens up to message 4 do not start with those of the"):
         read(tmp_path / "model", tmp_path, "messages", rows)
 
 
-def test_both_responses_go_on_after_the_prompt(model_folder, tmp_path):
+def test_both_responses_follow_the_prompt(model_folder, tmp_path):
     rows = read(model_folder, tmp_path, "preferences", [PREFERENCE]).rows
     [[chosen, rejected]] = rows
     assert texts(chosen) == ("<|user|>1+1?<eos><|assistant|>", "2<eos>", "2<eos>")
@@ -66,8 +66,8 @@ def test_both_responses_go_on_after_the_prompt(model_folder, tmp_path):
     assert chosen.prompt == rejected.prompt and chosen.id != rejected.id
 
 
-def test_messages_of_preferences(model_folder, tmp_path):
-    """Answers in the prompt are not learned from; several turns after it are."""
+def test_preferences_may_be_messages(model_folder, tmp_path):
+    """Answers in the prompt are not trained on; all answers after it are."""
     prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
     chosen = [message("assistant", "d"), message("user", "e"), message("assistant", "f")]
     row = {"prompt": prompt, "chosen": chosen, "rejected": [message("assistant", "g")]}
@@ -80,14 +80,14 @@ def test_messages_of_preferences(model_folder, tmp_path):
     assert texts(other)[1] == "g<eos>"
 
 
-def test_a_reward_model_learns_from_the_last_token(model_folder, tmp_path):
+def test_reward_model_trains_on_the_last_token(model_folder, tmp_path):
     [[chosen, _]] = read(
         model_folder, tmp_path, "preferences", [PREFERENCE], "algorithm.objective.name=reward_model"
     ).rows
     assert texts(chosen)[1:] == ("2<eos>", ".<eos>")
 
 
-def test_without_the_chat_template_a_response_ends_with_the_sequence(model_folder, tmp_path):
+def test_plain_response_ends_with_the_eos_token(model_folder, tmp_path):
     [[chosen, _]] = read(model_folder, tmp_path, "preferences", [PREFERENCE], "data.chat_template=false").rows
     assert texts(chosen) == ("1+1?", "2<eos>", "2<eos>")
     assert chosen.response_ids[-1] == EOS_ID
@@ -95,9 +95,9 @@ def test_without_the_chat_template_a_response_ends_with_the_sequence(model_folde
 
 def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
     rows = [PREFERENCE, PREFERENCE | {"rejected": "x" * 40}, PREFERENCE]
-    limit = "rollout.context_length=32"  # the prompt has 7 tokens, and a response its end
+    limit = "rollout.context_length=32"  # the prompt has 7 tokens, and each response ends with an EOS token
     with pytest.raises(
-        ValueError, match=r"rows.jsonl:2: the row has 48 tokens > rollout.context_length 32; raise .* 48"
+        ValueError, match=r"rows.jsonl:2: the row has 48 tokens > rollout.context_length 32. Fix: raise .* 48"
     ):
         read(model_folder, tmp_path, "preferences", rows, limit)
     kept = read(model_folder, tmp_path, "preferences", rows, limit, "data.overlong=drop")
@@ -107,7 +107,7 @@ def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
         read(model_folder, tmp_path, "preferences", rows[1:2], limit, "data.overlong=drop")
 
 
-def test_the_hash_is_of_ids_and_of_what_is_trained_on(model_folder, tmp_path):
+def test_data_hash_covers_ids_and_loss_masks(model_folder, tmp_path):
     hashes = {
         read(model_folder, tmp_path, "preferences", [row], f"algorithm.objective.name={name}").data_hash
         for row in (PREFERENCE, PREFERENCE | {"chosen": "3"})
@@ -121,34 +121,34 @@ def test_the_hash_is_of_ids_and_of_what_is_trained_on(model_folder, tmp_path):
     [
         ("messages", {"text": "a"}, r"rows.jsonl:1: no column 'messages' \(expected: a list of .*data.messages_column"),
         ("messages", {"messages": "a"}, r"rows.jsonl:1: column 'messages' holds str 'a', expected a list of \{role"),
-        ("messages", {"messages": [message("user", "a")]}, "rows.jsonl:1: the assistant says nothing there"),
+        ("messages", {"messages": [message("user", "a")]}, "rows.jsonl:1: no tokens of the assistant to train on"),
         ("preferences", PREFERENCE | {"chosen": 2}, r"rows.jsonl:1: column 'chosen' holds int 2, expected text or a"),
         ("preferences", {"prompt": "a", "chosen": "b"}, r"rows.jsonl:1: no column 'rejected' .* data.rejected_column"),
         (
             "preferences",
             PREFERENCE | {"rejected": [message("user", "a")]},
-            "rows.jsonl:1: rejected: begins with the role 'user'; a response is the assistant's",
+            "rows.jsonl:1: rejected: the response begins with role 'user'. Fix: begin it with the assistant",
         ),
     ],
 )
-def test_a_wrong_row_is_named(model_folder, tmp_path, rows, record, message_of):
+def test_invalid_row_is_named(model_folder, tmp_path, rows, record, message_of):
     with pytest.raises(ValueError, match=message_of):
         read(model_folder, tmp_path, rows, [record])
 
 
-def test_messages_without_the_chat_template_are_refused(model_folder, tmp_path):
+def test_messages_without_a_chat_template_are_refused(model_folder, tmp_path):
     row = PREFERENCE | {"chosen": [message("assistant", "a")]}
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: a list of messages needs data.chat_template: true"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: a list of messages needs data.chat_template=true"):
         read(model_folder, tmp_path, "preferences", [row], "data.chat_template=false")
 
 
-def test_ids_that_the_tokenizer_joins_are_not_told_apart(tmp_path):
-    """The prompt ends with a colon and a space, which this tokenizer joins with what follows."""
+def test_tokens_merged_across_turns_are_refused(tmp_path):
+    """The prompt ends with a colon and a space, which this tokenizer merges with the following text."""
     tokenizer = merging_tokenizer(": Ġ", ":Ġ a")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: the chat template's ids of message 2 do not begin"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: the tokens up to message 2 do not start with those"):
         read(tmp_path / "model", tmp_path, "preferences", [PREFERENCE | {"chosen": "a"}])

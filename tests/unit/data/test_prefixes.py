@@ -1,4 +1,4 @@
-"""The tree of tokens that samples of a pack share."""
+"""The tree of tokens shared by the samples of a pack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample(name: str, prompt: Prompt, response: tuple[int, ...]) -> Sample:
 
 @st.composite
 def branching(draw) -> list[Sample]:
-    """Samples that go on from a part of an earlier one, or begin anew."""
+    """Draw samples that continue part of an earlier sample or start from scratch."""
     source = random.Random(draw(st.integers(0, 10**6)))
     prompts = [Prompt(name, "", tuple(source.randrange(4) for _ in range(source.choice([1, 20])))) for name in "pq"]
     responses: dict[str, list[tuple[int, ...]]] = {"p": [()], "q": [()]}
@@ -32,25 +32,26 @@ def branching(draw) -> list[Sample]:
     for i in range(draw(st.integers(1, 9))):
         prompt = source.choice(prompts)
         before = source.choice(responses[prompt.id])
-        kept = source.choice([len(before), source.randrange(len(before) + 1)])
-        response = before[:kept] + tuple(source.randrange(3) for _ in range(source.choice([0, 1, 15, 16, 17, 40])))
+        cut = source.choice([len(before), source.randrange(len(before) + 1)])
+        response = before[:cut] + tuple(source.randrange(3) for _ in range(source.choice([0, 1, 15, 16, 17, 40])))
         responses[prompt.id].append(response)
         samples.append(sample(f"{i}", prompt, response))
     return samples
 
 
 @given(branching(), st.sampled_from([1, 8]))
-def test_samples_share_what_they_begin_with(samples, multiple):
-    """All of it but for less than a run of the shortest length, and nothing else; depth first, as attention asks."""
+def test_samples_share_exactly_their_common_prefixes(samples, multiple):
+    """Up to a remainder shorter than SHORTEST_RUN, and in the depth-first order that attention requires."""
     runs, end = place_runs(samples, packing(document_multiple=multiple))
-    places = [[start + k for start, length in own for k in range(length)] for own in runs]
+    places = [[start + k for start, length in sample_runs for k in range(length)] for sample_runs in runs]
     ids = [[*item.prompt.token_ids.tolist(), *item.response_ids.tolist()] for item in samples]
-    assert {place for own in places for place in own} == set(range(end))
-    standing: dict[int, int] = {}
-    for own, tokens in zip(places, ids, strict=True):
-        assert len(own) == -(-len(tokens) // multiple) * multiple
-        assert own == sorted(own)
-        assert all(standing.setdefault(place, token) == token for place, token in zip(own, tokens, strict=False))
+    assert {place for sample_places in places for place in sample_places} == set(range(end))
+    token_at: dict[int, int] = {}
+    for sample_places, tokens in zip(places, ids, strict=True):
+        assert len(sample_places) == -(-len(tokens) // multiple) * multiple
+        assert sample_places == sorted(sample_places)
+        pairs = zip(sample_places, tokens, strict=False)
+        assert all(token_at.setdefault(place, token) == token for place, token in pairs)
     for i, one in enumerate(samples):
         for j, other in enumerate(samples[:i]):
             shared = len(set(places[i]) & set(places[j]))
@@ -58,16 +59,16 @@ def test_samples_share_what_they_begin_with(samples, multiple):
             if one.prompt.id != other.prompt.id:
                 assert shared == 0
                 continue
-            alike = next(
+            common = next(
                 (k for k, (a, b) in enumerate(zip(ids[i], ids[j], strict=False)) if a != b),
                 min(len(ids[i]), len(ids[j])),
             )
-            assert len(one.prompt.token_ids) <= shared <= alike < shared + SHORTEST_RUN
+            assert len(one.prompt.token_ids) <= shared <= common < shared + SHORTEST_RUN
     boundaries = np.cumsum([0, *map(len, places)])
-    pack_mask(torch.tensor([place for own in places for place in own]), torch.tensor(boundaries))
+    pack_mask(torch.tensor([place for sample_places in places for place in sample_places]), torch.tensor(boundaries))
 
 
-def test_turns_of_a_rollout_stand_in_the_pack_once():
+def test_turns_of_a_rollout_appear_once_in_the_pack():
     prompt, turns = Prompt("p", "", range(30)), [tuple(range(100 * k, 100 * k + 20)) for k in range(1, 4)]
     samples = [sample(f"{k}", prompt, sum(turns[: k + 1], ())) for k in range(3)]
     runs, end = place_runs(samples, packing())
@@ -75,22 +76,22 @@ def test_turns_of_a_rollout_stand_in_the_pack_once():
     assert runs == [[(0, 30), (30, 20)], [(0, 30), (30, 20), (50, 20)], [(0, 30), (30, 20), (50, 20), (70, 20)]]
 
 
-@pytest.mark.parametrize(("alike", "tokens"), [(SHORTEST_RUN - 1, 10 + 2 * 40), (SHORTEST_RUN, 10 + 2 * 40 - 16)])
-def test_responses_that_begin_alike_share_what_is_worth_it(alike, tokens):
-    prompt, begin = Prompt("p", "", range(10)), tuple(range(50, 50 + alike))
-    samples = [sample(f"{k}", prompt, begin + (1000 + k,) * (40 - alike)) for k in range(2)]
+@pytest.mark.parametrize(("common", "tokens"), [(SHORTEST_RUN - 1, 10 + 2 * 40), (SHORTEST_RUN, 10 + 2 * 40 - 16)])
+def test_responses_share_prefixes_of_sufficient_length(common, tokens):
+    prompt, begin = Prompt("p", "", range(10)), tuple(range(50, 50 + common))
+    samples = [sample(f"{k}", prompt, begin + (1000 + k,) * (40 - common)) for k in range(2)]
     assert place_runs(samples, packing())[1] == tokens
     assert place_runs(samples, packing(shares_prompts=False))[1] == 2 * 50
 
 
 @pytest.mark.parametrize("differs_at", [25, 39, None])
-def test_tokens_that_go_to_other_experts_are_not_shared(differs_at):
-    """Two samples have the same 10 + 30 tokens, and then others."""
+def test_tokens_with_different_routes_are_not_shared(differs_at):
+    """Both samples start with the same 10 + 30 tokens."""
     prompt, begin = Prompt("p", "", range(10)), tuple(range(50, 80))
     samples = [sample(f"{k}", prompt, (*begin, 1000 + k)) for k in range(2)]
     routes = np.zeros((2, 41, 3, 2), np.int8)
     if differs_at is not None:
         routes[1, differs_at, 2] = 1
-    routed = [replace(item, routes=own) for item, own in zip(samples, routes, strict=True)]
-    shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 tokens after the prompt are no run
+    routed = [replace(item, routes=item_routes) for item, item_routes in zip(samples, routes, strict=True)]
+    shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 common tokens after the prompt are too few to share
     assert place_runs(routed, packing())[1] == 2 * 41 - shared

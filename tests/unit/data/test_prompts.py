@@ -58,13 +58,13 @@ def test_messages_keep_their_roles(model_folder, tmp_path):
     assert prompt.text == "<|system|>S<eos><|user|>U<eos><|assistant|>"
 
 
-def test_without_the_chat_template_text_is_tokenised_as_it_is(model_folder, tmp_path):
+def test_text_without_a_chat_template_is_tokenized_unchanged(model_folder, tmp_path):
     prompt = load_prompts(config_of(jsonl(tmp_path, "Hi you"), chat_template=False), model_folder)[0]
     assert prompt.text == "Hi you"
     assert len(prompt.token_ids) == 6
 
 
-def test_arithmetic(model_folder):
+def test_arithmetic_prompts_are_rendered_with_answers(model_folder):
     prompts = load_prompts(config_of("arithmetic", size=50), model_folder)
     assert len(prompts) == 50
     assert len({prompt.id for prompt in prompts.prompts}) == 50
@@ -77,7 +77,7 @@ def test_size_takes_the_first_rows(model_folder, tmp_path):
     assert [prompt.id for prompt in prompts.prompts] == ["train.jsonl:1", "train.jsonl:2"]
 
 
-def test_the_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
+def test_data_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
     prompts = load_prompts(config_of(jsonl(tmp_path, "a", "b")), model_folder)
     lines = "".join(json.dumps([p.token_ids.tolist(), p.answer]) + "\n" for p in prompts.prompts)
     assert prompts.data_hash == hashlib.sha256(lines.encode()).hexdigest()
@@ -85,48 +85,48 @@ def test_the_hash_covers_ids_and_answers_in_order(model_folder, tmp_path):
     assert len(hashes) == 2
 
 
-def test_columns_that_are_asked_for_stay_with_the_prompt_and_its_copies(model_folder, tmp_path):
+def test_requested_columns_survive_pickling(model_folder, tmp_path):
     config = config_of(jsonl(tmp_path, "a", "b"))
-    whole = load_prompts(config, model_folder, {"row": None})
-    assert whole[1].columns == {"prompt": "b", "answer": 1}
-    assert pickle.loads(pickle.dumps(whole[1])) == whole[1]
-    others = load_prompts(config, model_folder, {"other": None})
-    assert others[1].columns == {} and others[1] != whole[1]
-    assert others.data_hash == load_prompts(config, model_folder).data_hash != whole.data_hash
+    with_columns = load_prompts(config, model_folder, {"row": None})
+    assert with_columns[1].columns == {"prompt": "b", "answer": 1}
+    assert pickle.loads(pickle.dumps(with_columns[1])) == with_columns[1]
+    without = load_prompts(config, model_folder, {"other": None})
+    assert without[1].columns == {} and without[1] != with_columns[1]
+    assert without.data_hash == load_prompts(config, model_folder).data_hash != with_columns.data_hash
 
 
-def test_a_prompt_may_fill_the_context_but_not_exceed_it(model_folder, tmp_path):
-    source = jsonl(tmp_path, "ab", "abcde")  # 3 tokens more in the template: 5 and 8
+def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
+    source = jsonl(tmp_path, "ab", "abcde")  # 5 and 8 tokens, 3 of them from the template
     assert len(load_prompts(config_of(source, max_new_tokens=16, context_length=24), model_folder)) == 2
     with pytest.raises(
         ValueError,
         match=r"train\.jsonl:2: the prompt has 8 tokens, and 8 \+ rollout\.max_new_tokens 16 = 24 > "
-        r"rollout\.context_length 23; raise rollout\.context_length to at least 24",
+        r"rollout\.context_length 23\. Fix: raise rollout\.context_length to at least 24",
     ):
         load_prompts(config_of(source, max_new_tokens=16, context_length=23), model_folder)
 
 
-def test_rows_that_cannot_be_tokenised_are_named(model_folder, tmp_path):
+def test_row_that_cannot_be_tokenized_is_named(model_folder, tmp_path):
     with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt has no tokens"):
         load_prompts(config_of(jsonl(tmp_path, "a", ""), chat_template=False), model_folder)
     messages = [{"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages needs data\.chat_template: true"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages needs data\.chat_template=true"):
         load_prompts(config_of(jsonl(tmp_path, messages), chat_template=False), model_folder)
 
 
-def test_what_the_template_refuses_is_named(tmp_path):
+def test_row_that_the_template_rejects_is_named(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"train\.jsonl:1: the model's chat template refuses .*: no system role"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: the model's chat template rejects .*: no system role"):
         load_prompts(config_of(jsonl(tmp_path, "a")), tmp_path)
 
 
-def test_a_model_without_a_chat_template_is_named(tmp_path):
+def test_model_without_a_chat_template_is_named(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"data\.chat_template is true, but .* has no chat template"):
+    with pytest.raises(ValueError, match=r"data\.chat_template=true: .* has no chat template"):
         load_prompts(config_of("arithmetic", size=1), tmp_path)
     assert load_prompts(config_of("arithmetic", size=1, chat_template=False), tmp_path)[0].text.startswith("What")
 
@@ -134,13 +134,13 @@ def test_a_model_without_a_chat_template_is_named(tmp_path):
 def test_too_few_rows_are_refused(model_folder, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.raises(ValueError, match=r"data\.source: .*empty\.jsonl has no rows"):
+    with pytest.raises(ValueError, match=r"data\.source=.*empty\.jsonl: has no rows"):
         load_prompts(config_of(empty), model_folder)
-    with pytest.raises(ValueError, match=r"data\.size is 3, but .*train\.jsonl has 1 rows; lower it"):
+    with pytest.raises(ValueError, match=r"data\.size=3: .*train\.jsonl has only 1 rows\. Fix: lower it"):
         load_prompts(config_of(jsonl(tmp_path, "a"), size=3), model_folder)
 
 
-def test_torch_is_not_needed(model_folder):
+def test_loading_prompts_does_not_import_torch(model_folder):
     code = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -154,9 +154,13 @@ def test_torch_is_not_needed(model_folder):
     assert subprocess.run([sys.executable, "-c", code, config, str(model_folder)]).returncode == 0
 
 
-def test_a_system_prompt_stands_before_each_prompt(model_folder, tmp_path):
-    asked = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
-    prompts = load_prompts(config_of(jsonl(tmp_path, "Hi", asked), system_prompt="Be brief."), model_folder)
+def test_system_prompt_precedes_each_prompt(model_folder, tmp_path):
+    turns = [
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "V"},
+    ]
+    prompts = load_prompts(config_of(jsonl(tmp_path, "Hi", turns), system_prompt="Be brief."), model_folder)
     assert [prompt.text for prompt in prompts] == [
         "<|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>",
         "<|system|>Be brief.<eos><|user|>U<eos><|assistant|>A<eos><|user|>V<eos><|assistant|>",
@@ -164,11 +168,11 @@ def test_a_system_prompt_stands_before_each_prompt(model_folder, tmp_path):
     assert prompts[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_an_evaluation_set_has_a_system_prompt_of_its_own_or_that_of_the_data_or_none(model_folder, tmp_path):
+def test_evaluation_set_may_override_the_system_prompt(model_folder, tmp_path):
     sets = [EvaluationSet(name=f"{i}", system_prompt=text) for i, text in enumerate([None, "Be long.", ""])]
     sets.append(EvaluationSet(name="plain", chat_template=False))
     config = config_of(jsonl(tmp_path, "Hi"), system_prompt="Be brief.")
-    texts = [load_prompts(config_of_set(config, given), model_folder)[0].text for given in sets]
+    texts = [load_prompts(config_of_set(config, entry), model_folder)[0].text for entry in sets]
     assert texts == [
         "<|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>",
         "<|system|>Be long.<eos><|user|>Hi<eos><|assistant|>",
@@ -177,9 +181,9 @@ def test_an_evaluation_set_has_a_system_prompt_of_its_own_or_that_of_the_data_or
     ]
 
 
-def test_a_row_with_a_system_message_of_its_own_is_refused_beside_a_system_prompt(model_folder, tmp_path):
+def test_system_message_in_a_row_conflicts_with_system_prompt(model_folder, tmp_path):
     path = jsonl(tmp_path, "Hi", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
-    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message of its own beside that of"):
+    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message, and data.system_prompt is"):
         load_prompts(config_of(path, system_prompt="Be brief."), model_folder)
 
 
@@ -191,7 +195,7 @@ def levels(folder, *values):
 
 
 def test_rows_are_sorted_by_a_column(model_folder, tmp_path):
-    """Equal ones stay in the order of the file."""
+    """Rows with equal values keep the order of the file."""
     config = config_of(levels(tmp_path, 2, 0.5, 2, -1), sort_column="level", shuffle=False)
     prompts = load_prompts(config, model_folder)
     assert [prompt.answer for prompt in prompts.prompts] == [3, 1, 0, 2]
@@ -199,7 +203,7 @@ def test_rows_are_sorted_by_a_column(model_folder, tmp_path):
     assert load_prompts(config_of(levels(tmp_path, 2, 0.5, 2, -1)), model_folder).data_hash != prompts.data_hash
 
 
-def test_weights_are_those_of_a_column(model_folder, tmp_path):
+def test_weights_are_read_from_a_column(model_folder, tmp_path):
     config = config_of(levels(tmp_path, 2, 0.5, 0), weight_column="level")
     assert load_prompts(config, model_folder).weights == (2.0, 0.5, 0.0)
 
@@ -209,21 +213,25 @@ def test_weights_are_those_of_a_column(model_folder, tmp_path):
     [
         ("sort_column", (1, "x"), r"levels.jsonl:2: column 'level' holds 'x', expected a number \(data.sort_column\)"),
         ("weight_column", (1, -1), r"levels.jsonl:2: column 'level' holds -1, expected a number of at least 0"),
-        ("weight_column", (0, 0), r"data.weight_column=level: all weights are 0, so that no row would come"),
+        (
+            "weight_column",
+            (0, 0),
+            r"data.weight_column=level: all weights are 0. Fix: give at least one row a positive",
+        ),
     ],
 )
-def test_numbers_that_are_none_are_refused(model_folder, tmp_path, key, values, message):
+def test_invalid_sort_value_or_weight_is_refused(model_folder, tmp_path, key, values, message):
     with pytest.raises(ValueError, match=message):
         load_prompts(config_of(levels(tmp_path, *values), **{key: "level"}), model_folder)
 
 
-def test_a_column_of_numbers_that_is_missing_is_named_with_its_key(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no column 'rank' .* set data.sort_column to the right one"):
+def test_missing_sort_column_is_named_with_its_key(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no column 'rank' .* Fix: set data.sort_column to the right one"):
         load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)
 
 
-def test_rows_of_several_files_come_one_file_after_the_other(model_folder, tmp_path):
-    """Two of them have one name, so that their rows have their paths in theirs."""
+def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
+    """Two files have the same name, so the names of their rows contain paths."""
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
     for folder in (one, two, three):
         folder.mkdir()
@@ -239,8 +247,8 @@ def test_rows_of_several_files_come_one_file_after_the_other(model_folder, tmp_p
         load_prompts(config, model_folder)
 
 
-def test_the_rows_of_a_source_share_its_weight(model_folder, tmp_path):
-    """3 to 1: the two rows of the first file have 1.5 each. Weights of rows are parts of their file's."""
+def test_rows_of_a_source_share_its_weight(model_folder, tmp_path):
+    """The two rows of the first file share its weight of 3. Weights of rows are relative within their file."""
     (tmp_path / "b").mkdir()
     first, second = levels(tmp_path, 3, 1), levels(tmp_path / "b", 2)
     both = {"more_sources": [str(second)], "source_weights": {str(first): 3.0, str(second): 1.0}}
@@ -249,18 +257,18 @@ def test_the_rows_of_a_source_share_its_weight(model_folder, tmp_path):
     assert load_prompts(by_row, model_folder).weights == (3 * 3 / 4, 3 * 1 / 4, 1.0)
 
 
-def test_a_column_says_the_source_that_has_a_weight(model_folder, tmp_path):
+def test_source_weights_may_refer_to_a_column(model_folder, tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = ({"prompt": "p", "answer": 1, "info": {"of": name}} for name in ("gsm8k", "math", "gsm8k"))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0, "math": 4.0})
     assert load_prompts(config, model_folder).weights == (0.5, 4.0, 0.5)
-    with pytest.raises(ValueError, match=r"data.source_weights: it has no weight of 'math', which rows are of; add it"):
+    with pytest.raises(ValueError, match=r"data.source_weights: no weight for source 'math', which some rows have"):
         load_prompts(config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0}), model_folder)
 
 
-def test_verls_rows_are_read_as_they_are(model_folder, tmp_path):
-    """Its file has the answer inside of a column, and columns that choose the reward function and are handed to it."""
+def test_verl_rows_are_read_unchanged(model_folder, tmp_path):
+    """verl nests the answer in a column, and has columns that select the reward function or are passed to it."""
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "2+2?"}],

@@ -1,4 +1,4 @@
-"""Every task of reasoning-gym as data, and its rewards for the entries' own answers."""
+"""Every reasoning-gym task as data, and its rewards for the entries' reference answers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tests.paths import BASE, QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
 MANY_SOLUTIONS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks of which the entries name no solution."""
+"""Tasks whose entries have no reference answer."""
 
 COMPOSITE = {"datasets": [{"name": "knights_knaves", "config": {"n_people": 3}}, {"name": "gcd", "weight": 2}]}
 SIZE = 2
 NONSENSE = ("-77", "zqx nonsense", "[[1]]")
 HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Tasks that go through sets of text, so that a process of another hash seed would make other rows of them."""
+"""Tasks that iterate over sets of strings, so that their rows depend on the hash seed of the process."""
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list]:
-    """Two rows of every task, in one go."""
+    """Return two rows of every task, generated together."""
     names = sorted(DATASETS)
     stages = [(Task(name, COMPOSITE if name == "composite" else {}), SIZE) for name in names]
-    found = list(reasoning_rows(stages, seed=5))
-    return {name: found[SIZE * i : SIZE * (i + 1)] for i, name in enumerate(names)}
+    generated = list(reasoning_rows(stages, seed=5))
+    return {name: generated[SIZE * i : SIZE * (i + 1)] for i, name in enumerate(names)}
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +56,33 @@ def config_of(source: str, functions: list | None = None, **data) -> Config:
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
-def test_the_answer_of_an_entry_is_right_and_nonsense_is_not(rows, name):
+def test_reference_answer_is_correct_and_nonsense_is_not(rows, name):
     score = ReasoningGym()
     for row in rows[name]:
-        json.dumps([row.answer, row.columns], sort_keys=True)  # the data's hash is made of it
+        json.dumps([row.answer, row.columns], sort_keys=True)  # must be serializable for the data hash
         assert row.prompt and (row.answer is None) == (name in MANY_SOLUTIONS)
-        low = max(score(row.prompt, f"<answer>{said}</answer>", row.answer, **row.columns) for said in NONSENSE)
+        low = max(score(row.prompt, f"<answer>{text}</answer>", row.answer, **row.columns) for text in NONSENSE)
         if row.answer is None:
             assert low <= 0.05
         else:
-            right = score(row.prompt, f"I think\n<answer>{row.answer}</answer>", row.answer, **row.columns)
-            assert right == 1.0 and low < right
+            correct = score(row.prompt, f"I think\n<answer>{row.answer}</answer>", row.answer, **row.columns)
+            assert correct == 1.0 and low < correct
 
 
-def test_a_response_without_tags_is_no_answer_unless_all_of_it_is_read(rows):
+def test_response_without_tags_scores_only_if_read_whole(rows):
     row = rows["gcd"][0]
-    score, whole = ReasoningGym(), ReasoningGym(reads="response")
+    score, untagged = ReasoningGym(), ReasoningGym(reads="response")
     assert score("", row.answer, row.answer, **row.columns) == 0.0
-    assert whole("", f" {row.answer}\n", row.answer, **row.columns) == 1.0
+    assert untagged("", f" {row.answer}\n", row.answer, **row.columns) == 1.0
 
 
-def test_an_error_that_is_not_the_responses_is_a_failure(rows):
+def test_error_independent_of_the_response_is_a_failure(rows):
     row = rows["spiral_matrix"][0]
     with pytest.raises(AttributeError):
         ReasoningGym()("", "<answer>1 2</answer>", 7, **row.columns)
 
 
-def test_rows_follow_from_the_seed_alone(rows, monkeypatch):
+def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     stages = [(Task(name, {}), SIZE) for name in HASHED]
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     first = list(reasoning_rows(stages, seed=5))
@@ -90,7 +90,7 @@ def test_rows_follow_from_the_seed_alone(rows, monkeypatch):
     assert first == list(reasoning_rows(stages, seed=5)) != list(reasoning_rows(stages, seed=6))
 
 
-def test_knights_and_knaves_come_by_number_of_people(model_folder):
+def test_stages_order_knights_and_knaves_by_people(model_folder):
     stages = [{"n_people": people, "size": 3} for people in (3, 4, 5)]
     data = config_of("reasoning_gym:knights_knaves", stages=stages, shuffle=False, source_column="task")
     prompts = load_prompts(data, model_folder, {"options": None}).prompts
@@ -101,7 +101,7 @@ def test_knights_and_knaves_come_by_number_of_people(model_folder):
     assert len({prompt.text for prompt in prompts}) == 9
 
 
-def test_a_composite_has_the_task_of_each_row_as_its_source(model_folder):
+def test_composite_rows_have_their_task_as_source(model_folder):
     functions = [
         {"function": "knights_knaves", "sources": ["knights_knaves"]},
         {"function": "numeric_match", "sources": ["gcd"]},
@@ -111,7 +111,7 @@ def test_a_composite_has_the_task_of_each_row_as_its_source(model_folder):
     counts = Counter(prompt.columns["task"] for prompt in prompts)
     assert counts.keys() == {"gcd", "knights_knaves"} and counts["gcd"] > counts["knights_knaves"]
     with pytest.raises(
-        UserError, match=r"^reasoning_gym:composite:\d+: no function of rewards.functions has 'gcd', the"
+        UserError, match=r"^reasoning_gym:composite:\d+: no function in rewards.functions lists 'gcd' \(the row's"
     ):
         load_prompts(config_of("reasoning_gym:composite", functions[:1], **data), model_folder)
 
@@ -120,22 +120,22 @@ def test_a_composite_has_the_task_of_each_row_as_its_source(model_folder):
     ("name", "options", "message"),
     [
         ("knight_knaves", {}, "reasoning-gym has no task 'knight_knaves'; did you mean knights_knaves"),
-        ("gcd", {"people": 3}, "data.options.people: gcd has no such option; known: min_numbers, max_numbers"),
+        ("gcd", {"people": 3}, "data.options.people: gcd has no such option. Known: min_numbers, max_numbers"),
         ("gcd", {"seed": 3}, "data.options.seed: gcd has no such option"),
         (
             "knights_knaves",
             {"n_people": 0},
-            'data.options={"n_people": 0}: knights_knaves refuses it: Number of people',
+            'data.options={"n_people": 0}: knights_knaves rejects them: Number of people',
         ),
-        ("composite", {}, "composite refuses it: Must specify at least one dataset"),
+        ("composite", {}, "composite rejects them: Must specify at least one dataset"),
     ],
 )
-def test_what_is_no_task_is_refused(name, options, message):
+def test_unknown_task_or_invalid_option_is_refused(name, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         Task(name, options).dataset(seed=0, size=2)
 
 
-def test_what_is_refused_in_the_process_of_the_rows_is_refused_here():
+def test_error_in_the_row_process_is_raised_here():
     with pytest.raises(UserError, match=r"data\.options\.people: gcd has no such option"):
         next(reasoning_rows([(Task("gcd", {"people": 3}), 2)], seed=0))
 
@@ -143,14 +143,23 @@ def test_what_is_refused_in_the_process_of_the_rows_is_refused_here():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.options={a: 1}", "it is of reasoning-gym's tasks, and data.source=arithmetic"),
-        ("data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.shuffle=true data.size=null", "in their order"),
-        ("data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.size=5", "data.size=5: with data.stages"),
-        ("data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null", "has no size; give"),
-        ("data.source_column=task", "data.source=arithmetic has no columns; set it to null"),
+        ("data.options={a: 1}", "data.options={a: 1}: has no effect unless data.source=reasoning_gym:TASK"),
+        (
+            "data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.shuffle=true data.size=null",
+            "set data.shuffle=false",
+        ),
+        (
+            "data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.size=5",
+            "data.size=5: each of data.stages has its own size",
+        ),
+        (
+            "data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null",
+            "has no size. Fix: set",
+        ),
+        ("data.source_column=task", "data.source_column=task: has no effect unless data.source="),
     ],
 )
-def test_rules_of_procedural_data(override, message):
+def test_inconsistent_procedural_data_keys_are_refused(override, message):
     parts = [f"data.{part}" for part in override.replace(" data.", "\ndata.").split("\ndata.")]
     with pytest.raises(ValueError, match=re.escape(message)):
         load(QUICKSTART, [part.replace("data.data.", "data.") for part in parts])

@@ -1,4 +1,4 @@
-"""Calls of tools as turns have them, against what the families' templates write, and against vLLM's own parsers."""
+"""Parsers of tool calls, against the chat templates of model families and vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ values = st.recursive(
 calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), st.dictionaries(text, values, max_size=2)), min_size=1)
 
 
-def encode(name: str, said: str) -> list[int]:
-    return TOKENIZERS[FAMILY_OF[name]](said, add_special_tokens=False)["input_ids"]
+def encode(name: str, content: str) -> list[int]:
+    return TOKENIZERS[FAMILY_OF[name]](content, add_special_tokens=False)["input_ids"]
 
 
-def read(name: str, said: str) -> list[ToolCall | MalformedCall]:
-    return list(CHATS[name].read(encode(name, said))[1])
+def read(name: str, content: str) -> list[ToolCall | MalformedCall]:
+    return list(CHATS[name].read(encode(name, content))[1])
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "tagged"])
-@given(made=calls)
+@given(drawn=calls)
 @settings(max_examples=15, deadline=None)
-def test_what_a_template_writes_for_calls_is_read_as_these_calls(name, made):
-    made = made[:1] if name == "llama3" else made[:3]  # its template refuses several
+def test_calls_rendered_by_a_template_are_parsed(name, drawn):
+    drawn = drawn[:1] if name == "llama3" else drawn[:3]  # llama3's template rejects several calls
     as_text = json.dumps if name == "deepseek" else dict
     tool_calls = [
         {"id": f"abcdefg{i:02}", "type": "function", "function": {"name": tool, "arguments": as_text(arguments)}}
-        for i, (tool, arguments) in enumerate(made)
+        for i, (tool, arguments) in enumerate(drawn)
     ]
     user, turn = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": tool_calls}
     tokenizer = TOKENIZERS[FAMILY_OF[name]]
     start, ids = (tokenizer.apply_chat_template(m, return_dict=False) for m in ([user], [user, turn]))
-    _, found = CHATS[name].read(ids[len(start) :])
-    found = [(call.name, call.arguments) for call in found] if name != "llama3" else found
-    if name == "llama3":  # after what leads to the turn, which the text is read with
-        said = tokenizer.decode(ids[len(start) :]).partition("<|end_header_id|>\n\n")[2]
-        found = [(call.name, call.arguments) for call in read(name, said)]
-    assert found == made
+    _, parsed = CHATS[name].read(ids[len(start) :])
+    parsed = [(call.name, call.arguments) for call in parsed] if name != "llama3" else parsed
+    if name == "llama3":  # the ids include the turn's header, which is not part of the turn
+        content = tokenizer.decode(ids[len(start) :]).partition("<|end_header_id|>\n\n")[2]
+        parsed = [(call.name, call.arguments) for call in read(name, content)]
+    assert parsed == drawn
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_example_of_a_format_is_a_call(name):
+def test_example_of_a_format_is_a_valid_call(name):
     example = FORMATS[name].example
     assert [(c.name, c.arguments) for c in read(name, example)] == [("the name", {"an argument": "its value"})]
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "expected"),
+    ("name", "content", "expected"),
     [
         ("hermes", "No call.", []),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}', [ToolCall("add", {})]),
@@ -80,46 +80,50 @@ def test_the_example_of_a_format_is_a_call(name):
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "a"),
     ],
 )
-def test_calls_as_models_write_them(name, said, expected):
+def test_calls_are_parsed_as_models_write_them(name, content, expected):
     if isinstance(expected, str):
         expected = [ToolCall(tool, {}) for tool in expected]
-    assert read(name, said) == expected
+    assert read(name, content) == expected
 
 
 DEEP = "[" * 100_000
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "reason"),
+    ("name", "content", "reason"),
     [
-        ("hermes", "<tool_call>add(3)</tool_call>", "it is no JSON"),
-        ("hermes", '<tool_call>{"name": "add", "argu', "it is no JSON"),
-        ("hermes", "<tool_call></tool_call>", "it is no JSON"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+        ("hermes", "<tool_call>add(3)</tool_call>", "invalid JSON: "),
+        ("hermes", '<tool_call>{"name": "add", "argu', "invalid JSON: "),
+        ("hermes", "<tool_call></tool_call>", "invalid JSON: "),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not valid JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}</tool_call>', "nested too deeply"),
-        ("hermes", "<tool_call>3</tool_call>", "no JSON object"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
-        ("hermes", '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', 'no "name"'),
-        ("hermes", '<tool_call>{"name": "add"}</tool_call>', 'no "arguments"'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [3]}</tool_call>', "no JSON object with a value"),
-        ("llama3", '<|python_tag|>add.call(a="3")', "it is no JSON"),
-        ("llama3", '{"name": "add"}', 'no "parameters"'),
-        ("llama3", '{"name": "add", "param', "it is no JSON"),
-        ("mistral", "[TOOL_CALLS]", "its arguments are no JSON"),
-        ("mistral", '[TOOL_CALLS] [{"name": "add"}]', 'no "arguments"'),
-        ("deepseek", "<｜tool▁call▁begin｜>function", "no <｜tool▁sep｜>"),
-        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```", "its arguments are no JSON"),
+        ("hermes", "<tool_call>3</tool_call>", "not a JSON object"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'missing "name"'),
+        ("hermes", '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', 'missing "name"'),
+        ("hermes", '<tool_call>{"name": "add"}</tool_call>', 'missing "arguments"'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [3]}</tool_call>', "must be a JSON object with a value"),
+        ("llama3", '<|python_tag|>add.call(a="3")', "invalid JSON: "),
+        ("llama3", '{"name": "add"}', 'missing "parameters"'),
+        ("llama3", '{"name": "add", "param', "invalid JSON: "),
+        ("mistral", "[TOOL_CALLS]", "the arguments are not valid JSON: "),
+        ("mistral", '[TOOL_CALLS] [{"name": "add"}]', 'missing "arguments"'),
+        ("deepseek", "<｜tool▁call▁begin｜>function", "missing <｜tool▁sep｜>"),
+        (
+            "deepseek",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```",
+            "the arguments are not valid JSON: ",
+        ),
     ],
 )
-def test_what_is_no_call_is_said_to_be_none(name, said, reason):
-    [call] = read(name, said)
+def test_malformed_call_has_a_reason(name, content, reason):
+    [call] = read(name, content)
     assert isinstance(call, MalformedCall) and reason in call.reason
 
 
 @pytest.mark.parametrize(("name", "tag"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")])
-def test_text_that_looks_like_a_tag_is_none(name, tag):
-    """The tokens of the tag's halves decode to the tag, and are not the tag."""
+def test_text_that_looks_like_a_tag_is_not_a_call(name, tag):
+    """The tokens of the tag's two halves decode to the tag without being the tag's token."""
     call = '{"name": "add", "arguments": {}}'
     ids = [*encode(name, tag[:4]), *encode(name, tag[4:]), *encode(name, call)]
     assert TOKENIZERS[FAMILY_OF[name]].decode(ids) == tag + call
@@ -136,26 +140,26 @@ PARSERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
-def test_vllms_parser_finds_the_same_calls(name):
+def test_parser_finds_the_same_calls_as_vllm(name):
     from importlib import import_module
 
     module, kind = PARSERS[name]
     parser = getattr(import_module(f"vllm.tool_parsers.{module}"), kind)(TOKENIZERS[FAMILY_OF[name]])
 
-    @given(made=calls.map(lambda made: made[:3]))
+    @given(drawn=calls.map(lambda drawn: drawn[:3]))
     @settings(max_examples=30, deadline=None)
-    def check(made):
-        objects = [json.dumps({"name": tool, "arguments": arguments}) for tool, arguments in made]
+    def check(drawn):
+        objects = [json.dumps({"name": tool, "arguments": arguments}) for tool, arguments in drawn]
         if name == "hermes":
-            said = "Well. " + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+            content = "Well. " + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
         elif name == "llama3":
-            said = "<|python_tag|>" + "; ".join(objects)
+            content = "<|python_tag|>" + "; ".join(objects)
         else:
-            begun = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-            parts = [f"{begun}{tool}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>" for tool, a in made]
-            said = f"<｜tool▁calls▁begin｜>{chr(10).join(parts)}<｜tool▁calls▁end｜>"
-        found = parser.extract_tool_calls(said, None).tool_calls
-        theirs = [(call.function.name, json.loads(call.function.arguments)) for call in found]
-        assert [(call.name, call.arguments) for call in read(name, said)] == theirs == made
+            header = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+            parts = [f"{header}{tool}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>" for tool, a in drawn]
+            content = f"<｜tool▁calls▁begin｜>{chr(10).join(parts)}<｜tool▁calls▁end｜>"
+        parsed = parser.extract_tool_calls(content, None).tool_calls
+        expected = [(call.function.name, json.loads(call.function.arguments)) for call in parsed]
+        assert [(call.name, call.arguments) for call in read(name, content)] == expected == drawn
 
     check()

@@ -1,4 +1,4 @@
-"""Conversations that are extended turn by turn, against the same conversations rendered at once."""
+"""Conversations extended turn by turn, against the same conversations rendered at once."""
 
 from __future__ import annotations
 
@@ -30,60 +30,60 @@ ADD = {
 }
 USER = {"role": "user", "content": "Hi"}
 
-# Without white space at the ends, which templates strip, and without what could spell a special token.
+# No whitespace at the ends, which templates strip, and no characters that could form a special token.
 text = st.text("aber \n\té{}<|>\"'\\ TO", min_size=1).map(str.strip).filter(bool)
-users = text.map(lambda said: [{"role": "user", "content": said}])
+users = text.map(lambda content: [{"role": "user", "content": content}])
 answers = st.lists(text, min_size=1, max_size=3).map(
-    lambda said: [
+    lambda contents: [
         {"role": "tool", "content": content, "name": "add", "tool_call_id": f"abcdefg{i:02}"}
-        for i, content in enumerate(said)
+        for i, content in enumerate(contents)
     ]
 )
 endings = st.sampled_from(["closed", "cut off", "closed and beyond"])
-# Nor with what the tokenizer joins to the line break before it: the ids of the whole would not begin with the prompt's.
-said_by_policy = text.filter(lambda said: not said.startswith("<"))
-rounds = st.lists(st.tuples(said_by_policy, endings, users | answers), min_size=1, max_size=4)
+# No leading "<", which the tokenizer merges with the preceding newline: the prompt's ids would not be a prefix.
+policy_text = text.filter(lambda content: not content.startswith("<"))
+rounds = st.lists(st.tuples(policy_text, endings, users | answers), min_size=1, max_size=4)
 
 families = pytest.mark.parametrize("name", ALL)
 
 
-def encode(name: str, said: str) -> list[int]:
-    return TOKENIZERS[name](said, add_special_tokens=False)["input_ids"]
+def encode(name: str, content: str) -> list[int]:
+    return TOKENIZERS[name](content, add_special_tokens=False)["input_ids"]
 
 
-def whole(name: str, messages: list, **more) -> list[int]:
+def render_at_once(name: str, messages: list, **more) -> list[int]:
     return TOKENIZERS[name].apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
 
 
-def sampled(family: Family, name: str, said: str, ending: str) -> list[int]:
-    """Returns a turn as a policy samples it: with the token that ends it, without, or with a part of what follows."""
-    ids = encode(name, family.before + said)
+def sampled(family: Family, name: str, content: str, ending: str) -> list[int]:
+    """Return a turn as sampled: with its end token, without it, or with part of the text that follows."""
+    ids = encode(name, family.before + content)
     if ending == "cut off":
         return ids
     return [*ids, *encode(name, family.after), TOKENIZERS[name].convert_tokens_to_ids(family.end)]
 
 
 def as_reference(family: Family, messages: list) -> list:
-    """Returns answers of tools as what the user says, where the template has no place for them."""
+    """Return tool results as a user message if the template has no tool role."""
     if family.has_tool_role or messages[0]["role"] != "tool":
         return messages
-    said = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
-    return [{"role": "user", "content": said}]
+    content = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
+    return [{"role": "user", "content": content}]
 
 
 @families
 @settings(max_examples=8, deadline=None)
 @given(first=text, system=st.none() | text, turns=rounds)
-def test_extending_gives_what_rendering_at_once_gives(name, first, system, turns):
+def test_extending_equals_rendering_at_once(name, first, system, turns):
     family, chat = ALL[name], PLAIN[name]
     messages = [{"role": "system", "content": system}] if system and family.has_system_role else []
     messages.append({"role": "user", "content": first})
     ids = chat.begin(messages)
-    assert ids == whole(name, messages)
-    for said, ending, new in turns:
+    assert ids == render_at_once(name, messages)
+    for content, ending, new in turns:
         if not family.repeats_answers and any(message["role"] == "tool" for message in messages):
             break
-        turn = sampled(family, name, said, ending)
+        turn = sampled(family, name, content, ending)
         extension = chat.extend(turn, new)
         if ending == "closed and beyond" and extension is not None:
             turn, cut = turn + extension[:1], extension[1:]
@@ -91,43 +91,43 @@ def test_extending_gives_what_rendering_at_once_gives(name, first, system, turns
             extension = cut
         assert extension is not None
         ids = [*ids, *turn, *extension]
-        messages += [{"role": "assistant", "content": said}, *as_reference(family, new)]
-        assert ids == whole(name, messages)
+        messages += [{"role": "assistant", "content": content}, *as_reference(family, new)]
+        assert ids == render_at_once(name, messages)
 
 
 @families
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_any_ids_are_extended_and_read(name, data):
-    """The extension after any ids is a tail of the one after none, and no turn raises an error."""
+def test_arbitrary_ids_can_be_extended_and_read(name, data):
+    """The extension of any turn is a suffix of the extension of an empty turn, and no turn raises an error."""
     tokenizer = TOKENIZERS[name]
     tags = list(tokenizer.added_tokens_decoder)
-    some = st.integers(0, len(tokenizer) - 1) | st.sampled_from(tags) | st.sampled_from(encode(name, '{"name": []}'))
-    turn = data.draw(st.lists(some, max_size=40))
+    ids = st.integers(0, len(tokenizer) - 1) | st.sampled_from(tags) | st.sampled_from(encode(name, '{"name": []}'))
+    turn = data.draw(st.lists(ids, max_size=40))
     extension, most = PLAIN[name].extend(turn, [USER]), PLAIN[name].extend([], [USER])
     assert extension is not None and extension == most[len(most) - len(extension) :]
     for chat in READERS[name]:
-        said, calls = chat.read(turn, [1, 2])
-        assert isinstance(said, str) and all(isinstance(call, ToolCall | MalformedCall) for call in calls)
+        content, calls = chat.read(turn, [1, 2])
+        assert isinstance(content, str) and all(isinstance(call, ToolCall | MalformedCall) for call in calls)
 
 
-@given(thought=text, said=text, new=users | answers)
+@given(thought=text, content=text, new=users | answers)
 @settings(max_examples=8, deadline=None)
-def test_thinking_that_the_template_drops_is_kept(thought, said, new):
+def test_reasoning_that_the_template_drops_is_kept(thought, content, new):
     chat = PLAIN["qwen3"]
-    turn = [*encode("qwen3", f"<think>\n{thought}\n</think>\n\n{said}"), *encode("qwen3", "<|im_end|>")]
-    rendered = whole("qwen3", [USER, {"role": "assistant", "content": said}, *new])
+    turn = [*encode("qwen3", f"<think>\n{thought}\n</think>\n\n{content}"), *encode("qwen3", "<|im_end|>")]
+    rendered = render_at_once("qwen3", [USER, {"role": "assistant", "content": content}, *new])
     extension = chat.extend(turn, new)
     assert extension == rendered[rendered.index(turn[-1], len(chat.begin([USER]))) + 1 :]
 
 
-def test_a_turn_that_another_token_ends_is_closed_as_the_template_closes_it():
+def test_turn_with_another_end_token_is_closed_as_usual():
     chat, [other] = PLAIN["qwen2.5"], encode("qwen2.5", "<|endoftext|>")
     extension = chat.extend([*encode("qwen2.5", "Yes"), other], [USER])
     assert TOKENIZERS["qwen2.5"].decode(extension).startswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
 
 
-def test_llamas_end_of_a_call_ends_a_turn():
+def test_llama_end_of_message_token_ends_a_turn():
     chat = PLAIN["llama3.1"]
     turns = [
         [*encode("llama3.1", "<|python_tag|>{}"), *encode("llama3.1", end)] for end in ("<|eom_id|>", "<|eot_id|>")
@@ -136,7 +136,7 @@ def test_llamas_end_of_a_call_ends_a_turn():
     assert first == second
 
 
-def test_a_stop_string_that_begins_what_follows_is_not_repeated():
+def test_stop_string_that_starts_the_suffix_is_not_repeated():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant:' }}"
     tokenizer = bytes_tokenizer(template, ())
     chat = ChatTokens(tokenizer)
@@ -144,15 +144,15 @@ def test_a_stop_string_that_begins_what_follows_is_not_repeated():
     assert tokenizer.decode([*turn, *chat.extend(turn, [USER])]) == " Yes\nuser: Hi\nassistant:"
 
 
-def test_what_a_template_writes_elsewhere_begins_a_new_sample():
+def test_message_rendered_elsewhere_begins_a_new_sample():
     late = [{"role": "system", "content": "Be brief."}]
-    assert PLAIN["deepseek"].extend([1], late) is None  # at the beginning of the conversation
-    assert PLAIN["mistral"].extend([1], late) is None  # refused
+    assert PLAIN["deepseek"].extend([1], late) is None  # rendered at the beginning of the conversation
+    assert PLAIN["mistral"].extend([1], late) is None  # rejected
     assert PLAIN["mixtral"].extend([1], [USER, USER]) is None
     assert PLAIN["qwen2.5"].extend([1], late) is not None
 
 
-def test_calls_are_given_to_a_template_that_asks_for_them_before_answers():
+def test_calls_are_passed_to_templates_that_require_them():
     template = (
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
         "{{ raise_exception('no call') }}{% endif %}{{ '<|' + m.role + '|>' + m.content }}"
@@ -171,64 +171,67 @@ def test_calls_are_given_to_a_template_that_asks_for_them_before_answers():
     ("tokenizer", "problem"),
     [
         (bytes_tokenizer(None, ()), "has no chat template"),
-        (bytes_tokenizer("{{ messages[0].content }}{{ messages[3].content.x.y }}", ()), "refuses a second turn"),
-        (bytes_tokenizer("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ()), "does not write an answer"),
+        (bytes_tokenizer("{{ messages[0].content }}{{ messages[3].content.x.y }}", ()), "rejects a second turn"),
+        (
+            bytes_tokenizer("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ()),
+            "does not render assistant turns verbatim",
+        ),
         (bytes_tokenizer("{{ messages[0].content }}{{ messages[1].content }}", ()), "before the answer"),
         (
             merging_tokenizer("n U"),
-            "joins the end of an answer",
+            "merges the end of an answer",
         ),
     ],
 )
-def test_a_template_that_cannot_be_extended_is_refused(tokenizer, problem):
-    if "joins" in problem:
+def test_template_that_cannot_be_extended_is_refused(tokenizer, problem):
+    if "merges" in problem:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content + 'U' }}{% endfor %}"
-    with pytest.raises(UserError, match=f"^environment: .*{problem}.*(give|take)"):
+    with pytest.raises(UserError, match=f"^environment: .*{problem}.*Fix: (add|use)"):
         ChatTokens(tokenizer)
 
 
 @families
-def test_tools_are_described_where_the_template_does_or_in_a_system_message(name):
+def test_tools_are_described_by_template_or_system_message(name):
     family, tokenizer = ALL[name], TOKENIZERS[name]
     ids = ChatTokens(tokenizer, [ADD]).begin([USER])
     if family.tool_format is not None and family.has_tool_place:
-        assert ids == whole(name, [USER], tools=[ADD])
-        assert ids != whole(name, [USER])
-    for told in (ids, ChatTokens(tokenizer, [ADD], "tagged").begin([USER])):
-        said = tokenizer.decode(told)
-        assert said.count("Adds two numbers.") == 1 and "Hi" in said
-        spaced = said.replace("\n", "").replace(" ", "")
-        assert json.dumps(ADD).replace(" ", "") in spaced
+        assert ids == render_at_once(name, [USER], tools=[ADD])
+        assert ids != render_at_once(name, [USER])
+    for prompt_ids in (ids, ChatTokens(tokenizer, [ADD], "tagged").begin([USER])):
+        prompt = tokenizer.decode(prompt_ids)
+        assert prompt.count("Adds two numbers.") == 1 and "Hi" in prompt
+        without_spaces = prompt.replace("\n", "").replace(" ", "")
+        assert json.dumps(ADD).replace(" ", "") in without_spaces
 
 
 @families
-def test_a_system_message_keeps_its_text_beside_the_tools(name):
+def test_tools_are_appended_to_the_system_message(name):
     if not ALL[name].has_system_role:
         return
-    said = TOKENIZERS[name].decode(
+    prompt = TOKENIZERS[name].decode(
         ChatTokens(TOKENIZERS[name], [ADD], "tagged").begin([{"role": "system", "content": "Be brief."}, USER])
     )
-    assert said.index("Be brief.") < said.index("Adds two numbers.") < said.index("Hi")
+    assert prompt.index("Be brief.") < prompt.index("Adds two numbers.") < prompt.index("Hi")
 
 
-def test_a_conversation_that_cannot_be_rendered_is_refused():
-    with pytest.raises(UserError, match="environment: a conversation has no message"):
+def test_conversation_that_cannot_be_rendered_is_refused():
+    with pytest.raises(UserError, match="environment: a conversation has no messages"):
         PLAIN["qwen3"].begin([])
-    with pytest.raises(UserError, match=r"environment: .*refuses the messages: roles have to alternate"):
+    with pytest.raises(UserError, match=r"environment: .*rejects the messages: roles have to alternate"):
         PLAIN["mixtral"].begin([USER, USER])
 
 
-def test_an_unknown_format_of_calls_is_refused():
+def test_unknown_tool_format_is_refused():
     with pytest.raises(UserError, match=r"environment\.tool_format=pascal: .*hermes, llama3"):
         ChatTokens(tiny_tokenizer(), tool_format="pascal")
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tiny_tokenizer().chat_template
-    with pytest.raises(UserError, match=r"environment\.tool_format: .*set it to tagged"):
+    with pytest.raises(UserError, match=r"environment\.tool_format=null: .*set it to tagged"):
         ChatTokens(bytes_tokenizer(template, ("<end>",), eos="<end>"), [ADD])
 
 
 @pytest.mark.slow
-def test_the_quickstarts_own_tokenizer_extends_and_reads():
-    """Its file takes ten seconds to read."""
+def test_quickstart_tokenizer_extends_and_reads():
+    """Reading the tokenizer's file takes ten seconds."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""GAE where the tokens are, from rewards of whole samples and of single tokens, against the definition by hand."""
+"""Advantages on packed batches, from sample and token rewards, compared with explicit computations."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ REWARDS = {"a": 2.0, "b": -1.0, "c": 0.0, "d": 5.0}
 
 
 def algorithm(estimator: str, *overrides: str) -> Algorithm:
-    given = [f"algorithm.{override}" for override in (f"advantage.estimator={estimator}", *overrides)]
-    return load(BASE, ["model.path=m", "data.source=arithmetic", *given]).algorithm
+    keys = [f"algorithm.{override}" for override in (f"advantage.estimator={estimator}", *overrides)]
+    return load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
 
 
 def training_sample(name: str) -> TrainingSample:
@@ -39,12 +39,12 @@ def randn(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(len(mask), generator=generator) for name, mask in MASKS.items()}
 
 
-def by_hand(name: str, values: torch.Tensor, of_tokens: list[torch.Tensor]) -> list[float]:
-    """Σ_l (γλ)^l·δ_{t+l} over the trained tokens, from the last to the first; 0 for the others."""
+def by_hand(name: str, values: torch.Tensor, token_rewards: list[torch.Tensor]) -> list[float]:
+    """Compute Σ_l (γλ)^l·δ_{t+l} over the trained tokens, from last to first; 0 for the others."""
     trained = [t for t, flag in enumerate(MASKS[name]) if flag]
     advantages, later, following = [0.0] * len(MASKS[name]), 0.0, 0.0
     for t in reversed(trained):
-        reward = sum(float(own[t]) for own in of_tokens) + (REWARDS[name] if t == trained[-1] else 0.0)
+        reward = sum(float(rewards[t]) for rewards in token_rewards) + (REWARDS[name] if t == trained[-1] else 0.0)
         later = reward + GAMMA * following - float(values[t]) + GAMMA * LAMBDA * later
         following = float(values[t])
         advantages[t] = later
@@ -54,13 +54,13 @@ def by_hand(name: str, values: torch.Tensor, of_tokens: list[torch.Tensor]) -> l
 @pytest.mark.parametrize(
     "names", [(), ("process_reward",), ("implicit_reward",), ("implicit_reward", "process_reward")]
 )
-def test_rewards_of_tokens_count_where_they_are(names):
-    values, given = randn(0), {name: randn(i + 1) for i, name in enumerate(names)}
+def test_gae_uses_token_rewards_at_their_tokens(names):
+    values, rewards = randn(0), {name: randn(i + 1) for i, name in enumerate(names)}
     samples = [training_sample(name) for name in MASKS]
     settings = algorithm("gae", f"advantage={{gamma: {GAMMA}, gae_lambda: {LAMBDA}, whiten: false}}")
-    [batch] = with_advantages(settings, [collate(samples, packing(), values=values, **given)])
-    of_tokens = {name: [own[name] for own in given.values()] for name in MASKS}
-    expected = torch.tensor([a for name in MASKS for a in by_hand(name, values[name], of_tokens[name])])
+    [batch] = with_advantages(settings, [collate(samples, packing(), values=values, **rewards)])
+    by_sample = {name: [field[name] for field in rewards.values()] for name in MASKS}
+    expected = torch.tensor([a for name in MASKS for a in by_hand(name, values[name], by_sample[name])])
     torch.testing.assert_close(batch.advantage, expected, rtol=1e-5, atol=1e-6)
     trained = torch.tensor([flag for mask in MASKS.values() for flag in mask])
     expected_returns = torch.where(trained, expected + torch.cat(list(values.values())), 0.0)
@@ -76,13 +76,16 @@ BASELINE = Baseline(0.5, 2.0, token_center=1.0, token_scale=4.0)
 IN_REWARD = "kl={placement: reward, coefficient: 1.0}"
 
 
-def estimated(settings: Algorithm, **given: dict[str, list[float]]) -> list[list[float]]:
-    """Returns the advantages of each sample, all in one pack after an empty one."""
+def estimated(settings: Algorithm, **rewards: dict[str, list[float]]) -> list[list[float]]:
+    """Return the advantages of each sample. All samples are in one pack, after an empty one."""
     samples = [replace(training_sample(name), baseline=BASELINE) for name in MASKS]
-    scores = {name: {sample: torch.tensor(own) for sample, own in of.items()} for name, of in given.items()}
-    nothing = collate([], packing(), **scores)
-    _, batch = with_advantages(settings, [nothing, collate(samples, packing(), **scores)])
-    return [own.tolist() for own in batch.advantage.split([len(mask) for mask in MASKS.values()])]
+    scores = {
+        field: {name: torch.tensor(values) for name, values in by_sample.items()}
+        for field, by_sample in rewards.items()
+    }
+    empty = collate([], packing(), **scores)
+    _, batch = with_advantages(settings, [empty, collate(samples, packing(), **scores)])
+    return [advantages.tolist() for advantages in batch.advantage.split([len(mask) for mask in MASKS.values()])]
 
 
 SAMPLE_ESTIMATORS = [
@@ -92,24 +95,24 @@ TOKEN_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if isinstance(spec
 
 
 @pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
-def test_a_sample_has_one_advantage_at_its_trained_tokens(estimator):
-    found = estimated(algorithm(estimator))
-    assert found == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
+def test_sample_advantage_is_equal_at_all_trained_tokens(estimator):
+    actual = estimated(algorithm(estimator))
+    assert actual == [[0.75, 0, 0.75, 0.75, 0], [-0.75], [0, -0.25, -0.25], [0, 0]]
 
 
-def test_a_sample_is_known_by_the_mean_over_its_trained_tokens():
-    """d has no trained token, and an empty pack no sample."""
+def test_mean_advantages_average_over_trained_tokens():
+    """Sample d has no trained token, and an empty pack has no samples."""
     values = {name: torch.arange(float(len(mask))) for name, mask in MASKS.items()}
     settings = algorithm("gae", "advantage={gamma: 1.0, gae_lambda: 1.0, whiten: false}")
-    nothing, batch = (collate(own, packing(), values=values) for own in ([], [*map(training_sample, MASKS)]))
-    nothing, batch = with_advantages(settings, [nothing, batch])
-    # The reward less the value of each trained token: a's are 0, 2 and 3, b's is 0, c's are 1 and 2.
+    empty, batch = (collate(samples, packing(), values=values) for samples in ([], [*map(training_sample, MASKS)]))
+    empty, batch = with_advantages(settings, [empty, batch])
+    # Reward minus value of each trained token. The values are 0, 2, 3 for a, 0 for b, and 1, 2 for c.
     assert mean_advantages(batch, list(MASKS)) == pytest.approx({"a": 2 - 5 / 3, "b": -1.0, "c": -1.5})
-    assert mean_advantages(nothing, []) == {}
+    assert mean_advantages(empty, []) == {}
 
 
-def test_rewards_that_differ_little_keep_their_digits():
-    """GRPO of rewards near 1000 whose deviation is 1e-3: float32 has steps of 6e-5 there."""
+def test_nearly_equal_rewards_keep_precision():
+    """GRPO with rewards near 1000 and a deviation of 1e-3. float32 values near 1000 are 6e-5 apart."""
     rewards = [1000.0, 1000.001, 1000.002]
     baseline = Baseline(1000.001, 1e-3)
     samples = [replace(training_sample(n), reward=r, baseline=baseline) for n, r in zip("abc", rewards, strict=True)]
@@ -118,22 +121,22 @@ def test_rewards_that_differ_little_keep_their_digits():
     assert batch.advantage[[0, 5, 8]].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
 
 
-def test_rewards_of_steps_are_part_of_the_samples():
-    """Rewards 2 + 7, −1 + 1, 0 + 3."""
+def test_step_rewards_are_added_to_sample_rewards():
+    """The sums are 2 + 7, −1 + 1 and 0 + 3."""
     assert estimated(algorithm("grpo"), process_reward=STEPS) == [
         *([4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0])
     ]
 
 
-def test_rewards_of_steps_count_for_what_led_to_them():
-    """Compared by themselves: (2 − 1)/4 and (5 − 1)/4 for a's, 0 for b's, (3 − 1)/4 for c's."""
+def test_step_rewards_to_go_have_their_own_baseline():
+    """Normalized step rewards: (2 − 1)/4 and (5 − 1)/4 for a, 0 for b, (3 − 1)/4 for c."""
     assert estimated(algorithm("grpo", "advantage.credit=reward_to_go"), process_reward=STEPS) == [
         *([2.0, 0, 2.0, 1.75, 0], [-0.75], [0, 0.25, -0.25], [0, 0])
     ]
 
 
 TURNS = {"a": [2.0, 5.0], "b": [1.0], "c": [3.0], "d": []}
-"""a's turns end at its first and its fourth token."""
+"""The turns of a end at its first and fourth token."""
 
 
 def turn_rewards() -> dict[str, list[float]]:
@@ -141,56 +144,57 @@ def turn_rewards() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("estimator", SAMPLE_ESTIMATORS)
-def test_rewards_of_turns_are_part_of_the_samples_or_count_for_what_led_to_them(estimator):
-    """2 + 7, −1 + 1 and 0 + 3; or (2 − 1)/4 and (5 − 1)/4, 0, (3 − 1)/4, compared by themselves."""
+def test_turn_rewards_support_both_credit_modes(estimator):
+    """whole: 2 + 7, −1 + 1 and 0 + 3. reward_to_go: (2 − 1)/4 and (5 − 1)/4; 0; (3 − 1)/4."""
     whole = estimated(algorithm(estimator), process_reward=turn_rewards())
     assert whole == [[4.25, 0, 4.25, 4.25, 0], [-0.25], [0, 1.25, 1.25], [0, 0]]
     reward_to_go = estimated(algorithm(estimator, "advantage.credit=reward_to_go"), process_reward=turn_rewards())
     assert reward_to_go == [[2.0, 0, 1.75, 1.75, 0], [-0.75], [0, 0.25, 0.25], [0, 0]]
 
 
-def test_rewards_of_turns_are_to_come():
+def test_turn_rewards_are_discounted_to_go():
     settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
-    found = estimated(settings, process_reward=turn_rewards())
-    assert found == [[2 + 0.25 * 7, 0, 0.5 * 7, 7, 0], [0], [0, 0.5 * 3, 3], [0, 0]]
+    actual = estimated(settings, process_reward=turn_rewards())
+    assert actual == [[2 + 0.25 * 7, 0, 0.5 * 7, 7, 0], [0], [0, 0.5 * 3, 3], [0, 0]]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_kl_counts_for_the_tokens_up_to_it_or_for_the_sample(level):
-    """The KL is in units of the scale, 2; whatever it is estimated from."""
-    of_tokens, of_samples = (
+def test_kl_reward_supports_both_credit_modes(level):
+    """The KL is divided by the scale, 2, for both levels."""
+    to_go, whole = (
         estimated(algorithm("grpo", IN_REWARD, f"kl.level={level}", f"advantage.credit={credit}"), kl_reward=KL_REWARDS)
         for credit in ("reward_to_go", "whole")
     )
-    assert of_tokens == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
-    assert of_samples == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
+    assert to_go == [[-2.75, 0, -2.25, -1.25, 0], [-4.75], [0, -24.25, -16.25], [0, 0]]
+    assert whole == [[-2.75, 0, -2.75, -2.75, 0], [-4.75], [0, -24.25, -24.25], [0, 0]]
 
 
-def test_a_sample_alone_has_no_advantage_whatever_rewards_its_tokens():
+def test_single_sample_ignores_its_token_rewards():
     settings = algorithm("rloo", "advantage.credit=reward_to_go", IN_REWARD)
     group = [Member(REWARDS["a"] - 7.0, 3, TokenTotals.of([2.0, 5.0]))]
     [alone] = settings.advantage.spec.baselines(group, settings.advantage.options())
     scores = {
-        name: {"a": torch.tensor(own["a"])} for name, own in (("process_reward", STEPS), ("kl_reward", KL_REWARDS))
+        name: {"a": torch.tensor(rewards["a"])}
+        for name, rewards in (("process_reward", STEPS), ("kl_reward", KL_REWARDS))
     }
     [batch] = with_advantages(settings, [collate([replace(training_sample("a"), baseline=alone)], packing(), **scores)])
     assert not batch.advantage.any()
 
 
-def test_all_rewards_are_to_come_without_a_baseline():
+def test_reinforce_plus_plus_sums_all_rewards_to_go():
     settings = algorithm("reinforce_plus_plus", "advantage.whiten=false", "advantage.gamma=0.5")
-    found = estimated(settings, process_reward=STEPS, kl_reward=KL_REWARDS, implicit_reward=KL_REWARDS)
+    actual = estimated(settings, process_reward=STEPS, kl_reward=KL_REWARDS, implicit_reward=KL_REWARDS)
     last = 2.0 + 5 - 8
-    assert found[0] == [-2 + 0.5 * (2 - 4 + 0.5 * last), 0, 2 - 4 + 0.5 * last, last, 0]
-    assert found[1:] == [[-1 + 1 - 16], [0, 3 - 32 + 0.5 * -64, -64], [0, 0]]
+    assert actual[0] == [-2 + 0.5 * (2 - 4 + 0.5 * last), 0, 2 - 4 + 0.5 * last, last, 0]
+    assert actual[1:] == [[-1 + 1 - 16], [0, 3 - 32 + 0.5 * -64, -64], [0, 0]]
 
 
-def test_two_lambdas_and_a_length():
-    """The policy's λ is 1 − 1/(α·3) for a; the critic's is 1, so that its returns are what is to come."""
+def test_gae_with_critic_lambda_and_length_alpha():
+    """The policy's λ is 1 − 1/(α·3) for a. The critic's is 1, so its returns are the rewards-to-go."""
     values = {name: [0.5] * len(mask) for name, mask in MASKS.items()}
     settings = algorithm("gae", "advantage={length_alpha: 0.5, critic_lambda: 1.0, whiten: false}")
     samples = [training_sample(name) for name in MASKS]
-    scores = {name: torch.tensor(own) for name, own in values.items()}
+    scores = {name: torch.tensor(numbers) for name, numbers in values.items()}
     [batch] = with_advantages(settings, [collate(samples, packing(), values=scores)])
     a = batch.advantage[:5].tolist()
     assert a == pytest.approx([1.5 / 9, 0, 0.5, 1.5, 0])
@@ -198,18 +202,24 @@ def test_two_lambdas_and_a_length():
 
 
 @pytest.mark.parametrize("estimator", [*SAMPLE_ESTIMATORS, *TOKEN_ESTIMATORS])
-def test_neighbours_in_the_pack_are_not_seen(estimator):
-    """Each sample alone has the advantages that it has between others, in any order."""
+def test_advantages_ignore_neighbors_in_the_pack(estimator):
+    """A sample has the same advantages alone and between others, in any order."""
     settings = algorithm(estimator, "advantage.whiten=false", "advantage.gamma=0.9")
-    made = [replace(training_sample(name), baseline=Baseline(i / 2, 1.0 + i)) for i, name in enumerate(MASKS)]
+    samples_in_order = [
+        replace(training_sample(name), baseline=Baseline(i / 2, 1.0 + i)) for i, name in enumerate(MASKS)
+    ]
     scores = {field: randn(i) for i, field in enumerate(("values", "implicit_reward", "process_reward", "kl_reward"))}
 
     def pack_advantages(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
         [batch] = with_advantages(settings, [collate(samples, packing(), **scores)])
         lengths = [len(item.sample.response_ids) for item in samples]
         parts = batch.advantage.split(lengths)
-        return {item.sample.id: own for item, own in zip(samples, parts, strict=True)}
+        return {item.sample.id: part for item, part in zip(samples, parts, strict=True)}
 
-    alone = {name: own for item in made for name, own in pack_advantages([item]).items()}
-    for order in (made, made[::-1], [made[2], made[0], made[3], made[1]]):
+    alone = {name: part for item in samples_in_order for name, part in pack_advantages([item]).items()}
+    for order in (
+        samples_in_order,
+        samples_in_order[::-1],
+        [samples_in_order[2], samples_in_order[0], samples_in_order[3], samples_in_order[1]],
+    ):
         torch.testing.assert_close(pack_advantages(order), alone)

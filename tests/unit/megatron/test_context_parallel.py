@@ -1,4 +1,5 @@
-"""The division of a pack among ranks: every token once, as Megatron's rules say, and fairly within each document."""
+"""Splitting a pack over context-parallel ranks: every token once, in Megatron's order, and balanced within each
+document."""
 
 import itertools
 
@@ -25,43 +26,43 @@ def batch_of(lengths: list[int], document_multiple: int, pack_multiple: int) -> 
             "stop", "",
         )  # fmt: skip
         samples.append(TrainingSample(sample, 0.0, NO_BASELINE, 1.0))
-    wanted = packing(pack_multiple, False, document_multiple=document_multiple, token_budget=10_000)
-    return collate(samples, wanted)
+    settings = packing(pack_multiple, False, document_multiple=document_multiple, token_budget=10_000)
+    return collate(samples, settings)
 
 
 def chunks_of(sequence: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """Megatron's rule for one sequence."""
+    """Return a rank's tokens of one sequence under Megatron's rule."""
     chunks = sequence.chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 @given(LENGTHS, st.integers(2, 4))
-def test_ranks_have_their_chunks_of_the_pack_in_megatrons_order(lengths, size):
+def test_shares_of_pack_follow_megatrons_order(lengths, size):
     batch = batch_of(lengths, 1, 2 * size)
     places = shares_of_pack(batch, size)
     assert sorted(places.flatten().tolist()) == list(range(len(batch.tokens)))
     for rank in range(size):
         shares = ContextShares(places, rank)
-        assert torch.equal(shares.own, chunks_of(shares.sequence, size, rank))
+        assert torch.equal(shares.local, chunks_of(shares.sequence, size, rank))
 
 
 @given(LENGTHS, st.integers(2, 4))
-def test_ranks_do_alike_much_of_every_document(lengths, size):
+def test_shares_of_pack_balance_every_document(lengths, size):
     batch = batch_of(lengths, 1, 2 * size)
     places = shares_of_pack(batch, size)
     start = 0
     for length in lengths:
         document = range(start, start + 1 + length)
-        counts = [sum(int(place) in document for place in own) for own in places]
-        # A document's pairs of a query and a key, by rank: they differ by less than what two queries see.
-        pairs = [sum(int(place) - start + 1 for place in own if int(place) in document) for own in places]
+        counts = [sum(int(place) in document for place in share) for share in places]
+        # Query-key pairs of the document on each rank. They differ by at most the keys of two queries.
+        pairs = [sum(int(place) - start + 1 for place in share if int(place) in document) for share in places]
         assert max(counts) - min(counts) <= 2
         assert max(pairs) - min(pairs) <= 2 * len(document)
         start = document.stop
 
 
 @given(LENGTHS, st.integers(2, 3))
-def test_ranks_have_their_chunks_of_every_document(lengths, size):
+def test_shares_of_documents_follow_megatrons_rule(lengths, size):
     batch = batch_of(lengths, 2 * size, 2 * size)
     places = shares_of_documents(batch, size)
     ends = batch.boundaries.tolist()
@@ -70,19 +71,19 @@ def test_ranks_have_their_chunks_of_every_document(lengths, size):
         assert torch.equal(places[rank], torch.cat([chunks_of(document, size, rank) for document in documents]))
 
 
-def test_rows_of_all_ranks_are_the_batchs():
+def test_rows_of_all_ranks_cover_the_batch():
     batch = batch_of([5, 9, 2], 1, 4)
     places = shares_of_pack(batch, 2)
-    found = {}
+    token_by_row = {}
     for rank in range(2):
         shares = ContextShares(places, rank)
         for number, place in zip(*(x.tolist() for x in shares.rows(batch)), strict=True):
-            found[number] = int(shares.own[place])
-    assert found == dict(enumerate(batch.rows.tolist()))
+            token_by_row[number] = int(shares.local[place])
+    assert token_by_row == dict(enumerate(batch.rows.tolist()))
 
 
 @pytest.mark.parametrize("length", [1, 7])
-def test_without_context_parallelism_the_pack_is_in_its_order(length):
+def test_single_rank_keeps_the_pack_order(length):
     batch = batch_of([length], 1, 1)
     shares = ContextShares(torch.arange(len(batch.tokens))[None], 0)
-    assert shares.sequence.tolist() == shares.own.tolist() == list(range(1 + length))
+    assert shares.sequence.tolist() == shares.local.tolist() == list(range(1 + length))

@@ -1,11 +1,11 @@
-"""Megatron-core as it is imported on CPU."""
+"""Import of megatron-core on CPU."""
 
 import subprocess
 import sys
 
 
-def test_ranks_do_not_load_torchs_compiler():
-    """The ranks' modules are imported in a process of its own, as this one may have the compiler from elsewhere."""
+def test_workers_do_not_import_the_torch_compiler():
+    """Runs in a new process because this one may have imported the compiler elsewhere."""
     code = (
         "import sys, torch; compiler = torch.compile\n"
         "import megarl.megatron.workers.actor, megarl.megatron.workers.reward_model\n"

@@ -1,15 +1,14 @@
-"""Tokens that are not trained on: what their log-probs, entropies and values are, under whichever policy, changes no
-bit of a loss, of its gradients or of a metric, and their own gradient is exactly 0.
+"""Untrained tokens have no effect: whatever their log-probs, entropies and values are, losses, gradients and metrics
+are bit-identical, and their own gradient is exactly 0.
 
-Every estimator, placement of the KL and objective is run from the driver's baselines to the loss, and each loss that
-has no advantages by itself.
+Every estimator, KL placement and policy objective runs from the driver's baselines to the loss, and every other loss
+separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
@@ -27,16 +26,16 @@ from megarl.data.collate import TokenScores, collate
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import mean_advantages, with_advantages
-from megarl.megatron.losses import (
-    imitation_loss,
-    implicit_reward_loss,
-    label_loss,
-    policy_loss,
-    preference_loss,
-    reward_model_loss,
-    value_loss,
+from megarl.megatron.configured_losses import (
+    configured_imitation_loss,
+    configured_implicit_reward_loss,
+    configured_policy_loss,
+    configured_preference_loss,
+    configured_reward_model_loss,
+    configured_value_loss,
 )
-from megarl.megatron.metric_sums import Sums, read
+from megarl.megatron.losses import Loss
+from megarl.megatron.metric_sums import read
 from megarl.megatron.token_selection import with_selection
 from tests.forked import run_ranks
 from tests.packing import packing
@@ -48,22 +47,22 @@ COMMON = ("model.path=m", "data.source=arithmetic", "rollout.max_new_tokens=16",
 PLACEMENTS = {
     "no KL": "{coefficient: 0}",
     "KL in the loss": "{coefficient: 0.3, placement: loss, estimator: k3}",
-    "KL of samples in the loss": "{coefficient: 0.3, placement: loss, estimator: k2, level: sequence}",
+    "sequence KL in the loss": "{coefficient: 0.3, placement: loss, estimator: k2, level: sequence}",
     "KL in the reward": "{coefficient: 0.3, placement: reward, estimator: k1}",
-    "KL of samples in the reward": "{coefficient: 0.3, placement: reward, estimator: k1, level: sequence}",
+    "sequence KL in the reward": "{coefficient: 0.3, placement: reward, estimator: k1, level: sequence}",
 }
 CORRECTIONS = {
     "no correction": "{}",
-    "the rollout's ratio": "{old: rollout}",
-    "weights of tokens": "{weight: token, mask: token, mask_low: 0.5, mask_high: 2}",
-    "weights of samples": "{weight: sequence, mask: geometric, mask_low: 0.5, mask_high: 2}",
+    "ratio to the rollout": "{old: rollout}",
+    "token weights": "{weight: token, mask: token, mask_low: 0.5, mask_high: 2}",
+    "sequence weights": "{weight: sequence, mask: geometric, mask_low: 0.5, mask_high: 2}",
 }
 TOLERANCE = Tolerance(1.0, "sample")
-"""A few samples have a token that is further off."""
+"""Exceeded by a token of a few samples."""
 
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
 OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
-DISTURBANCES = ("other numbers", "no numbers")
+DISTURBANCES = ("other values", "non-finite values")
 
 Tokens = Mapping[str, torch.Tensor]
 """Sample id -> a number for each response token."""
@@ -71,32 +70,34 @@ Tokens = Mapping[str, torch.Tensor]
 Estimated = tuple[Algorithm, Sequence[TrainingSample], TokenBatch]
 
 Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str | float]]
-"""Loss, gradient of what the head gives for each row, the rows' mask, and metrics as text."""
+"""Loss, gradient of the head's output rows, the rows' mask, and metrics as text."""
 
 
 @pytest.fixture(scope="module")
 def leaks() -> dict[tuple[str, str], list[str]]:
-    """What differs, by loss and disturbance."""
-    [found] = run_ranks(1, all_leaks)
-    return found
+    """Differences by (loss, disturbance)."""
+    [by_case] = run_ranks(1, all_leaks)
+    return by_case
 
 
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 @pytest.mark.parametrize("name", [*POLICY_OBJECTIVES, *OTHER_LOSSES])
-def test_masked_tokens_have_no_part_in(leaks, name, disturbance):
+def test_masked_tokens_do_not_affect(leaks, name, disturbance):
     assert leaks[name, disturbance] == []
 
 
 def all_leaks(store, rank: int) -> dict[tuple[str, str], list[str]]:
     parallel.initialize(load(BASE, COMMON).actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
     plain, worlds = World(None), {disturbance: World(disturbance) for disturbance in DISTURBANCES}
-    found = {}
+    by_case = {}
     for name in [*POLICY_OBJECTIVES, *OTHER_LOSSES]:
         expected = dict(outcomes(plain, name))
         for disturbance, world in worlds.items():
             pairs = outcomes(world, name)
-            found[name, disturbance] = [leak for case, own in pairs for leak in differences(case, expected[case], own)]
-    return found
+            by_case[name, disturbance] = [
+                leak for case, result in pairs for leak in differences(case, expected[case], result)
+            ]
+    return by_case
 
 
 def outcomes(world: World, name: str) -> Iterable[tuple[str, Outcome]]:
@@ -104,9 +105,10 @@ def outcomes(world: World, name: str) -> Iterable[tuple[str, Outcome]]:
 
 
 class World:
-    """Samples with holes in their masks, and what models say of their tokens.
+    """Samples with holes in their masks, and model outputs for their tokens.
 
-    disturbance   what stands in the place of what they say of tokens that are not trained on; None: what they say
+    Args:
+        disturbance: replacement of the outputs for untrained tokens; None keeps them.
     """
 
     def __init__(self, disturbance: str | None):
@@ -116,7 +118,7 @@ class World:
         plain = [[(sample, reward) for sample, reward in group] for group in random_groups(0)]
         samples = [sample for group in plain for sample, _ in group]
         self.masks = {sample.id: torch.tensor(sample.response_mask) for sample in samples}
-        self.scores: dict[str, Tokens] = {name: self._said(name) for name in names}
+        self.scores: dict[str, Tokens] = {name: self._outputs(name) for name in names}
         self.groups: list[Group] = [
             [
                 (replace(s, response_logprobs=self.scores["rollout_logprobs"][s.id].numpy()), reward)
@@ -124,11 +126,11 @@ class World:
             ]
             for group in plain
         ]
-        head = [self._said(name) for name in ("old", "entropy", "values")]
+        head = [self._outputs(name) for name in ("old", "entropy", "values")]
         self.head = {i: torch.stack([column[i] for column in head], dim=1) for i in self.masks}
         self.estimated = dict(estimated_batches(self))
 
-    def _said(self, name: str) -> Tokens:
+    def _outputs(self, name: str) -> Tokens:
         generator = torch.Generator().manual_seed(len(name))
         drawn = {i: -1 + 0.3 * torch.randn(mask.shape, generator=generator) for i, mask in self.masks.items()}
         return {i: torch.where(self.masks[i], values, self._disturbed(values)) for i, values in drawn.items()}
@@ -136,43 +138,43 @@ class World:
     def _disturbed(self, values: torch.Tensor) -> torch.Tensor:
         if self._disturbance is None:
             return values
-        if self._disturbance == "other numbers":
+        if self._disturbance == "other values":
             return 20 * torch.randn(values.shape, generator=self._generator)
         extreme = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
         return extreme[torch.randint(len(extreme), values.shape, generator=self._generator)]
 
     def scored(self, members: Sequence[TrainingSample], columns: slice) -> torch.Tensor:
-        """Returns what the head gives for the rows, float32 [N, columns], as a leaf."""
+        """Return the head's output for the rows, float32 [N, columns], as a leaf."""
         parts = [self.head[item.sample.id][:, columns] for item in members]
         return torch.cat(parts).contiguous().requires_grad_()
 
 
 def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
-    """Yields what a policy objective gives in each setting. A correction stands beside two estimators."""
+    """Yield the outcomes of a policy objective in each setting. Corrections are tested with two estimators."""
     for correction, keys in CORRECTIONS.items():
-        chosen = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
-        objective = chosen.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
+        loaded = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
+        objective = loaded.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
         for setting, (estimated, members, batch) in world.estimated.items():
             if correction != "no correction" and estimated.advantage.estimator not in ("grpo", "gae"):
                 continue
-            algorithm = estimated.model_copy(update={"objective": objective, "correction": chosen.correction})
+            algorithm = estimated.model_copy(update={"objective": objective, "correction": loaded.correction})
             if objective.spec.selects_tokens:
-                if batch.old is None and chosen.correction.old != "rollout":
+                if batch.old is None and loaded.correction.old != "rollout":
                     continue
                 [batch] = with_selection(algorithm, [batch], [members])
-            loss_of = partial(policy_loss, algorithm, TOLERANCE, 0.3, has_moved=batch.old is not None)
+            loss = configured_policy_loss(algorithm, TOLERANCE, 0.3, has_moved=batch.old is not None)
             columns = slice(2 if batch.returns is None else 3)
-            yield f"{setting}, {correction}", outcome(loss_of, batch, world, members, columns)
+            yield f"{setting}, {correction}", outcome(loss, batch, world, members, columns)
 
 
 def estimated_batches(world: World) -> Iterator[tuple[str, Estimated]]:
-    """Yields the batches with their advantages, by setting: for each estimator and placement of the KL, with a pass for
-    old log-probs or without one."""
+    """Yield the batches with advantages by setting: each estimator and KL placement, with and without a pass for old
+    log-probs."""
     for estimator, (placement, keys) in product(ESTIMATORS, PLACEMENTS.items()):
         config = load(BASE, [*COMMON, f"algorithm.advantage.estimator={estimator}", f"algorithm.kl={keys}"])
         [members] = dispatched(world, config).members
-        handed: TokenScores = {name: {m.sample.id: m.scores[name] for m in members} for name in members[0].scores}
-        [batch] = with_advantages(config.algorithm, [collate(members, packing(), **handed)])
+        scores: TokenScores = {name: {m.sample.id: m.scores[name] for m in members} for name in members[0].scores}
+        [batch] = with_advantages(config.algorithm, [collate(members, packing(), **scores)])
         yield f"{estimator}, {placement}", (config.algorithm, members, batch)
         if not config.kl_in_reward:
             yield f"{estimator}, {placement}, one update", (config.algorithm, members, replace(batch, old=None))
@@ -196,57 +198,56 @@ def dispatched(world: World, config: Config) -> LocalBatch:
 
 
 def other_outcome(world: World, name: str) -> Outcome:
-    """Returns what a loss gives that has no advantages of its own."""
+    """Return the outcome of a loss without advantages."""
     samples = [(sample, reward) for group in world.groups for sample, reward in group]
     members = [TrainingSample(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
     batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old", "labels")})
     if name == "value":
         algorithm = load(BASE, [*COMMON, "algorithm.advantage.estimator=gae", "algorithm.value.clip=0.2"]).algorithm
         [batch] = with_advantages(algorithm, [batch])
-        return outcome(partial(value_loss, algorithm.value), batch, world, members, slice(2, 3))
+        return outcome(configured_value_loss(algorithm.value), batch, world, members, slice(2, 3))
     if name == "implicit_reward":
         config = load(BASE, [*COMMON, "implicit_reward={}"])
-        return outcome(partial(implicit_reward_loss, config.implicit_reward), batch, world, members, slice(2))
+        return outcome(configured_implicit_reward_loss(config.implicit_reward), batch, world, members, slice(2))
     spec = OBJECTIVES[name]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={spec.rows[0]}", f"algorithm.objective.name={name}"]
     objective = load(BASE, keys).algorithm.objective
-    if spec.learns_labels:
-        return outcome(partial(label_loss, objective), batch, world, members, slice(1))
+    if spec.classifier is not None:
+        return outcome(configured_reward_model_loss(objective), batch, world, members, slice(1))
     if not spec.is_pairwise:
-        return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
-    if spec.classifier is None:
-        return outcome(partial(preference_loss, objective, TOLERANCE, has_moved=True), batch, world, members, slice(2))
-    return outcome(partial(reward_model_loss, objective), batch, world, members, slice(1))
+        return outcome(configured_imitation_loss(objective), batch, world, members, slice(2))
+    loss = configured_preference_loss(objective, TOLERANCE, has_moved=True)
+    return outcome(loss, batch, world, members, slice(2))
 
 
 def outcome(
-    loss_of: Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]],
+    loss: Loss,
     batch: TokenBatch,
     world: World,
     members: Sequence[TrainingSample],
     columns: slice,
 ) -> Outcome:
     scored = world.scored(members, columns)
-    loss, sums = loss_of(batch, scored)
-    loss.backward()
-    said = {name: str(metric) for name, metric in read(sums).items()}
+    terms = loss.terms(batch, scored)
+    terms.loss.backward()
+    metrics = {name: str(metric) for name, metric in read(loss.metrics(batch, terms)).items()}
     if batch.advantage is not None:
-        said |= mean_advantages(batch, [item.sample.id for item in members])
-    return loss.detach(), scored.grad, batch.mask, said
+        metrics |= mean_advantages(batch, [item.sample.id for item in members])
+    return terms.loss.detach(), scored.grad, batch.mask, metrics
 
 
 def differences(case: str, plain: Outcome, disturbed: Outcome) -> list[str]:
-    found = []
+    leaks = []
     if not torch.equal(plain[0], disturbed[0]) or not plain[0].isfinite():
-        found.append(f"{case}: loss {plain[0].item()} and {disturbed[0].item()}")
-    for outcome_ in (plain, disturbed):
-        if outcome_[1][~outcome_[2]].abs().sum() != 0:
-            found.append(f"{case}: a masked token has a gradient")
+        leaks.append(f"{case}: loss {plain[0].item()} and {disturbed[0].item()}")
+    for result in (plain, disturbed):
+        if result[1][~result[2]].abs().sum() != 0:
+            leaks.append(f"{case}: a masked token has a gradient")
     if not torch.equal(plain[1], disturbed[1]):
-        found.append(f"{case}: gradients differ")
-    found += [
+        leaks.append(f"{case}: gradients differ")
+    leaks += [
         f"{case}: {name} is {plain[3][name]} and {disturbed[3][name]}"
         for name in plain[3]
         if plain[3][name] != disturbed[3][name]
     ]
-    return found
+    return leaks

@@ -1,9 +1,9 @@
-"""The count of skipped updates, as checkpoints have it."""
+"""Counts of skipped updates in checkpoints."""
 
 from megarl.megatron.nonfinite import SkippedUpdates
 
 
-def test_counts_go_on_from_a_checkpoint():
+def test_counts_are_restored_from_a_checkpoint():
     before, after = SkippedUpdates(), SkippedUpdates()
     for is_skipped in (True, False, True, True):
         before.add(is_skipped)
@@ -11,7 +11,7 @@ def test_counts_go_on_from_a_checkpoint():
     assert (after.total, after.in_a_row) == (3, 2)
 
 
-def test_a_checkpoint_from_before_they_were_counted_begins_at_none():
+def test_checkpoint_without_counts_starts_at_zero():
     skipped = SkippedUpdates()
     skipped.restore({"num_updates": 7})
     assert (skipped.total, skipped.in_a_row) == (0, 0)

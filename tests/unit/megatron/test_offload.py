@@ -1,4 +1,4 @@
-"""A part that is moved out goes to the same host memory each time, where that is locked for a GPU."""
+"""Offloading reuses the same host memory if it is pinned for a GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megarl.megatron.offload import Offload
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_host_memory_is_taken_once_where_it_is_locked(monkeypatch: pytest.MonkeyPatch, on_cuda: bool) -> None:
-    taken: list[int] = []
+def test_pinned_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch, on_cuda: bool) -> None:
+    allocated: list[int] = []
 
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        taken.append(tensor.nbytes)
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        allocated.append(tensor.nbytes)
         return torch.empty_like(tensor)
 
     monkeypatch.setattr(device, "on_cuda", lambda: on_cuda)
-    monkeypatch.setattr(device, "host_empty_like", take)
+    monkeypatch.setattr(device, "host_empty_like", allocate)
     monkeypatch.setattr(device, "synchronize", lambda: None)
     monkeypatch.setattr(device, "release_cache", lambda: None)
     model = torch.nn.Linear(5, 3)
@@ -30,7 +30,7 @@ def test_host_memory_is_taken_once_where_it_is_locked(monkeypatch: pytest.Monkey
         assert all(map(torch.equal, model.parameters(), before))
         with torch.no_grad():
             model.weight.add_(1)
-    assert taken == [60, 12] * (1 if on_cuda else 3)
+    assert allocated == [60, 12] * (1 if on_cuda else 3)
     grown = torch.ones(7, 5)
     model.weight.data = grown
     offload.move_out("parameters")

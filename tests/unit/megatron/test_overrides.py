@@ -1,4 +1,4 @@
-"""Fields for Megatron's dataclasses: which are taken, and what is said of those that are not."""
+"""Overrides of Megatron's dataclasses: accepted fields, and error messages of rejected ones."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def extra(target: type = TransformerConfig, **fields: Any) -> dict[str, Any]:
     )
 
 
-def test_values_of_the_right_type_pass():
+def test_values_of_the_right_type_are_accepted():
     fields = dict(moe_aux_loss_coeff=0, moe_z_loss_coeff=None, recompute_modules=["mlp"], moe_router_dtype="fp32")
     assert extra(**fields) == fields
     assert extra(DistributedDataParallelConfig, bucket_size=1000) == {"bucket_size": 1000}
 
 
-def test_names_become_dtypes_and_enum_members():
+def test_names_resolve_to_dtypes_and_enum_members():
     assert extra(OptimizerConfig, exp_avg_dtype="bfloat16") == {"exp_avg_dtype": torch.bfloat16}
     assert extra(attention_backend="flash") == {"attention_backend": AttnBackend.flash}
 
 
-def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
+def test_none_is_accepted_if_it_is_the_default():
     assert extra(DistributedDataParallelConfig, suggested_communication_unit_size=None) is not None
 
 
@@ -63,14 +63,14 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
         (
             TransformerConfig,
             {"moe_aux_loss_coef": 0.1},
-            "actor.megatron_overrides.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field; did you "
-            "mean moe_aux_loss_coeff?",
+            "actor.megatron_overrides.x.moe_aux_loss_coef=0.1: Megatron's TransformerConfig has no such field. Fix: "
+            "did you mean moe_aux_loss_coeff?",
         ),
-        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field; leave it out"),
+        (TransformerConfig, {"zzz": 1}, "x.zzz=1: Megatron's TransformerConfig has no such field. Fix: remove it"),
         (
             TransformerConfig,
             {"num_layers": 3},
-            "actor.megatron_overrides.x.num_layers=3: this follows from the model's config.json; set it there",
+            "actor.megatron_overrides.x.num_layers=3: derived from the model's config.json. Fix: set it there",
         ),
         (
             TransformerConfig,
@@ -102,17 +102,17 @@ def test_none_is_taken_where_it_is_the_default_of_a_field_that_says_otherwise():
         (DistributedDataParallelConfig, {"bucket_size": True}, "x.bucket_size=True: expected Optional[int], found boo"),
     ],
 )
-def test_refusal_names_the_field(target: type, fields: dict[str, Any], message: str):
+def test_error_names_the_field(target: type, fields: dict[str, Any], message: str):
     with pytest.raises(ValueError) as error:
         extra(target, **fields)
     assert message in str(error.value)
 
 
-def test_what_megatron_refuses_names_what_was_passed_through():
-    refusal = "Megatron's OptimizerConfig refuses these settings: exp_avg_dtype can only be fp32"
+def test_megatrons_own_errors_name_the_overrides():
+    refusal = "Megatron's OptimizerConfig rejects these settings: exp_avg_dtype can only be fp32"
     config = config_of_llama("critic", "optimizer", exp_avg_dtype="bfloat16", decoupled_weight_decay=False)
-    given = "critic.megatron_overrides.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
-    with pytest.raises(ValueError, match=f"^{given}: {refusal}"):
+    overrides = "critic.megatron_overrides.optimizer.exp_avg_dtype=torch.bfloat16, .*decoupled_weight_decay=False"
+    with pytest.raises(ValueError, match=f"^{overrides}: {refusal}"):
         optimizer_config(config.critic, torch.float32)
     with pytest.raises(ValueError, match=f"^actor: {refusal}"):
         build(described("actor", "x", {}), OptimizerConfig, {"exp_avg_dtype": torch.bfloat16})
@@ -120,13 +120,13 @@ def test_what_megatron_refuses_names_what_was_passed_through():
 
 def config_of_llama(role: str, part: str, **fields: Any) -> Config:
     extra = json.dumps(fields)
-    gae = "algorithm.advantage.estimator=gae"  # without it nothing reads the critic's
+    gae = "algorithm.advantage.estimator=gae"  # otherwise there is no critic
     return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_overrides.{part}={extra}"])
 
 
-FROM_LAYOUT = r"follows from critic.layout; set it there"
-FROM_MODEL = r"follows from the model's config.json; set it there"
-RELIED_ON = r"the trainer relies on its own value; leave it out"
+FROM_LAYOUT = r"derived from critic.layout. Fix: set it there"
+FROM_MODEL = r"derived from the model's config.json. Fix: set it there"
+RELIED_ON = r"the trainer relies on its own value. Fix: remove it"
 
 
 @pytest.mark.parametrize(
@@ -135,23 +135,23 @@ RELIED_ON = r"the trainer relies on its own value; leave it out"
         ("deallocate_pipeline_outputs", False, FROM_LAYOUT),
         ("batch_p2p_comm", True, FROM_LAYOUT),
         ("account_for_loss_in_pipeline_split", True, FROM_LAYOUT),
-        ("num_moe_experts", 4, FROM_MODEL),  # also of a model without experts
+        ("num_moe_experts", 4, FROM_MODEL),  # even for a dense model
         ("window_size", [4, 0], FROM_MODEL),
         ("moe_router_force_load_balancing", True, FROM_MODEL),
-        ("fp8", "hybrid", r"follows from critic.fp8; set it there"),  # without a recipe of ours it would go unchecked
+        ("fp8", "hybrid", r"derived from critic.fp8. Fix: set it there"),  # otherwise it would bypass our check
         ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
         ("perform_initialization", False, RELIED_ON),
         ("overlap_p2p_comm_warmup_flush", True, RELIED_ON),
     ],
 )
-def test_fields_of_our_own_are_refused_of_every_role(field: str, value: Any, why: str):
+def test_fields_derived_from_our_keys_are_rejected(field: str, value: Any, why: str):
     config = config_of_llama("critic", "model", **{field: value})
     with pytest.raises(ValueError, match=rf"^critic.megatron_overrides.model.{field}=.*: .*{why}$"):
         transformer_config(config.critic, LLAMA, torch.float32)
 
 
-def test_maximal_update_parametrisation_is_refused():
-    """The override is refused by this megatron-core, which may not know it, and by one that does."""
+def test_maximal_update_parametrization_is_rejected():
+    """Rejected both by this megatron-core, which may not know the field, and by a version that does."""
     config = config_of_llama("actor", "model", use_mup=True)
     with pytest.raises(ValueError, match=r"^actor.megatron_overrides.model.use_mup"):
         transformer_config(config.actor, LLAMA, torch.float32)
@@ -160,28 +160,28 @@ def test_maximal_update_parametrisation_is_refused():
         checked("actor.megatron_overrides.model", {"use_mup": True}, later, dict.fromkeys(MODEL_DEFAULTS))
 
 
-def test_the_other_dataclasses_have_fields_of_our_own_too():
+def test_optimizer_and_ddp_reject_our_fields():
     config = config_of_llama("actor", "optimizer", optimizer_cpu_offload=True)
     with pytest.raises(
         ValueError, match=rf"^actor.megatron_overrides.optimizer.optimizer_cpu_offload=True: {RELIED_ON}$"
     ):
         optimizer_config(config.actor, torch.float32)
     config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
-    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: this follows from actor.overlap_communication"):
+    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: derived from actor.overlap_communication"):
         data_parallel_config(config.actor)
 
 
-def test_a_field_reaches_megatron_over_our_own_defaults():
-    """recompute_modules and bias_dropout_fusion are given otherwise where nobody asks."""
-    wanted = dict(recompute_modules=["core_attn"], bias_dropout_fusion=True, moe_aux_loss_coeff=0.25)
-    model = transformer_config(config_of_llama("actor", "model", **wanted).actor, LLAMA, torch.float32)
-    assert {name: getattr(model, name) for name in wanted} == wanted
+def test_overrides_take_precedence_over_our_defaults():
+    """recompute_modules and bias_dropout_fusion differ from our defaults."""
+    overrides = dict(recompute_modules=["core_attn"], bias_dropout_fusion=True, moe_aux_loss_coeff=0.25)
+    model = transformer_config(config_of_llama("actor", "model", **overrides).actor, LLAMA, torch.float32)
+    assert {name: getattr(model, name) for name in overrides} == overrides
     optimizer = optimizer_config(config_of_llama("actor", "optimizer", log_num_zeros_in_grad=True).actor, torch.float32)
     assert optimizer.log_num_zeros_in_grad
     assert data_parallel_config(config_of_llama("actor", "ddp", bucket_size=1000).actor).bucket_size == 1000
 
 
-def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they_take():
+def test_preflight_reports_rejected_settings_only():
     good = config_of_llama("actor", "ddp", bucket_size=1000)
     assert refusals(good, {"actor": LLAMA}) == []
     for part in ("model", "optimizer", "ddp"):
@@ -189,7 +189,7 @@ def test_preflight_asks_all_dataclasses_of_a_model_and_says_nothing_of_what_they
         assert line.startswith(f"actor.megatron_overrides.{part}.nothing=1: ")
 
 
-def test_names_of_our_own_are_fields_of_megatrons():
+def test_reserved_fields_exist_in_megatron():
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     assert {*FORM, *PLACEMENT, *MODEL_DEFAULTS} - fields <= {"use_mup", "moe_single_grouped_weight"}
     assert set(DEFAULTS) <= {field.name for field in dataclasses.fields(OptimizerConfig)}

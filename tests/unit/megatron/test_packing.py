@@ -1,5 +1,5 @@
-"""The multiples that a layout asks of packs: sequence parallelism parts of tp, context parallelism two runs of tokens a
-rank."""
+"""Pack multiples required by a layout: sequence parallelism splits into tp parts, context parallelism into two chunks
+per rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = dict(
 )
 ALONE = dict(shares_prompts=True, document_multiple=1, pack_multiple=1, microbatch_multiple=1, num_ranks=1)
 CASES = [
-    # layout, whether Transformer Engine is there, and what differs from one process
+    # layout, whether Transformer Engine is installed, differences from a single process
     ("{}", False, {}),
     ("{tp: 4}", False, {}),
     ("{tp: 4, sequence_parallel: true}", False, {"pack_multiple": 4}),
@@ -41,16 +41,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "transformer_engine", "changes"), CASES)
-def test_multiples_follow_from_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
+def test_multiples_match_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
     for module in (packing, layer_spec):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda: transformer_engine)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
-    found = packing_of(config.actor, LLAMA)
-    assert {name: getattr(found, name) for name in ALONE} == ALONE | changes
+    requirements = packing_of(config.actor, LLAMA)
+    assert {name: getattr(requirements, name) for name in ALONE} == ALONE | changes
 
 
-def test_the_budget_is_of_a_rank_and_an_fp8_product_has_whole_blocks():
+def test_budget_is_per_rank_and_fp8_fills_blocks():
     fp8 = ["actor.fp8=mxfp8", "model.dtype=bfloat16", "actor.layout={cp: 2, tp: 2, sequence_parallel: true}"]
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.tokens_per_microbatch=4096", *fp8])
-    found = packing_of(config.actor, LLAMA)
-    assert (found.token_budget, found.pack_multiple) == (2 * 4096, 4 * 2 * 32)
+    requirements = packing_of(config.actor, LLAMA)
+    assert (requirements.token_budget, requirements.pack_multiple) == (2 * 4096, 4 * 2 * 32)

@@ -1,4 +1,4 @@
-"""Megatron's subdivision of the process group."""
+"""Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
 
 
-def seconds_of_groups(store: dist.Store, rank: int) -> list[float]:
-    """Returns the seconds that collectives of each kind of group wait at most."""
+def group_timeouts(store: dist.Store, rank: int) -> list[float]:
+    """Return the collective timeout of each kind of process group, in seconds."""
     parallel.initialize(layout_of(pp=2), store, rank, seed=0, timeout_s=WAIT_S)
-    groups = [
+    process_groups = [
         dist.group.WORLD,
         parallel.host_group(),
         parallel_state.get_tensor_model_parallel_group(),
@@ -23,8 +23,11 @@ def seconds_of_groups(store: dist.Store, rank: int) -> list[float]:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_model_parallel_group(),
     ]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [
+        process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for process_group in process_groups
+    ]
 
 
-def test_no_group_waits_longer_than_a_call_may_take() -> None:
-    assert run_ranks(2, seconds_of_groups) == [[90] * 6] * 2
+def test_all_process_groups_share_the_timeout() -> None:
+    assert run_ranks(2, group_timeouts) == [[90] * 6] * 2

@@ -1,4 +1,4 @@
-"""Routers that replay routes: Megatron's own function asks them, and plain formulas say what comes out."""
+"""Routers that replay routes, driven by Megatron's own routing function and compared with plain formulas."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def logits() -> torch.Tensor:
     return torch.randn(TOKENS, COUNT, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
 
-def given() -> torch.Tensor:
-    """int8 [tokens, 1, active], the last choice of every router."""
+def replayed_experts() -> torch.Tensor:
+    """Return int8 [tokens, 1, active]: each router's least preferred experts."""
     return logits().detach().argsort(dim=1)[:, None, :ACTIVE].to(torch.int8)
 
 
@@ -45,13 +45,12 @@ def replaying(experts: torch.Tensor | None, layer: int = 0, router: Router | Non
     return replay
 
 
-def test_the_scores_of_replayed_experts_have_a_gradient():
-    """Sigmoid scores within groups of experts, as DeepSeek-V3 has them: the router leaves nothing of the scores in the
-    groups that it did not choose."""
-    ours, plain, weights = logits(), logits(), torch.rand(TOKENS, COUNT)
-    experts = given()
+def test_scores_of_replayed_experts_have_a_gradient():
+    """Group-limited sigmoid scores, as in DeepSeek-V3: the router masks the scores of groups it did not choose."""
+    actual, plain, weights = logits(), logits(), torch.rand(TOKENS, COUNT)
+    experts = replayed_experts()
     probs, chosen = topk_routing_with_score_function(
-        ours, ACTIVE, score_function="sigmoid", router_replay=replaying(experts), **GROUPS
+        actual, ACTIVE, score_function="sigmoid", router_replay=replaying(experts), **GROUPS
     )
     numbers = experts[:, 0].long()
     assert torch.equal(chosen, torch.zeros(TOKENS, COUNT).scatter(1, numbers, 1).bool())
@@ -60,13 +59,13 @@ def test_the_scores_of_replayed_experts_have_a_gradient():
     torch.testing.assert_close(probs, expected)
     (probs * weights).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
-    assert (ours.grad.gather(1, numbers) != 0).all()
+    torch.testing.assert_close(actual.grad, plain.grad)
+    assert (actual.grad.gather(1, numbers) != 0).all()
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_a_token_without_a_route_alone_takes_the_routers_own(score_function):
-    experts = given()
+def test_token_without_route_uses_the_routers_choice(score_function):
+    experts = replayed_experts()
     experts[2] = NO_ROUTE
     probs, chosen = topk_routing_with_score_function(
         logits(), ACTIVE, score_function=score_function, router_replay=replaying(experts)
@@ -74,22 +73,26 @@ def test_a_token_without_a_route_alone_takes_the_routers_own(score_function):
     own_probs, own = topk_routing_with_score_function(logits(), ACTIVE, score_function=score_function)
     assert torch.equal(chosen[2], own[2]) and torch.equal(probs[2], own_probs[2])
     others = [0, 1, 3, 4, 5]
-    assert torch.equal(chosen[others], torch.zeros(TOKENS, COUNT).scatter(1, given()[:, 0].long(), 1).bool()[others])
+    assert torch.equal(
+        chosen[others], torch.zeros(TOKENS, COUNT).scatter(1, replayed_experts()[:, 0].long(), 1).bool()[others]
+    )
 
 
-def test_without_routes_nothing_changes():
-    ours = topk_routing_with_score_function(
+def test_no_routes_change_nothing():
+    actual = topk_routing_with_score_function(
         logits(), ACTIVE, score_function="sigmoid", router_replay=replaying(None), **GROUPS
     )
     own = topk_routing_with_score_function(logits(), ACTIVE, score_function="sigmoid", **GROUPS)
-    assert all(map(torch.equal, ours, own))
+    assert all(map(torch.equal, actual, own))
 
 
-def test_what_is_computed_again_takes_its_microbatchs_routes():
-    """Two microbatches go forward before the first comes back, as in a pipeline. A pass that only scores is not
-    computed again."""
+def test_recomputation_uses_routes_of_its_microbatch():
+    """Two forward passes precede the first backward pass, as in a pipeline. Scoring passes are not recomputed."""
     router = Router()
-    replay, several = LayerRouter(router, 0, COUNT), [given(), given().roll(1, 0), given().roll(2, 0)]
+    replay, several = (
+        LayerRouter(router, 0, COUNT),
+        [replayed_experts(), replayed_experts().roll(1, 0), replayed_experts().roll(2, 0)],
+    )
 
     def choose() -> torch.Tensor:
         return topk_routing_with_score_function(logits(), ACTIVE, router_replay=replay)[1]
@@ -112,8 +115,8 @@ def test_what_is_computed_again_takes_its_microbatchs_routes():
     assert not torch.equal(first, second)
 
 
-def test_metrics_by_hand():
-    """Two layers of two experts; of 8 replayed tokens 2 would have gone elsewhere."""
+def test_metrics_match_worked_example():
+    """Two layers of two experts. The trainer would have routed 2 of 8 replayed tokens elsewhere."""
     metrics = metrics_of(torch.tensor([[6, 2, 1, 4], [5, 3, 1, 4]]), "policy")
     assert metrics["policy/max_vio"].value == pytest.approx((0.5 + 0.25) / 2)
     assert metrics["policy/routes_differ"].value == 0.25
@@ -138,8 +141,8 @@ def pack(experts: np.ndarray, multiple: int):
 
 
 @pytest.mark.parametrize("tokens", [5, 7, 8])
-def test_ranks_of_sequence_parallelism_have_the_routes_of_their_tokens(tmp_path, tokens):
-    """The pack may end in padding, which has none."""
+def test_sequence_parallel_ranks_have_their_tokens_routes(tmp_path, tokens):
+    """The pack may end in padding, which has no routes."""
     folder = write_tiny_experts(tmp_path)
     batch, parts = pack(random_routes(folder, tokens, seed=0), multiple=4), []
     layout = config_of(folder, "actor.layout={tp: 2, sequence_parallel: true}").actor.layout
@@ -169,11 +172,11 @@ FIRST_DENSE = dict(
 
 
 @pytest.mark.parametrize("dense", [[0], [0, 1, 2], [3]])
-def test_dense_layers_do_not_shift_the_layers_with_experts(tmp_path, dense):
-    """Every layer with experts has its own routes, in a model of 8 layers over two stages of two runs each."""
+def test_dense_layers_do_not_shift_expert_layers(tmp_path, dense):
+    """Every expert layer has its own routes, in a model of 8 layers over two stages with two virtual stages each."""
     folder = write_tiny_model(tmp_path, "qwen3_moe", **FIRST_DENSE, mlp_only_layers=dense)
     config, hf_config = config_of(folder, "actor.layout={pp: 2, vpp: 2}"), read_config(folder)
-    found = {}
+    route_index = {}
     for rank in range(2):
         with parallel.pretended(config.actor.layout, rank):
             megatron_config = transformer_config(config.actor, hf_config, torch.float32)
@@ -182,12 +185,12 @@ def test_dense_layers_do_not_shift_the_layers_with_experts(tmp_path, dense):
                 install_routers(chunk, ModelShape.of(hf_config))
                 for layer in chunk.decoder.layers:
                     if hasattr(layer.mlp, "router"):
-                        found[layer.layer_number - 1] = layer.mlp.router.router_replay.layer
-    assert found == {layer: index for index, layer in enumerate(i for i in range(8) if i not in dense)}
+                        route_index[layer.layer_number - 1] = layer.mlp.router.router_replay.layer
+    assert route_index == {layer: index for index, layer in enumerate(i for i in range(8) if i not in dense)}
 
 
-def test_two_models_of_a_process_do_not_share_routes(tmp_path):
-    """An actor and a critic: Megatron's registry, which has the routers of all models, stays empty."""
+def test_models_in_one_process_do_not_share_routes(tmp_path):
+    """An actor and a critic. Megatron's process-wide registry of routers stays empty."""
     folder = write_tiny_experts(tmp_path)
     config, hf_config = config_of(folder), read_config(folder)
     with parallel.pretended(config.actor.layout, 0):
@@ -195,15 +198,15 @@ def test_two_models_of_a_process_do_not_share_routes(tmp_path):
         actor, critic = (build_chunk(megatron_config, hf_config, 0, 64) for _ in range(2))
     for model in (actor, critic):
         install_routers(model, ModelShape.of(hf_config))
-    [ours], [theirs] = actor.layer_routers, critic.layer_routers
+    [actor_router], [critic_router] = actor.layer_routers, critic.layer_routers
     routes = Routes(torch.tensor([[[2, 3]]] * TOKENS, dtype=torch.int8), torch.ones(TOKENS, dtype=torch.bool))
     none = Routes(None, routes.is_sampled)
     scores = logits()[:, :4]
 
-    def choices(of: LayerRouter) -> torch.Tensor:
-        return topk_routing_with_score_function(scores, 2, router_replay=of)[1]
+    def choices(router: LayerRouter) -> torch.Tensor:
+        return topk_routing_with_score_function(scores, 2, router_replay=router)[1]
 
     with routed(actor, routes), routed(critic, none):
-        assert choices(ours)[:, 2:].all()
-        assert torch.equal(choices(theirs), topk_routing_with_score_function(scores, 2)[1])
+        assert choices(actor_router)[:, 2:].all()
+        assert torch.equal(choices(critic_router), topk_routing_with_score_function(scores, 2)[1])
     assert RouterReplay.global_router_replay_instances == []

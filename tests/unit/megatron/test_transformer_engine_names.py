@@ -1,5 +1,5 @@
-"""The names that megarl takes from Megatron's layers of Transformer Engine, and Megatron from Transformer Engine, are
-there, by their sources: Megatron goes another way without a word where one is not."""
+"""Names that megarl imports from Megatron's Transformer Engine layers, and Megatron from Transformer Engine, exist in
+the sources. Megatron silently falls back to other code if a name is missing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MEGATRON = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_
 LAYERS = "megatron.core.extensions.transformer_engine"
 READERS = ("extensions/transformer_engine.py", "fp8_utils.py", "optimizer/__init__.py", "optimizer/clip_grads.py")
 READERS += ("optimizer/distrib_optimizer.py", "optimizer/optimizer.py")
-GONE = {
+MISSING = {
     "transformer_engine.pytorch.attention._SplitAlongDim",  # torch.split instead
-    "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # of older versions
-    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # of older versions
-    "transformer_engine.pytorch.module.base.get_workspace",  # 0.16.1 then multiplies in the router by torch
+    "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # older versions only
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # older versions only
+    "transformer_engine.pytorch.module.base.get_workspace",  # 0.16.1 then uses torch's product in the router
 }
-"""What this Transformer Engine does not have, and Megatron does without."""
+"""Names that this Transformer Engine lacks and Megatron does not need."""
 
 
 @cache
@@ -34,20 +34,20 @@ def tree(file: Path) -> ast.Module:
 
 
 def imported(file: Path, package: str) -> set[str]:
-    """Returns the dotted names that a file imports from the modules of a package, wherever in it."""
+    """Return the dotted names that a file imports from a package's modules, at any depth."""
     nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom) and node.level == 0]
     return {f"{n.module}.{a.name}" for n in nodes if f"{n.module}.".startswith(f"{package}.") for a in n.names}
 
 
 def source(module: str) -> Path | None:
-    """Returns the file of a module of Transformer Engine."""
+    """Return the source file of a Transformer Engine module, if any."""
     place = TRANSFORMER_ENGINE / module.replace(".", "/")
     files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
     return files[0] if files else None
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a module, those under its conditions and attempts included."""
+    """Yield the statements of a module, including those in conditionals and try blocks."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -74,19 +74,21 @@ def source_beside(file: Path, module: str) -> Path:
     return next(path for path in (file.parent / module / "__init__.py", file.parent / f"{module}.py") if path.is_file())
 
 
-def is_there(name: str) -> bool:
-    module, _, own = name.rpartition(".")
+def exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
     file = source(module)
-    return source(name) is not None or (file is not None and own in defined(file))
+    return source(name) is not None or (file is not None and attribute in defined(file))
 
 
-def test_megatron_has_the_layers_that_megarl_takes() -> None:
-    taken = set().union(*(imported(file, LAYERS) for file in (ROOT / "megarl").rglob("*.py")))
-    assert f"{LAYERS}.TENorm" in taken
-    assert {name.rpartition(".")[2] for name in taken} <= defined(MEGATRON / "extensions/transformer_engine.py")
+def test_megatron_defines_layers_imported_by_megarl() -> None:
+    imported_names = set().union(*(imported(file, LAYERS) for file in (ROOT / "megarl").rglob("*.py")))
+    assert f"{LAYERS}.TENorm" in imported_names
+    assert {name.rpartition(".")[2] for name in imported_names} <= defined(
+        MEGATRON / "extensions/transformer_engine.py"
+    )
 
 
-def test_transformer_engine_has_what_megatron_takes() -> None:
-    taken = set().union(*(imported(MEGATRON / file, "transformer_engine") for file in READERS))
-    assert "transformer_engine.pytorch.optimizers.FusedAdam" in taken
-    assert {name for name in taken if not is_there(name)} == GONE
+def test_transformer_engine_defines_names_megatron_uses() -> None:
+    imported_names = set().union(*(imported(MEGATRON / file, "transformer_engine") for file in READERS))
+    assert "transformer_engine.pytorch.optimizers.FusedAdam" in imported_names
+    assert {name for name in imported_names if not exists(name)} == MISSING

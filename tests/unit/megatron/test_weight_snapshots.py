@@ -1,4 +1,4 @@
-"""A pass with other weights leaves the model as it was, bit by bit, and the kept copy too."""
+"""Passes with swapped-in weights restore the model and the snapshot bit for bit."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def bits(module: torch.nn.Module) -> list[bytes]:
     return [p.detach().numpy().tobytes() for p in module.parameters()]
 
 
-def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
+def test_swapped_in_weights_are_restored_afterwards():
     live = model()
     sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference")
@@ -29,10 +29,10 @@ def test_kept_weights_are_in_the_model_inside_and_its_own_afterwards():
         with sets.swapped_in("reference"):
             assert bits(live) == start
         assert bits(live) == moved
-    assert [p.data_ptr() for p in live.parameters()] == addresses  # an engine may read them where they lie
+    assert [p.data_ptr() for p in live.parameters()] == addresses  # engines may read them in place
 
 
-def test_own_weights_return_after_an_error():
+def test_live_weights_are_restored_after_an_error():
     live = model()
     sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference")
@@ -43,34 +43,34 @@ def test_own_weights_return_after_an_error():
     assert live.weight.abs().max() == 0
 
 
-def moved_by(live: torch.nn.Linear, change: float) -> None:
+def shift(live: torch.nn.Linear, change: float) -> None:
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.add_(change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_renewed_set_is_the_live_one_of_that_moment(dtype):
+def test_renewed_snapshot_equals_live_weights(dtype):
     live = model().to(dtype)
     sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference", share=1.0)
-    moved_by(live, 0.1)
+    shift(live, 0.1)
     sets.renew("reference")
     renewed = [p.detach().clone() for p in live.parameters()]
-    moved_by(live, 0.1)
+    shift(live, 0.1)
     with sets.swapped_in("reference"):
         assert all(torch.equal(p, at) for p, at in zip(live.parameters(), renewed, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_moving_average_is_its_closed_form_and_does_not_stall(dtype):
-    """The average after n renewals of weights that stay is live + (start − live) · (1 − share)ⁿ. In bfloat16 alone, the
-    first renewal would change nothing: the step is below half of the last place."""
+def test_moving_average_matches_its_closed_form(dtype):
+    """After n renewals with constant live weights the average is live + (start − live) · (1 − share)ⁿ. Kept in
+    bfloat16, it would never change: a step is less than half a unit in the last place."""
     live = model().to(dtype)
     start = [p.detach().double() for p in live.parameters()]
     sets = WeightSnapshots(dict(live.named_parameters()))
     sets.keep("reference", share=0.001)
-    moved_by(live, 1.0)
+    shift(live, 1.0)
     for _ in range(1000):
         sets.renew("reference")
     now = [p.detach().double() for p in live.parameters()]
@@ -82,18 +82,20 @@ def test_a_moving_average_is_its_closed_form_and_does_not_stall(dtype):
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_a_restored_set_goes_on_as_if_it_had_stayed(share):
+def test_restored_snapshot_continues_identically(share):
     live = model().to(torch.bfloat16)
-    ours, other = (WeightSnapshots(dict(live.named_parameters())) for _ in range(2))
-    ours.keep("fixed")
-    ours.keep("reference", share)
-    moved_by(live, 0.1)
-    ours.renew("reference")
-    other.keep("reference", share)  # of other weights than ours was
-    other.restore({name: {key: w.clone() for key, w in weights.items()} for name, weights in ours.state().items()})
-    assert ours.state().keys() == {"reference"}
+    original, restored = (WeightSnapshots(dict(live.named_parameters())) for _ in range(2))
+    original.keep("fixed")
+    original.keep("reference", share)
+    shift(live, 0.1)
+    original.renew("reference")
+    restored.keep("reference", share)  # from other live weights than `original`
+    restored.restore(
+        {name: {key: w.clone() for key, w in weights.items()} for name, weights in original.state().items()}
+    )
+    assert original.state().keys() == {"reference"}
     held = []
-    for sets in (ours, other):
+    for sets in (original, restored):
         for _ in range(2):
             with sets.swapped_in("reference"):
                 held.append([p.detach().clone() for p in live.parameters()])

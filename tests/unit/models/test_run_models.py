@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import model_folders
 from megarl.config.load import load
+from megarl.models import run_models
 from megarl.models.folder import with_real_paths
 from megarl.models.run_models import ModelFolders, find_models
 from tests.paths import BASE
@@ -59,7 +59,7 @@ def test_each_model_is_known_by_its_weights(tmp_path: Path) -> None:
 
 
 def test_each_model_says_what_of_it_is_left_out(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(model_folders, "_check_tokenizer", lambda *_: None)
+    monkeypatch.setattr(run_models, "_check_tokenizer", lambda *_: None)
     plain = folder(tmp_path / "plain", num_nextn_predict_layers=0)
     predicting = folder(tmp_path / "predicting", num_nextn_predict_layers=1)
     overrides = ["data.source=arithmetic", "algorithm.advantage.estimator=gae", "implicit_reward.coefficient=1"]

@@ -7,7 +7,7 @@ from megarl.models.tokenizer import load_tokenizer
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 
-def test_a_class_of_its_own_is_kept(tmp_path):
+def test_model_specific_tokenizer_class_is_used(tmp_path):
     write_tiny_llama(tmp_path, model_type="qwen2", num_layers=1)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
@@ -22,6 +22,6 @@ def test_ids_do_not_depend_on_the_class(tmp_path):
     assert Qwen2Tokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
 
 
-def test_a_folder_without_one_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path: .* has no tokenizer"):
+def test_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path=.*: has no tokenizer"):
         load_tokenizer(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data import weights_hash as module
+from megarl.models import weights_hash as module
 from megarl.models.weights_hash import BLOCK_BYTES, NUM_BLOCKS, weights_hash
 
 
@@ -16,7 +16,7 @@ def write(folder: Path, content: bytes, name: str = "model.safetensors") -> Path
     return folder
 
 
-def test_it_is_of_the_weights_alone(tmp_path: Path) -> None:
+def test_hash_depends_on_weights_only(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", b"weights"), write(tmp_path / "b", b"weights")
     (second / "config.json").write_text("{}")
     assert weights_hash(first) == weights_hash(second)
@@ -29,7 +29,7 @@ def test_it_is_of_the_weights_alone(tmp_path: Path) -> None:
         assert weights_hash(write(other, content, name)) != weights_hash(first)
 
 
-def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
+def test_every_byte_of_a_small_file_is_hashed(tmp_path: Path) -> None:
     content = bytearray(3 * BLOCK_BYTES + 5)
     hashes = set()
     for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 7, len(content) - 1):
@@ -39,7 +39,7 @@ def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 8, -1], ids=["first", "header", "last"])
-def test_of_a_large_file_blocks_from_the_first_to_the_last_byte_count(tmp_path: Path, monkeypatch, place: int) -> None:
+def test_first_and_last_blocks_of_a_large_file_are_hashed(tmp_path: Path, monkeypatch, place: int) -> None:
     monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     content = bytearray(2 * NUM_BLOCKS * BLOCK_BYTES + 3)
     before = weights_hash(write(tmp_path / "model", bytes(content)))
@@ -47,7 +47,7 @@ def test_of_a_large_file_blocks_from_the_first_to_the_last_byte_count(tmp_path: 
     assert weights_hash(write(tmp_path / "model", bytes(content))) != before
 
 
-def test_of_a_large_file_few_bytes_are_read(tmp_path: Path, monkeypatch) -> None:
+def test_large_file_is_hashed_in_part(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     content = bytearray(2 * NUM_BLOCKS * BLOCK_BYTES)
     before = weights_hash(write(tmp_path / "model", bytes(content)))

@@ -1,4 +1,4 @@
-"""The kernels for CUDA: what they compute under Triton's interpreter, and that they compile for a GPU."""
+"""Triton kernels of the linear head: results under Triton's interpreter, and compilation for a GPU."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ OPTIONS = ("has_scale", "has_kept", "block")
 
 
 def test_kernels_equal_full_logits():
-    """The kernels run in a process of their own: an import of Triton decides on its interpreter."""
+    """The kernels run in a separate process because the interpreter is selected when Triton is imported."""
     command = [sys.executable, "-m", "tests.interpreted_head"]
     variables = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -28,19 +28,19 @@ def test_kernels_equal_full_logits():
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("has_optional", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, given):
-    """given: whether there are temperatures of tokens, and kept tokens."""
+def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, has_optional):
+    """`has_optional`: whether per-token temperatures and kept tokens are passed."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = (
         TYPES
         | {"logits": "*fp32", "gradients": f"*{dtype}"}
-        | (OPTIONAL if given else dict.fromkeys(OPTIONAL, "constexpr"))
+        | (OPTIONAL if has_optional else dict.fromkeys(OPTIONAL, "constexpr"))
     )
     types |= dict.fromkeys(OPTIONS, "constexpr")
-    constants = dict(has_scale=given, has_kept=given, block=head_tile_triton.BLOCK)
-    constants |= {} if given else dict.fromkeys(OPTIONAL)
+    constants = dict(has_scale=has_optional, has_kept=has_optional, block=head_tile_triton.BLOCK)
+    constants |= {} if has_optional else dict.fromkeys(OPTIONAL)
     for kernel in (head_tile_triton._fold, head_tile_triton._to_gradient):
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         compiled = triton.compile(ASTSource(kernel, signature, constants), target=HOPPER)

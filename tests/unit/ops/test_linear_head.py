@@ -1,4 +1,4 @@
-"""The tiled head against full logits, in value and gradient, at sizes that cross tile borders."""
+"""The tiled head compared with full logits, in value and gradient, at sizes that cross tile boundaries."""
 
 import math
 
@@ -31,20 +31,22 @@ def inputs(num_tokens: int, hidden: int, padded: int, vocab: int, seed: int = 0)
 
 
 def random_candidates(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tensor:
-    """int64 [N, 7]: from none to seven tokens, at any of the places; every third row keeps everything."""
+    """Return int64 [N, 7]: zero to seven candidates at any position. Every third row has all tokens as candidates."""
     generator = torch.Generator().manual_seed(seed)
     candidate_ids = torch.randint(-vocab // 2, vocab, (num_tokens, 7), generator=generator).clamp(min=-1)
     candidate_ids[::3] = -1
     return candidate_ids
 
 
-def check_equal(ours, theirs, gradients, leaves, tolerance=1e-5):
-    """Value and gradients, of leaves by name."""
-    assert relative_error(ours.detach(), theirs.detach()) <= tolerance
-    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
-    for name, a, b in zip(leaves, own, expected, strict=True):
+def check_equal(actual, reference, gradients, leaves, tolerance=1e-5):
+    """Compare values and gradients with respect to named leaves, and return the gradients."""
+    assert relative_error(actual.detach(), reference.detach()) <= tolerance
+    computed, expected = (
+        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
+    )
+    for name, a, b in zip(leaves, computed, expected, strict=True):
         assert relative_error(a, b) <= tolerance, name
-    return dict(zip(leaves, own, strict=True))
+    return dict(zip(leaves, computed, strict=True))
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -58,19 +60,19 @@ def check_equal(ours, theirs, gradients, leaves, tolerance=1e-5):
 )
 def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, truncated):
     h, w, y, gradients = inputs(num_tokens, 12, vocab + padding, vocab)
-    h = (h.detach() / 12).requires_grad_()  # nearly certain tokens have gradients of nothing but rounding
+    h = (h.detach() / 12).requires_grad_()  # gradients of nearly certain tokens are mere rounding
     bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
     candidate_ids = random_candidates(num_tokens, vocab) if truncated else None
     at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)
-    theirs = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
-    ours = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
+    reference = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
+    actual = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    own = check_equal(ours, theirs, gradients, leaves)
-    assert own["weight"][vocab:].abs().sum() == 0
+    computed = check_equal(actual, reference, gradients, leaves)
+    assert computed["weight"][vocab:].abs().sum() == 0
 
 
-def test_truncated_to_some_tokens_by_hand():
-    """Logits log 1 … log 5. Rows: all kept; {2, 4}; {0}, and the target 1 beside it; the target alone."""
+def test_truncated_policy_matches_worked_example():
+    """Logits log 1 … log 5. Candidates per row: all; {2, 4}; {0} plus the target 1; the target only."""
     w = torch.log(torch.arange(1.0, 6.0))[:, None].requires_grad_()
     h = torch.ones(4, 1)
     y = torch.tensor([3, 4, 1, 2])
@@ -93,13 +95,13 @@ def test_large_logits_stay_finite():
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad((scored * gradients).sum(), (h, w)))
 
 
-def test_entropy_far_from_zero_logits_keeps_its_digits():
-    """Logits near 1e4, where a unit in the last place is 1e-3: log V of equal logits is exact all the same."""
+def test_entropy_of_large_equal_logits_is_precise():
+    """Logits near 1e4 have a unit in the last place of 1e-3, yet the entropy log V of equal logits is exact."""
     scored = log_prob_and_entropy(torch.full((3, 1), 1e4), torch.ones(40, 1), torch.arange(3), 1.0, 40)
     torch.testing.assert_close(scored[:, 1], torch.full((3,), math.log(40)), rtol=1e-6, atol=0)
 
 
-def test_weight_gradients_of_microbatches_add_up_in_main_grad():
+def test_main_grad_accumulates_over_microbatches():
     h, w, y, gradients = inputs(19, 12, 40, 40)
     expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), w)[0]
     w.main_grad = torch.ones_like(w)
@@ -109,25 +111,25 @@ def test_weight_gradients_of_microbatches_add_up_in_main_grad():
     assert relative_error(w.main_grad, expected + 1) <= 1e-6
 
 
-def test_a_frozen_weight_gets_no_gradient_and_costs_none():
+def test_frozen_weight_costs_no_gradient_computation():
     h, w, y, gradients = inputs(9, 12, 40, 40)
     expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), h)[0]
     scored = log_prob_and_entropy(h, w.detach(), y, 1.0, 40)
     with FlopCounterMode(display=False) as counter:
-        ours = torch.autograd.grad((scored * gradients).sum(), h)[0]
-    assert torch.equal(ours, expected)
-    assert counter.get_total_flops() == 2 * 2 * 9 * 12 * 40  # the logits again, and the gradient of the hidden states
+        actual = torch.autograd.grad((scored * gradients).sum(), h)[0]
+    assert torch.equal(actual, expected)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 12 * 40  # recomputed logits and the gradient of the hidden states
 
 
-def test_what_is_kept_for_the_backward_pass_are_the_inputs_and_two_numbers_a_token():
+def test_saves_inputs_and_two_numbers_per_token():
     h, w, y, _ = inputs(21, 12, 64, 50)
-    candidate_ids = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: candidate_ids.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         log_prob_and_entropy(h, w, y, 1.0, 50)
-    assert sorted(tuple(x.shape) for x in candidate_ids) == [(21,), (21,), (21,), (21, 12), (64, 12)]
+    assert sorted(tuple(x.shape) for x in saved) == [(21,), (21,), (21,), (21, 12), (64, 12)]
 
 
-def test_no_rows_is_an_empty_batch():
+def test_empty_batch_has_empty_output():
     h, w, y, _ = inputs(0, 12, 40, 40)
     scored = log_prob_and_entropy(h, w, y, 1.0, 40)
     assert scored.shape == (0, 2)
@@ -136,8 +138,8 @@ def test_no_rows_is_an_empty_batch():
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(num_tokens=st.integers(1, 40), hidden=st.integers(8, 64), vocab=st.integers(3, 80), padding=st.integers(0, 20))
-def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
-    """The gradients of logits are rounded to 8 bits; logits, and sums over tokens and vocabulary, are not."""
+def test_bfloat16_is_accurate_within_its_precision(num_tokens, hidden, vocab, padding):
+    """Only gradients of logits are rounded to 8 bits; logits, and sums over tokens and vocabulary, are not."""
     h, w, y, gradients = inputs(num_tokens, hidden, vocab + padding, vocab)
     h = (h.detach() / hidden**0.5).requires_grad_()
     whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, vocab), -1)
@@ -154,26 +156,28 @@ def test_bfloat16_within_its_precision(num_tokens, hidden, vocab, padding):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_logits_in_bfloat16_are_those_of_a_product_in_bfloat16(temperature, has_bias):
-    """Factors of few bits, whose sums are exact in float32, so that both sides round once and alike."""
+def test_bfloat16_logits_match_a_bfloat16_product(temperature, has_bias):
+    """The factors have few bits, so that their sums are exact in float32 and both sides round once, identically."""
     generator = torch.Generator().manual_seed(0)
     h, w, y, gradients = inputs(30, 24, 50, 47)
     h, w = (torch.randint(-8, 9, x.shape, generator=generator).bfloat16().requires_grad_() for x in (h, w))
     bias = torch.randint(-4, 5, (50,), generator=generator).bfloat16().requires_grad_() if has_bias else None
-    given = (h, w, y, temperature, 47)
-    theirs = torch.stack(plain_log_prob_and_entropy(*given, bias), -1)
-    ours = log_prob_and_entropy(*given, bias=bias, logits_dtype=torch.bfloat16)
-    exact = log_prob_and_entropy(*given, bias=bias)
-    assert relative_error(ours.detach(), theirs.detach()) <= 1e-5
-    assert relative_error(exact.detach(), theirs.detach()) > 1e-3
+    arguments = (h, w, y, temperature, 47)
+    reference = torch.stack(plain_log_prob_and_entropy(*arguments, bias), -1)
+    actual = log_prob_and_entropy(*arguments, bias=bias, logits_dtype=torch.bfloat16)
+    exact = log_prob_and_entropy(*arguments, bias=bias)
+    assert relative_error(actual.detach(), reference.detach()) <= 1e-5
+    assert relative_error(exact.detach(), reference.detach()) > 1e-3
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    own, expected = (torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (ours, theirs))
-    for name, a, b in zip(leaves, own, expected, strict=True):
+    computed, expected = (
+        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
+    )
+    for name, a, b in zip(leaves, computed, expected, strict=True):
         assert relative_error(a.float(), b.float()) <= 2e-2, name
 
 
-def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
-    """A sum of equal numbers stops growing at 256 of them in bfloat16."""
+def test_bfloat16_gradients_accumulate_in_float32():
+    """In bfloat16, a sum of equal numbers stops growing after 256 of them."""
     count = 1024
     h, w = torch.ones(count, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
     w.main_grad = torch.zeros(2, 1)
@@ -181,7 +185,7 @@ def test_in_bfloat16_gradients_of_many_tokens_add_up_in_float32():
     assert w.main_grad.flatten().tolist() == [count / 2, -count / 2]
 
 
-def test_wrong_shapes_are_refused():
+def test_wrong_shapes_are_rejected():
     with pytest.raises(ValueError, match="expected hidden"):
         log_prob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.long), 1.0, 5)
     with pytest.raises(ValueError, match="expected candidate_ids"):

@@ -1,4 +1,4 @@
-"""Attention by documents against one mask over the pack, in value and gradient."""
+"""Packed attention compared with a single mask over the pack, in value and gradient."""
 
 from itertools import chain
 
@@ -9,7 +9,7 @@ from megarl.ops.packed_attention import documents_of, packed_attention, plain_at
 
 
 def separate(lengths: list[int]) -> list[list[int]]:
-    """Documents one after the other."""
+    """Return consecutive documents of these lengths."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=True)]
 
@@ -33,7 +33,7 @@ def tensors(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 8), (2, 8), (6, 8), (6, 5), (2, 12)])
-def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
+def test_matches_masked_attention(name, kv_heads, value_dim):
     torch.manual_seed(0)
     tokens, boundaries = tensors(DOCUMENTS[name])
     num_tokens = int(tokens.max()) + 1
@@ -41,10 +41,10 @@ def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
     key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (8, value_dim))
     gradient = torch.randn(num_tokens, 6, value_dim)
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
-    ours = packed_attention(query, key, value, documents_of(tokens, boundaries), 0.3)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    actual = packed_attention(query, key, value, documents_of(tokens, boundaries), 0.3)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
-        torch.autograd.grad(ours, (query, key, value), gradient),
+        torch.autograd.grad(actual, (query, key, value), gradient),
         torch.autograd.grad(expected, (query, key, value), gradient),
         strict=True,
     ):
@@ -53,36 +53,40 @@ def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_queries_of_some_tokens_against_all_keys(name, size):
-    """Every token's output is that of one mask over the pack, whichever rank has it and in whatever order."""
+def test_queries_on_several_ranks_match_masked_attention(name, size):
+    """The output of every token is the same on any rank and in any order."""
     torch.manual_seed(0)
     tokens, boundaries = tensors(DOCUMENTS[name])
     num_tokens = int(tokens.max()) + 1
     query, key, value = (torch.randn(num_tokens, 2, 8, requires_grad=True) for _ in range(3))
     gradient = torch.randn(num_tokens, 2, 8)
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
-    held = torch.randperm(num_tokens)
-    ours = torch.zeros_like(expected)
-    for own in held.tensor_split(min(size, num_tokens)):
-        documents = documents_of(tokens, boundaries, own, held)
-        ours = ours.index_copy(0, own, packed_attention(query[own], key[held], value[held], documents, 0.3))
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    key_positions = torch.randperm(num_tokens)
+    actual = torch.zeros_like(expected)
+    for query_positions in key_positions.tensor_split(min(size, num_tokens)):
+        documents = documents_of(tokens, boundaries, query_positions, key_positions)
+        actual = actual.index_copy(
+            0,
+            query_positions,
+            packed_attention(query[query_positions], key[key_positions], value[key_positions], documents, 0.3),
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
-        torch.autograd.grad(ours, (query, key, value), gradient),
+        torch.autograd.grad(actual, (query, key, value), gradient),
         torch.autograd.grad(expected, (query, key, value), gradient),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_stays_below_one_step_per_document():
+def test_padding_is_less_than_one_step_per_document():
     lengths = torch.randint(1, 200, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     padded = sum(bucket.keys.numel() for bucket in documents_of(*tensors(separate(lengths))).buckets)
     assert padded - sum(lengths) < 16 * len(lengths)
 
 
-def test_gradients_are_the_same_in_every_run():
-    """Sums over rows that stand more than once, as those of a shared prompt, in one order whatever threads do."""
+def test_gradients_are_deterministic():
+    """Rows that occur several times, as in a shared prompt, are summed in the same order in every run."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

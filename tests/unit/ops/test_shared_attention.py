@@ -1,4 +1,4 @@
-"""Attention of packs that share prompts, which GPUs compute in one kernel, against one mask over the pack."""
+"""Single-kernel attention over packs with shared prompts, compared with one mask over the pack."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 from megarl.ops import shared_attention
 from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask
-from tests.closeness import relative_error
+from tests.closeness import TOLERANCE, relative_error
 from tests.packing import Trees, documents
-
-TOLERANCE = 2e-6
 
 PACKS: dict[str, Trees] = {
     "one token": [(1, [0])],
-    "a prompt that nobody shares": [(5, [1])],
-    "less than a block": [(3, [3, 24, 1]), (1, [2])],
+    "unshared prompt": [(5, [1])],
+    "shorter than a block": [(3, [3, 24, 1]), (1, [2])],
     "whole blocks": [(128, [128, 128, 256])],
     "turns and branches": [(100, [(60, [(128, [30, 200]), 0, (256, [(1, [5, 128])])]), 70]), (40, [300])],
     "blocks of several documents": [(200, [100, 300, 1, 128]), (56, [72, 0, 128, 300]), (1, [400])],
@@ -30,31 +28,31 @@ PACKS: dict[str, Trees] = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    """Lets torch's plain products, of which FlexAttention also has the gradient, run where it has no kernels for it."""
+    """Allow FlexAttention's eager implementation, which has a gradient, on CPU."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", PACKS)
 @pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 16), (2, 16), (6, 16), (6, 10), (2, 24)])
-def test_equals_one_mask_over_the_pack(name, kv_heads, value_dim):
+def test_matches_masked_attention(name, kv_heads, value_dim):
     torch.manual_seed(0)
     tokens, boundaries = documents(PACKS[name])
     num_tokens = int(tokens.max()) + 1
     query = torch.randn(num_tokens, 6, 16, requires_grad=True)
     key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (16, value_dim))
     gradient = torch.randn(num_tokens, 6, value_dim)
-    ours = shared_attention.shared_attention(query, key, value, pack_mask(tokens, boundaries), 0.3)
+    actual = shared_attention.shared_attention(query, key, value, pack_mask(tokens, boundaries), 0.3)
     expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
-    assert relative_error(ours, expected) <= TOLERANCE
-    gradients = (torch.autograd.grad(out, (query, key, value), gradient) for out in (ours, expected))
+    assert relative_error(actual, expected) <= TOLERANCE
+    gradients = (torch.autograd.grad(out, (query, key, value), gradient) for out in (actual, expected))
     for one, other in zip(*gradients, strict=True):
-        # A key that is alone in its row has no gradient.
+        # The gradient of a row's only key is 0.
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * max(1.0, float(other.abs().max())))
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_blocks_are_those_of_the_whole_mask(name):
-    """The kernel skips a block that is not listed, and does not mask one that is listed as whole."""
+def test_blocks_match_the_dense_mask(name):
+    """The kernel skips unlisted blocks and does not mask blocks listed as full."""
     mask = pack_mask(*documents(PACKS[name]))
     num_tokens = mask.seq_lengths[0]
     expected = create_block_mask(mask.mask_mod, 1, 1, num_tokens, num_tokens, device="cpu")
@@ -65,14 +63,14 @@ def test_blocks_are_those_of_the_whole_mask(name):
 
 
 def whole(mask, side: str, kind: str = "full_") -> torch.Tensor:
-    """Returns bool [blocks, blocks] of the blocks that are listed, by rows of queries (kv) or of keys (q)."""
+    """Return bool [blocks, blocks]: the listed blocks, by rows of queries (kv) or keys (q)."""
     counts, indices = (getattr(mask, f"{kind}{side}_{what}")[0, 0] for what in ("num_blocks", "indices"))
-    assert indices.is_contiguous()  # the kernel reads them without asking
+    assert indices.is_contiguous()  # assumed by the kernel
     listed = torch.arange(indices.shape[1]) < counts[:, None]
     return torch.zeros(indices.shape, dtype=torch.bool).scatter(1, indices.long(), listed)
 
 
-def test_whole_blocks_are_found():
+def test_full_blocks_are_listed():
     assert whole(pack_mask(*documents(PACKS["whole blocks"])), "kv").int().tolist() == [
         [0, 0, 0, 0, 0],
         [1, 0, 0, 0, 0],
@@ -82,13 +80,13 @@ def test_whole_blocks_are_found():
     ]
 
 
-def test_what_goes_on_from_a_token_follows_it_before_anything_else():
-    with pytest.raises(AssertionError, match="documents are not in the pack depth first"):
+def test_documents_must_be_packed_depth_first():
+    with pytest.raises(AssertionError, match="documents are not packed depth first"):
         pack_mask(torch.tensor([0, 1, 2, 0, 3]), torch.tensor([0, 2, 3, 5]))
 
 
-def test_one_compilation_serves_packs_of_all_lengths(monkeypatch):
-    """Each would cost a minute; of packs of one block there is another."""
+def test_kernel_is_compiled_once_for_all_lengths(monkeypatch):
+    """A compilation takes a minute. Packs of a single block need another one."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     kernel = shared_attention._kernel.__wrapped__("cuda")

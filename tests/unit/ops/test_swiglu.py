@@ -1,4 +1,4 @@
-"""The gated activation against its twin, in value and gradient, and in what it keeps."""
+"""SwiGLU compared with its plain reference, in value and gradient, and its saved tensors."""
 
 import pytest
 import torch
@@ -8,22 +8,22 @@ from megarl.ops.swiglu import plain_swiglu, swiglu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (7, 1, 34), (0, 8)])
-def test_equals_the_twin(dtype, shape):
+def test_matches_plain_swiglu(dtype, shape):
     torch.manual_seed(0)
-    ours = torch.randn(shape, dtype=dtype).requires_grad_()
-    theirs = ours.detach().clone().requires_grad_()
+    fused_input = torch.randn(shape, dtype=dtype).requires_grad_()
+    plain_input = fused_input.detach().clone().requires_grad_()
     gradient = torch.randn(*shape[:-1], shape[-1] // 2, dtype=dtype)
-    got, expected = swiglu(ours), plain_swiglu(theirs)
-    got.backward(gradient)
+    actual, expected = swiglu(fused_input), plain_swiglu(plain_input)
+    actual.backward(gradient)
     expected.backward(gradient)
     tolerance = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(got, expected, **tolerance)
-    torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+    torch.testing.assert_close(actual, expected, **tolerance)
+    torch.testing.assert_close(fused_input.grad, plain_input.grad, **tolerance)
 
 
-def test_keeps_only_its_input():
-    given = torch.randn(4, 6, requires_grad=True)
+def test_saves_only_its_input():
+    gate_and_up = torch.randn(4, 6, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        swiglu(given)
-    assert [tensor.data_ptr() for tensor in saved] == [given.data_ptr()]
+        swiglu(gate_and_up)
+    assert [tensor.data_ptr() for tensor in saved] == [gate_and_up.data_ptr()]

@@ -236,14 +236,12 @@ def test_published_steps_are_predicted_within_the_stated_factor_but_for_the_stat
     assert missed == published_steps.MISSES
 
 
-def test_a_plan_refuses_deltas_and_a_node_has_its_own_links_for_a_refit():
+def test_refit_inside_a_node_takes_its_own_links():
     """Two ranks share what they send to an engine of the same node, over NVLink."""
     keys = ("cluster.placement=disaggregated", "rollout.tp=2", *layout_keys(tp=2))
     plan = plan_of("Qwen3-0.6B", "4xH100", *keys)
     assert plan.problem is None
     assert plan.times.refit.seconds == pytest.approx(0.596e9 / 337.5e9, rel=0.01)
-    problem = plan_of("Qwen3-0.6B", "4xH100", *keys, "rollout.refit_delta=true").problem
-    assert problem.startswith("rollout.refit_delta=true: a trainer's rank would read 0.596 GB of its last state")
 
 
 def test_engines_of_fp8_blocks_take_and_read_a_byte_for_each_element_of_a_layers_matrices():

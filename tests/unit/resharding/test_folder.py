@@ -108,7 +108,7 @@ def test_export_casts_to_another_dtype(source, tmp_path):
 
 
 def test_export_does_not_overwrite_a_folder(source, tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} exists already"):
+    with pytest.raises(ValueError, match=f"{tmp_path} already exists"):
         export(source, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Answers that are found by patterns, and mathematical ones; rewards for length."""
+"""Rewards for answers matched by patterns, for mathematical answers and for length."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megarl.rewards.registry import asked_columns, resolve
         ({"pattern": r"is (?P<answer>\w+)", "ignore_case": True}, "It IS PARIS", "Paris", True),
     ],
 )
-def test_what_a_pattern_finds(options, response, answer, value):
+def test_regex_match_compares_the_matched_answer(options, response, answer, value):
     assert resolve("regex_match", options)("", response, answer) is value
 
 
-def test_a_pattern_of_the_answer_needs_one():
-    with pytest.raises(ValueError, match="the prompt has no answer"):
+def test_regex_match_with_answer_group_needs_an_answer():
+    with pytest.raises(ValueError, match=r"regex_match: .* the prompt has no answer"):
         resolve("regex_match", {"pattern": "(?P<answer>a)"})("", "a", None)
 
 
@@ -52,12 +52,12 @@ def test_a_pattern_of_the_answer_needs_one():
         ("I do not know", "12", False),
     ],
 )
-def test_mathematical_answers(response, answer, value):
+def test_math_match_compares_expressions(response, answer, value):
     assert resolve("math_match")("", response, answer) is value
 
 
-def test_random_fractions_against_sympy():
-    """sympy says which numbers in other forms are equal."""
+def test_math_match_of_fractions_agrees_with_sympy():
+    """sympy decides which fractions in different forms are equal."""
     match = resolve("math_match")
     pairs = [(a, b) for a in range(1, 6) for b in range(1, 6)]
     for a, b in pairs:
@@ -66,22 +66,22 @@ def test_random_fractions_against_sympy():
             assert match("", rf"\boxed{{\dfrac{{{a}}}{{{b}}}}}", f"{c}/{d}") is bool(equal)
 
 
-def test_mathematics_in_a_thread_is_what_it_is_elsewhere():
-    """math-verify's timeouts are signals, which no thread but the main one may have."""
-    match, found = resolve("math_match"), []
-    thread = threading.Thread(target=lambda: found.append(match("", r"\boxed{\frac{2}{4}}", "0.5")))
+def test_math_match_works_outside_the_main_thread():
+    """math-verify's timeouts use signals, which only the main thread can receive."""
+    match, results = resolve("math_match"), []
+    thread = threading.Thread(target=lambda: results.append(match("", r"\boxed{\frac{2}{4}}", "0.5")))
     thread.start()
     thread.join()
-    assert found == [True]
+    assert results == [True]
 
 
 @pytest.mark.parametrize("answer", [None, ""])
-def test_an_answer_that_is_no_mathematics_is_an_error(answer):
-    with pytest.raises(ValueError, match="is no mathematical expression; math_match needs one"):
+def test_math_match_of_an_invalid_answer_raises(answer):
+    with pytest.raises(ValueError, match=r"math_match: the answer .* is not a mathematical expression"):
         resolve("math_match")("", "12", answer)
 
 
-def test_an_error_of_the_package_is_an_error(monkeypatch):
+def test_math_match_passes_on_errors_of_math_verify(monkeypatch):
     def broken(*_, **__):
         raise RecursionError("deep")
 
@@ -90,19 +90,19 @@ def test_an_error_of_the_package_is_an_error(monkeypatch):
         resolve("math_match")("", r"\boxed{\frac{1}{3}}", "0.25")
 
 
-def test_a_comparison_that_takes_too_long_is_an_error():
+def test_math_match_of_a_slow_comparison_raises():
     with pytest.raises(BaseException, match="Timeout during"):
         resolve("math_match", {"timeout_s": 1})("", r"\boxed{9^{9^{9^{9}}}}", "1")
 
 
-def test_a_linear_penalty():
+def test_length_penalty_is_linear():
     penalty = resolve("length_penalty", {"free_tokens": 100, "per_tokens": 50})
     lengths = (0, 100, 150, 125)
     assert [penalty("", "", None, num_response_tokens=n) for n in lengths] == [0, 0, -1, -0.5]
     assert asked_columns(penalty, 3) == {"num_response_tokens": True}
 
 
-def test_dapos_punishment_of_another_limit():
+def test_soft_overlong_uses_its_own_limit():
     punished = resolve("soft_overlong", {"max_tokens": 100, "buffer": 20})
     lengths = (0, 80, 81, 90, 100, 120)
     rewards = [punished("", "", None, num_response_tokens=n) for n in lengths]
@@ -123,13 +123,13 @@ def test_dapos_punishment_of_another_limit():
         (1000, "x", -10.0),
     ],
 )
-def test_the_cosine_of_the_paper(n, response, reward):
-    """The cosine is known at the ends and in the middle."""
+def test_cosine_length_at_known_points(n, response, reward):
+    """The cosine is known at both ends and in the middle."""
     cosine = resolve("cosine_length", {"max_tokens": 1000})
     assert cosine("", response, "12", num_response_tokens=n) == pytest.approx(reward)
 
 
-def test_the_verifier_of_the_cosine_has_options_and_columns(tmp_path):
+def test_cosine_length_verifier_has_options_and_columns(tmp_path):
     (tmp_path / "f.py").write_text(
         "def f(prompt, response, answer, level, *, scale=1):\n    return level * scale > 5\n"
     )

@@ -26,7 +26,7 @@ from megarl.rewards.choice import choice_match
     ],
 )
 @pytest.mark.parametrize("answer", ["B", "b", "(B)", " B "])
-def test_settles_on_b(response, answer):
+def test_response_selects_b(response, answer):
     assert choice_match("", response, answer)
 
 
@@ -48,22 +48,22 @@ def test_settles_on_b(response, answer):
         "the answer is not B",
     ],
 )
-def test_does_not_settle_on_b(response):
+def test_response_does_not_select_b(response):
     assert not choice_match("", response, "B")
 
 
-def test_the_word_i_is_no_option():
+def test_word_i_is_not_an_option():
     assert choice_match("", "The answer is I", "I")
     assert not choice_match("", "The answer is I think B", "I")
 
 
 @pytest.mark.parametrize("answer", [None, "", "AB", "12", "A or B", "é"])
-def test_an_answer_that_is_no_letter_fails(answer):
-    with pytest.raises(ValueError, match="choice_match needs one"):
+def test_answer_that_is_not_a_letter_raises(answer):
+    with pytest.raises(ValueError, match=r"choice_match: the answer .* is not the letter of an option"):
         choice_match("", "B", answer)
 
 
 @pytest.mark.parametrize("part", ["answer", "answer is ", "(", "answer is ((((((((", r"\boxed{\text{", "A ", "\n", "*"])
-def test_a_megabyte_of_what_is_looked_for_ends(part):
-    """A search whose time grows with the square of the response would take hours."""
+def test_matching_a_megabyte_takes_linear_time(part):
+    """A search of quadratic time would take hours."""
     assert not choice_match("", part * (1_000_000 // len(part)), "B")

@@ -13,7 +13,7 @@ SCORES = [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 class Letters:
-    """A tokenizer whose tokens are characters."""
+    """A tokenizer with one token per character."""
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -34,26 +34,26 @@ def reward(*overrides: str, kind: str = "token", rewards_tokens: bool = True, sc
     return rule.reward(sample(), scores)
 
 
-def test_every_token_is_rewarded_with_its_score():
+def test_every_token_is_rewarded_by_its_score():
     assert reward() == ModelReward(31.0, [1.0 + 2.0, math.nan, 4.0, 8.0 + 16.0, math.nan])
 
 
-def test_steps_are_rewarded_where_they_end():
+def test_steps_are_rewarded_at_their_last_tokens():
     assert reward("reward_model.step_end=.") == ModelReward(20.0, [math.nan, math.nan, 4.0, 16.0, math.nan])
 
 
-def test_whole_samples_are_compared_by_the_sum():
+def test_samples_are_compared_by_the_sum_of_scores():
     assert reward(rewards_tokens=False) == ModelReward(31.0, None)
 
 
 @pytest.mark.parametrize(("how", "value"), [("mean", 6.2), ("sum", 31.0), ("min", 1.0), ("last", 16.0)])
-def test_an_aggregation_makes_it_an_outcome(how, value):
+def test_aggregation_yields_an_outcome_reward(how, value):
     assert reward(f"reward_model.aggregation={how}") == ModelReward(value, None)
 
 
-def test_a_sequence_classifier_rewards_the_sample():
+def test_sequence_classifier_rewards_the_sample():
     assert reward(kind="sequence", scores=[3.0]) == ModelReward(3.0, None)
 
 
-def test_a_score_that_is_not_finite_is_no_reward():
+def test_score_that_is_not_finite_is_not_a_reward():
     assert math.isnan(reward(scores=[1.0, math.inf, 0.0, 0.0, 0.0]).value)

@@ -1,4 +1,4 @@
-"""Rewards of programs. Here they are not isolated; tests/sandbox has them in sandboxes."""
+"""Rewards for programs, here without isolation. tests/sandbox runs them in sandboxes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def prints(program: str, answer: object) -> bool:
         ("```bash\nls\n```", None),
     ],
 )
-def test_the_last_closed_block_of_python_counts(response, block):
+def test_last_closed_python_block_is_extracted(response, block):
     assert last_code_block(response) == block
 
 
-def test_all_tests_have_to_pass():
+def test_code_tests_requires_all_tests_to_pass():
     double = "def double(x):\n    return 2 * x"
     assert passes(double, "assert double(2) == 4")
     assert passes(double, ["assert double(2) == 4", "import math\nassert double(math.pi) > 6"])
@@ -58,7 +58,7 @@ def test_all_tests_have_to_pass():
     assert not passes("x = 1", "assert double(2) == 4")
 
 
-def test_columns_of_published_data_sets_are_read():
+def test_code_tests_reads_columns_of_published_data_sets():
     increment = "def increment(x):\n    return x + ONE"
     check = "def check(candidate):\n    assert candidate(1) == 2"
     assert passes(increment, check, entry_point="increment", test_setup_code="ONE = 1")
@@ -77,11 +77,11 @@ def test_columns_of_published_data_sets_are_read():
         "import atexit, os\natexit.register(os._exit, 0)",
     ],
 )
-def test_a_program_that_leaves_before_the_tests_has_not_passed_them(program):
+def test_program_that_exits_before_the_tests_is_wrong(program):
     assert not passes(program, "assert False")
 
 
-def test_programs_are_modules_of_their_own():
+def test_program_runs_as_a_separate_module():
     program = (
         "from __future__ import annotations\nimport dataclasses, inspect, pickle\n"
         "@dataclasses.dataclass\nclass Point:\n    x: int\n"
@@ -95,8 +95,8 @@ def test_programs_are_modules_of_their_own():
 
 
 @pytest.mark.parametrize("answer", [None, [], "", ["", ""], 3, [1], {"a": "b"}])
-def test_without_tests_there_is_no_reward(answer):
-    with pytest.raises(ValueError, match="the answer has no tests"):
+def test_code_tests_without_tests_raises(answer):
+    with pytest.raises(ValueError, match="code_tests: the answer has no tests"):
         passes("pass", answer)
 
 
@@ -113,7 +113,7 @@ PAIRS = [{"input": "1 2", "output": "3"}, {"input": "4 5\n", "output": "9\n"}]
         {"inputs": [["1 2", ""]], "outputs": [["3"]]},
     ],
 )
-def test_every_form_of_pairs_is_read(answer):
+def test_code_stdin_stdout_reads_all_forms_of_pairs(answer):
     assert prints(ADDS, answer)
     assert not prints("print(4)", answer)
 
@@ -133,11 +133,11 @@ def test_every_form_of_pairs_is_read(answer):
         ("a", "", False),
     ],
 )
-def test_whitespace_does_not_count_but_between_words_and_lines(printed, expected, same):
+def test_only_whitespace_around_words_is_ignored(printed, expected, same):
     assert prints(f"print({printed!r}, end='')", [{"input": "", "output": expected}]) is same
 
 
-def test_a_program_that_fails_after_it_printed_is_wrong():
+def test_program_that_fails_after_its_output_is_wrong():
     assert not prints("print(3)\n1 / 0", [{"input": "", "output": "3"}])
     slow = fenced(f"print(3, flush=True)\nimport time; time.sleep({HANG_S})")
     quick = Unsafe(limits(wall_s=0.5))
@@ -145,6 +145,6 @@ def test_a_program_that_fails_after_it_printed_is_wrong():
 
 
 @pytest.mark.parametrize("answer", [None, [], "[]", "no JSON", [{"input": "1"}], {"inputs": ["1"], "outputs": []}, 3])
-def test_without_pairs_there_is_no_reward(answer):
-    with pytest.raises(ValueError, match=r"^the answer (has|is)"):
+def test_code_stdin_stdout_without_pairs_raises(answer):
+    with pytest.raises(ValueError, match=r"^code_stdin_stdout: the answer (has|is|must be)"):
         prints(ADDS, answer)

@@ -1,4 +1,4 @@
-"""Scores of samples of rollouts in environments: the environment's rewards beside those of functions."""
+"""Scores of samples from environments: the environment's rewards in addition to reward functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scorer(**settings) -> Scorer:
     return Scorer([RewardFunction(function="f", weight=2.0)], environment_weight=10.0, **settings)
 
 
-def test_turns_and_the_outcome_are_summed_and_weighed():
+def test_turns_and_outcome_are_summed_and_weighted():
     score, by_token = scorer().score(sample(outcome=0.25), {"f": Result(1.0)})
     assert score.value == pytest.approx(10 * (0.5 + 1.0 + 0.25) + 2)
     assert score.parts == {"f": 1.0, "environment": 1.75, "environment_format": 1.5}
@@ -38,19 +38,19 @@ def test_turns_and_the_outcome_are_summed_and_weighed():
 
 
 @pytest.mark.parametrize(("first_turn", "expected"), [(0, {1: 5.0}), (1, {4: 10.0})])
-def test_rewards_of_its_own_turns_are_rewards_of_tokens(first_turn, expected):
-    """Two turns of the rollout are in this sample; one has no reward of its own."""
+def test_rewards_of_own_turns_are_token_rewards(first_turn, expected):
+    """The sample contains two turns of the rollout, one of them without a reward."""
     score, by_token = scorer(rewards_tokens=True).score(sample(first_turn=first_turn), {"f": Result(1.0)})
     assert {i: reward for i, reward in enumerate(by_token) if not math.isnan(reward)} == expected
     assert score.token_reward_totals.total == sum(expected.values())
     assert score.value == pytest.approx(17)
 
 
-def test_a_failed_environment_is_a_failure_and_no_zero():
+def test_failed_environment_is_a_failure_and_not_zero():
     score, _ = scorer().score(sample(failure="step raised KeyError: 'x'"), {})
     assert (score.value, score.failure) == (None, "environment: step raised KeyError: 'x'")
 
 
-def test_a_failed_function_beside_an_environment_is_a_failure():
+def test_failed_function_in_an_environment_is_a_failure():
     score, _ = scorer().score(sample(), {"f": Result(None, failure="raised ValueError: no")})
     assert score.value is None and "f raised ValueError" in score.failure

@@ -1,4 +1,4 @@
-"""Rewards by comparison."""
+"""Rewards from pairwise comparison."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,8 @@ from megarl.rewards.scorer import Scorer
 
 
 def sample(prompt: int, text: str) -> Sample:
-    asked = Prompt(f"p{prompt}", f"question {prompt}", (5,), answer=str(prompt))
-    return Sample(f"{prompt}.{text}", asked, (7,), (-1.0,), (True,), (VersionRun(0, 1),), "stop", text)
+    question = Prompt(f"p{prompt}", f"question {prompt}", (5,), answer=str(prompt))
+    return Sample(f"{prompt}.{text}", question, (7,), (-1.0,), (True,), (VersionRun(0, 1),), "stop", text)
 
 
 def longer(prompt: str, first: str, second: str, answer: str) -> bool | float:
@@ -22,12 +22,12 @@ def longer(prompt: str, first: str, second: str, answer: str) -> bool | float:
 
 
 def judged(judge: Callable, samples: Sequence[Sample], order: Order = "both") -> dict[str, Verdict]:
-    asked = comparisons(samples, order, seed=0)
-    return verdicts(samples, [(item, Result(**answer(judge, item.arguments))) for item in asked])
+    pairs = comparisons(samples, order, seed=0)
+    return verdicts(samples, [(item, Result(**answer(judge, item.arguments))) for item in pairs])
 
 
 @pytest.mark.parametrize("order", ["both", "seeded"])
-def test_a_response_is_worth_the_share_of_the_others_that_it_beats(order):
+def test_verdict_is_the_share_of_beaten_responses(order):
     samples = [sample(0, "aa"), sample(1, "b"), sample(0, "a"), sample(0, "aaa"), sample(1, "c"), sample(0, "bb")]
     assert judged(longer, samples, order) == {
         "0.aa": pytest.approx(1.5 / 3),
@@ -39,25 +39,25 @@ def test_a_response_is_worth_the_share_of_the_others_that_it_beats(order):
     }
 
 
-def test_each_two_are_compared_in_both_orders():
+def test_every_pair_is_compared_in_both_orders():
     samples = [sample(0, text) for text in "abc"] + [sample(1, "d")]
-    asked = [(item.first.text, item.second.text) for item in comparisons(samples, "both", seed=0)]
-    assert asked == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
+    pairs = [(item.first.text, item.second.text) for item in comparisons(samples, "both", seed=0)]
+    assert pairs == [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")]
 
 
-def test_a_judge_that_prefers_the_first_prefers_nothing_in_both_orders():
+def test_position_bias_cancels_in_both_orders():
     samples = [sample(0, text) for text in "abc"]
     assert set(judged(lambda *words: True, samples).values()) == {0.5}
 
 
-def test_a_drawn_order_is_that_of_the_run_and_each_as_likely():
+def test_random_orders_depend_on_the_seed_and_are_balanced():
     samples = [sample(0, str(i)) for i in range(40)]
-    asked = comparisons(samples, "seeded", seed=3)
-    assert asked == comparisons(samples, "seeded", seed=3) != comparisons(samples, "seeded", seed=4)
-    pairs = {frozenset((item.first.id, item.second.id)) for item in asked}
-    assert len(pairs) == len(asked) == 40 * 39 // 2
-    in_order = sum(int(item.first.text) < int(item.second.text) for item in asked)
-    assert abs(in_order / len(asked) - 0.5) < 0.08  # over four standard deviations
+    pairs = comparisons(samples, "seeded", seed=3)
+    assert pairs == comparisons(samples, "seeded", seed=3) != comparisons(samples, "seeded", seed=4)
+    distinct = {frozenset((item.first.id, item.second.id)) for item in pairs}
+    assert len(distinct) == len(pairs) == 40 * 39 // 2
+    in_order = sum(int(item.first.text) < int(item.second.text) for item in pairs)
+    assert abs(in_order / len(pairs) - 0.5) < 0.08  # over four standard deviations
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_a_drawn_order_is_that_of_the_run_and_each_as_likely():
         (lambda *words: float("nan"), "returned nan, not a bool"),
     ],
 )
-def test_a_comparison_that_fails_is_a_failure_of_both(judge, reason):
-    found = judged(judge, [sample(0, "a"), sample(0, "b")])
-    assert all(verdict.startswith(reason) for verdict in found.values()) and len(found) == 2
+def test_failed_comparison_fails_both_samples(judge, reason):
+    by_sample = judged(judge, [sample(0, "a"), sample(0, "b")])
+    assert all(verdict.startswith(reason) for verdict in by_sample.values()) and len(by_sample) == 2
 
 
-def test_a_response_alone_has_no_verdict():
-    assert judged(longer, [sample(0, "a")]) == {"0.a": "has no other response to compare it with"}
+def test_single_response_has_no_verdict():
+    assert judged(longer, [sample(0, "a")]) == {"0.a": "has no other response to compare with"}
 
 
-def test_the_verdict_is_a_part_of_the_reward():
+def test_verdict_is_a_part_of_the_reward():
     samples = [sample(0, "aa"), sample(0, "a")]
-    found = judged(longer, samples)
-    scores = [Scorer([]).score(item, {}, verdict=found[item.id])[0] for item in samples]
+    by_sample = judged(longer, samples)
+    scores = [Scorer([]).score(item, {}, verdict=by_sample[item.id])[0] for item in samples]
     assert [(score.value, score.parts) for score in scores] == [(1.0, {"judge": 1.0}), (0.0, {"judge": 0.0})]
     failed, _ = Scorer([]).score(samples[0], {}, verdict="raised KeyError: 1")
     assert failed.value is None and failed.failure == "rewards.functions: judge raised KeyError: 1, on sample 0.aa"

@@ -1,4 +1,4 @@
-"""A reward model that judges: the question that it is asked, and the rating in its answer."""
+"""A reward model as judge: the question that it is asked, and the rating in its answer."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from megarl.rewards.scorer import Scorer
 from tests.paths import BASE
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
-ACTOR, OWN = tiny_tokenizer(), merging_tokenizer("1 2", "] ]")
+ACTOR, JUDGE = tiny_tokenizer(), merging_tokenizer("1 2", "] ]")
 IDS = (*ACTOR.encode("1+2?", add_special_tokens=False), ACTOR.eos_token_id)
 SAMPLE = Sample(
     "s", Prompt("p", "", IDS, answer=3), (7, 8), (-1.0,) * 2, (True,) * 2, (VersionRun(0, 2),), "stop", "{prompt} 12"
 )
 
 
-def judge(*overrides: str, longest: int = 100, own=OWN) -> ModelJudge:
+def judge(*overrides: str, longest: int = 100, tokenizer=JUDGE) -> ModelJudge:
     required = ["model.path=m", "data.source=arithmetic", "reward_model.path=r", "reward_model.engine=vllm"]
     keys = ["reward_model.input_format=question", "reward_model.judge.max_new_tokens=10", *overrides]
-    return ModelJudge(load(BASE, [*required, *keys]).reward_model, longest, own, ACTOR)
+    return ModelJudge(load(BASE, [*required, *keys]).reward_model, longest, tokenizer, ACTOR)
 
 
 def template(text: str) -> str:
     return f"reward_model.judge.template={text!r}"
 
 
-def test_the_question_is_a_users_message():
-    read = judge(template("Is '{response}' to '{prompt}' {answer}?")).read(SAMPLE)
+def test_question_is_rendered_as_a_user_message():
+    reading = judge(template("Is '{response}' to '{prompt}' {answer}?")).read(SAMPLE)
     message = {"role": "user", "content": "Is '{prompt} 12' to '1+2?' 3?"}
-    ids = OWN.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
-    assert read.sample.token_ids.tolist() == ids and read.sample.id == "s"
+    ids = JUDGE.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+    assert reading.sample.token_ids.tolist() == ids and reading.sample.id == "s"
 
 
-def test_without_a_template_it_is_asked_to_compare():
-    text = OWN.decode(judge(longest=1000).read(SAMPLE).sample.token_ids.tolist())
+def test_default_template_includes_the_reference():
+    text = JUDGE.decode(judge(longest=1000).read(SAMPLE).sample.token_ids.tolist())
     assert "[Reference]\n3\n" in text and "[Answer of the assistant]\n{prompt} 12\n" in text and "[[rating]]" in text
 
 
-def test_a_question_leaves_room_for_its_answer():
-    asked = template("Rate {response}")
-    length = len(judge(asked).read(SAMPLE).sample.token_ids)
-    assert judge(asked, longest=length + 10).read(SAMPLE)
-    with pytest.raises(Unreadable, match=rf"in {length} tokens, and with .*=10 .* raise reward_model.context_length"):
-        judge(asked, longest=length + 9).read(SAMPLE)
+def test_question_must_leave_room_for_the_answer():
+    override = template("Rate {response}")
+    length = len(judge(override).read(SAMPLE).sample.token_ids)
+    assert judge(override, longest=length + 10).read(SAMPLE)
+    with pytest.raises(Unreadable, match=rf"needs {length} tokens .*=10 .* raise reward_model.context_length"):
+        judge(override, longest=length + 9).read(SAMPLE)
 
 
-def test_a_chat_template_may_refuse_a_question():
-    own = merging_tokenizer()
-    own.chat_template = "{{ raise_exception('no users') }}"
-    with pytest.raises(Unreadable, match="has a chat template that refuses the question: no users"):
-        judge(own=own).read(SAMPLE)
+def test_question_that_the_template_rejects_is_unreadable():
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(Unreadable, match="has a chat template that rejects the question: no users"):
+        judge(tokenizer=tokenizer).read(SAMPLE)
 
 
 @pytest.mark.parametrize(
     ("answer", "value"), [("Good. [[10]]", 1.0), ("First [[1]], but [[ 5.5 ]]", 0.5), ("[[1]]<eos>", 0.0)]
 )
-def test_the_last_rating_is_the_reward(answer, value):
-    assert judge().reward(SAMPLE, OWN.encode(answer)) == ModelReward(value)
+def test_last_rating_is_the_reward(answer, value):
+    assert judge().reward(SAMPLE, JUDGE.encode(answer)) == ModelReward(value)
 
 
 @pytest.mark.parametrize("answer", ["", "ten", "[[11]]", "[[0]]"])
-def test_an_answer_without_a_rating_is_a_failure(answer):
-    reward = judge().reward(SAMPLE, OWN.encode(answer))
+def test_answer_without_a_rating_is_a_failure(answer):
+    reward = judge().reward(SAMPLE, JUDGE.encode(answer))
     score, _ = Scorer([]).score(SAMPLE, {}, reward)
-    reason = f"gave no rating [[1 to 10]] in what the judge says: …{answer!r}"
+    reason = f"gave no rating [[1 to 10]] in the judge's answer: …{answer!r}"
     assert (score.value, score.failure) == (None, f"rewards.functions: reward_model {reason}, on sample s")
 
 
-def test_the_scale_is_the_configs():
-    assert judge("reward_model.judge.scale=[-1, 3]").reward(SAMPLE, OWN.encode("[[0]]")) == ModelReward(0.25)
+def test_scale_is_configurable():
+    assert judge("reward_model.judge.scale=[-1, 3]").reward(SAMPLE, JUDGE.encode("[[0]]")) == ModelReward(0.25)

@@ -35,7 +35,7 @@ from megarl.rewards.numeric import numeric_match
         pytest.param("9" * 5000, "9" * 5000, id="equal-of-5000-digits"),
     ],
 )
-def test_the_last_number_is_the_answer(response, answer):
+def test_last_number_equal_to_the_answer_is_correct(response, answer):
     assert numeric_match("", response, answer)
 
 
@@ -56,11 +56,11 @@ def test_the_last_number_is_the_answer(response, answer):
         ("1234", "123"),
     ],
 )
-def test_anything_else_is_wrong(response, answer):
+def test_any_other_response_is_wrong(response, answer):
     assert not numeric_match("", response, answer)
 
 
 @pytest.mark.parametrize("answer", [None, "", "twelve", "#### 12", "1/0", True, float("nan"), [12]])
-def test_an_answer_that_is_no_number_is_a_failure(answer):
-    with pytest.raises(ValueError, match="is not a number"):
+def test_answer_that_is_not_a_number_raises(answer):
+    with pytest.raises(ValueError, match=r"numeric_match: the answer .* is not a number"):
         numeric_match("", "12", answer)

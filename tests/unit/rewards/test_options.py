@@ -1,4 +1,4 @@
-"""Options of reward functions, and sources of rows that they judge."""
+"""Options of reward functions, and the sources of rows that they apply to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file(tmp_path_factory) -> str:
     return str(file)
 
 
-def test_options_are_arguments_and_no_columns_any_more(file):
+def test_options_are_arguments_and_not_columns(file):
     near = resolve(f"{file}:near", {"tolerance": 2})
     assert near("", "1", "3", level=1) and not near("", "1", "3", level=0.5)
     assert asked_columns(near, 3) == {"level": True}
@@ -51,36 +51,52 @@ def test_options_are_arguments_and_no_columns_any_more(file):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exact_match", {"case": 1}, "exact_match has no option 'case'; known: none"),
-        ("think_answer_format", {"rihgt": 1}, "think_answer_format has no option 'rihgt'; known: right, wrong"),
-        ("think_answer_format", {"response": 1}, "think_answer_format has no option 'response'; known: right, wrong"),
-        ("FILE:near", {"scale": 1}, "FILE:near has no option 'scale'; known: level, tolerance"),
-        ("regex_match", {}, "regex_match needs options: {pattern: …}"),
-        ("regex_match", {"pattern": "("}, "regex_match: options.pattern='(' is no regular expression: missing )"),
-        ("regex_match", {"patern": "a"}, "has no option 'patern'; known: pattern, whole, ignore_case, timeout_s"),
-        ("math_match", {"timeout_s": 0.5}, "math_match: options.timeout_s=0.5 is not an integer above 0"),
+        ("exact_match", {"case": 1}, "exact_match has no option 'case'. Fix: use one of its options: none"),
+        (
+            "think_answer_format",
+            {"rihgt": 1},
+            "has no option 'rihgt'. Fix: use one of its options: right, wrong",
+        ),
+        ("think_answer_format", {"response": 1}, "has no option 'response'. Fix: use one of its options: right, wrong"),
+        ("FILE:near", {"scale": 1}, "FILE:near has no option 'scale'. Fix: use one of its options: level, tolerance"),
+        ("regex_match", {}, "regex_match requires an option. Fix: add options: {pattern: …}"),
+        (
+            "regex_match",
+            {"pattern": "("},
+            "regex_match: options.pattern='(': not a valid regular expression: missing )",
+        ),
+        (
+            "regex_match",
+            {"patern": "a"},
+            "'patern'. Fix: use one of its options: pattern, whole, ignore_case, timeout",
+        ),
+        ("math_match", {"timeout_s": 0.5}, "math_match: options.timeout_s=0.5: must be a positive integer"),
         (
             "soft_overlong",
             {"max_tokens": 8, "buffer": 9},
-            "options.buffer=9 is not an integer above 0, and at most max_tokens=8",
+            "options.buffer=9: must be a positive integer, and at most max_tokens=8",
         ),
-        ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0 is not an integer above 0"),
+        ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0: must be a positive integer"),
         ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "no function 'exact'; did you mean exact_match?"),
         (
             "cosine_length",
             {"max_tokens": 8, "verifier": {"name": "f"}},
-            "is neither a function nor {function, options}",
+            "must be a function's name or {function, options}",
         ),
-        ("generative_judge", {"base_url": "localhost", "model": "m"}, "options.base_url=localhost is no address"),
+        (
+            "generative_judge",
+            {"base_url": "localhost", "model": "m"},
+            "options.base_url=localhost: not a URL. Fix: ",
+        ),
         (
             "generative_judge",
             {"base_url": "http://localhost/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
-            "options.api_key_env=NO_SUCH_KEY: the environment has no such variable; export it",
+            "options.api_key_env=NO_SUCH_KEY: the environment variable is not set. Fix: export it",
         ),
-        ("reasoning_gym", {"reads": "box"}, "reasoning_gym: options.reads='box' is none of tags, response"),
+        ("reasoning_gym", {"reads": "box"}, "reasoning_gym: options.reads='box': must be one of tags, response"),
     ],
 )
-def test_what_is_no_option_is_refused_before_any_call(file, name, options, message):
+def test_invalid_option_is_refused_before_any_call(file, name, options, message):
     name = name.replace("FILE", file)
     with pytest.raises(UserError, match=f"^rewards.functions: .*{re.escape(message.replace('FILE', file))}"):
         FunctionPool([RewardFunction(function=name, options=options)], None, 1, 5.0)
@@ -95,7 +111,7 @@ def entries() -> str:
     )
 
 
-def test_functions_judge_the_rows_of_their_sources(tmp_path):
+def test_functions_apply_to_rows_of_their_sources(tmp_path):
     data = tmp_path / "rows.jsonl"
     rows = ['{"prompt": "a", "answer": "7", "from": "math"}', '{"prompt": "b", "answer": "word", "from": "text"}']
     data.write_text("\n".join(rows) + "\n")
@@ -113,18 +129,18 @@ def test_functions_judge_the_rows_of_their_sources(tmp_path):
     assert trials[1].parts == {"tags": 0.0, "exact_match": 1.0}
     only_math = "rewards.functions=[{function: exact_match, sources: [math]}]"
     with pytest.raises(
-        UserError, match=r"rows.jsonl:2: no function of rewards.functions has 'text', the row's 'from', in"
+        UserError, match=r"rows.jsonl:2: no function in rewards.functions lists 'text' \(the row's 'from'\) in its"
     ):
         load_prompts(load(QUICKSTART, [only_math, *overrides[1:]]), tmp_path / "model")
     with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
         load(QUICKSTART, [only_math])
     with pytest.raises(
-        UserError, match=r"rows.jsonl:1: no column 'origin' .*; set data.source_column to the right one"
+        UserError, match=r"rows.jsonl:1: no column 'origin' .* Fix: set data.source_column to the right one"
     ):
         load_prompts(load(QUICKSTART, [*overrides, "data.source_column=origin"]), tmp_path / "model")
 
 
-def test_a_batch_has_the_samples_of_its_sources_alone(file):
+def test_batch_contains_only_samples_of_its_sources(file):
     import asyncio
 
     from megarl.environments.batch import judge_batch
@@ -152,15 +168,15 @@ def test_a_batch_has_the_samples_of_its_sources_alone(file):
     ("second", "remedy"),
     [
         ({"function": "exact_match", "weight": 2.0}, "list it once, with the sum of the weights"),
-        ({"function": "exact_match", "sources": ["a"]}, "give each a `name` of its own for its metrics"),
-        ({"function": "numeric_match", "name": "exact_match"}, "give each a `name` of its own for its metrics"),
+        ({"function": "exact_match", "sources": ["a"]}, "give each entry its own `name` for its metrics"),
+        ({"function": "numeric_match", "name": "exact_match"}, "give each entry its own `name` for its metrics"),
     ],
 )
-def test_two_functions_of_one_name_are_refused(second, remedy):
-    with pytest.raises(UserError, match=f"^rewards.functions: exact_match is listed twice; {remedy}$"):
+def test_functions_with_the_same_name_are_refused(second, remedy):
+    with pytest.raises(UserError, match=f"^rewards.functions: exact_match is listed twice. Fix: {remedy}$"):
         Scorer([RewardFunction(function="exact_match"), RewardFunction(**second)])
 
 
-def test_names_of_other_metrics_are_refused():
+def test_name_of_another_metric_is_refused():
     with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: another part of the metrics is called so"):
         load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])

@@ -1,4 +1,4 @@
-"""DAPO's eq. 13 by hand: 100 tokens at most, the last 20 of them punished."""
+"""DAPO's eq. 13 computed by hand: at most 100 tokens, with a buffer of 20."""
 
 import pytest
 
@@ -6,5 +6,5 @@ from megarl.rewards.overlong import overlong_penalty
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)])
-def test_penalty_by_hand(tokens, penalty):
+def test_overlong_penalty_equals_hand_computed_values(tokens, penalty):
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)

@@ -1,4 +1,4 @@
-"""The text that a reward model with another tokenizer reads, and the sampled tokens that its steps end with."""
+"""Reward models with a different tokenizer: the text that they read, and the sampled tokens that their steps map to."""
 
 from math import nan
 
@@ -35,100 +35,103 @@ def settings(*overrides: str) -> RewardModel:
     return load(BASE, ["model.path=m", "data.source=arithmetic", "reward_model.path=r", *overrides]).reward_model
 
 
-def reader(reads: str, kind: str = "token", own=PAIRS, actor=ACTOR, longest: int = 100) -> Reader:
-    return Reader(kind, settings(f"reward_model.input_format={reads}"), longest, own, actor)
+def reader(input_format: str, kind: str = "token", tokenizer=PAIRS, actor=ACTOR, longest: int = 100) -> Reader:
+    return Reader(kind, settings(f"reward_model.input_format={input_format}"), longest, tokenizer, actor)
 
 
 def ids_of(reading) -> list[int]:
     return reading.sample.token_ids.tolist()
 
 
-def test_text_is_that_of_the_sampled_ids_without_special_tokens():
+def test_text_format_reads_text_without_special_tokens():
     reading = reader("text").read(sample("ab.c.", ACTOR))
     assert ids_of(reading) == PAIRS("What is 1+2?ab.c.")["input_ids"]
     assert PAIRS.decode(reading.sample.response_ids.tolist()) == "ab.c."
     assert reading.ends == (2, 4, 5)
 
 
-def test_chat_is_its_own_template():
+def test_chat_format_uses_the_reward_models_template():
     conversation = [QUESTION, {"role": "assistant", "content": "ab.c."}]
     whole = PAIRS.apply_chat_template(conversation, return_dict=False)
-    of_sample = reader("chat", "sequence").read(sample("ab.c.", ACTOR))
-    assert ids_of(of_sample) == whole
-    assert of_sample.sample.response_ids.tolist() == [PAIRS.eos_token_id]
-    token_reward_totals = reader("chat").read(sample("ab.c.", ACTOR))
-    assert ids_of(token_reward_totals) == whole[:-1]
-    assert PAIRS.decode(token_reward_totals.sample.response_ids.tolist()) == "ab.c."
+    sequence_reading = reader("chat", "sequence").read(sample("ab.c.", ACTOR))
+    assert ids_of(sequence_reading) == whole
+    assert sequence_reading.sample.response_ids.tolist() == [PAIRS.eos_token_id]
+    token_reading = reader("chat").read(sample("ab.c.", ACTOR))
+    assert ids_of(token_reading) == whole[:-1]
+    assert PAIRS.decode(token_reading.sample.response_ids.tolist()) == "ab.c."
 
 
 @pytest.mark.parametrize("response", ["s", "assistant", "</s>", "What is 1+2?"])
-def test_a_response_is_found_where_it_is_and_not_in_the_template(response):
-    reading = reader("chat", own=CHARACTERS).read(sample(response, ACTOR))
+def test_response_is_located_despite_equal_text_in_the_template(response):
+    reading = reader("chat", tokenizer=CHARACTERS).read(sample(response, ACTOR))
     assert CHARACTERS.decode(reading.sample.prompt.token_ids.tolist()).endswith("assistant: ")
     assert CHARACTERS.decode(reading.sample.response_ids.tolist()) == response
 
 
-def test_a_prompt_may_hold_the_mark():
-    asked = ({"role": "user", "content": f"What is {MARK}?"},)
-    reading = reader("chat", own=CHARACTERS).read(sample("ab", ACTOR, asked))
+def test_prompt_may_contain_the_mark():
+    messages = ({"role": "user", "content": f"What is {MARK}?"},)
+    reading = reader("chat", tokenizer=CHARACTERS).read(sample("ab", ACTOR, messages))
     assert CHARACTERS.decode(reading.sample.response_ids.tolist()) == "ab"
 
 
-def test_what_the_template_trims_does_not_count():
+def test_text_trimmed_by_the_template_does_not_count():
     reading = reader("chat").read(sample("  ab \n", ACTOR))
     assert PAIRS.decode(reading.sample.response_ids.tolist()) == "ab"
     assert reading.ends == (4,)
 
 
-@pytest.mark.parametrize(("reads", "last"), [("text", "?"), ("chat", "</s>")])
-def test_an_empty_response_is_scored_where_it_would_be(reads, last):
-    reading = reader(reads).read(sample("", ACTOR))
+@pytest.mark.parametrize(("input_format", "last"), [("text", "?"), ("chat", "</s>")])
+def test_empty_response_is_scored_at_its_position(input_format, last):
+    reading = reader(input_format).read(sample("", ACTOR))
     assert PAIRS.decode(reading.sample.response_ids.tolist()) == last
 
 
-def test_what_cannot_be_read_says_why():
+def test_unreadable_sample_has_a_reason():
     with pytest.raises(Unreadable, match="would read 14 tokens, more than 13; raise reward_model"):
         reader("text", longest=13).read(sample("ab.", ACTOR))
     reader("text", longest=14).read(sample("ab.", ACTOR))
-    with pytest.raises(Unreadable, match="has a chat template that refuses the messages: no tools"):
+    with pytest.raises(Unreadable, match="has a chat template that rejects the messages: no tools"):
         reader("chat").read(sample("ab.", ACTOR, messages=({"role": "tool", "content": "3"},)))
 
 
-def reward(response: str, scores: list[float], own, actor, *overrides: str) -> ModelReward:
-    """Returns the reward by steps that end with a dot, in an actor that reads and writes with its own tokenizer."""
-    read = reader("text", own=own, actor=actor)
-    of_sample = sample(response, actor)
-    rule = ClassifierReward("token", settings("reward_model.step_end=.", *overrides), own, read, rewards_tokens=True)
-    return rule.reward(of_sample, scores, read.read(of_sample))
+def reward(response: str, scores: list[float], tokenizer, actor, *overrides: str) -> ModelReward:
+    """Return the reward for steps that end with a dot."""
+    model_reader = reader("text", tokenizer=tokenizer, actor=actor)
+    scored_sample = sample(response, actor)
+    keys = ["reward_model.step_end=.", *overrides]
+    rule = ClassifierReward("token", settings(*keys), tokenizer, model_reader, rewards_tokens=True)
+    return rule.reward(scored_sample, scores, model_reader.read(scored_sample))
 
 
-def test_steps_are_mapped_to_the_sampled_tokens_that_end_with_them():
-    """The model reads ab|.c|d|.|e: its first step ends with .c, which the actor's fourth token ends, too. The last step
-    is the sample's last token, here the end of the sequence."""
+def test_steps_are_mapped_to_sampled_tokens():
+    """The model reads ab|.c|d|.|e: its first step ends with .c, as does the actor's fourth token.
+
+    The last step ends with the sample's last token, here the EOS token.
+    """
     assert PAIRS.tokenize("ab.cd.e") == ["ab", ".c", "d", ".", "e"]
     mapped = reward("ab.cd.e", [1.0, 2.0, 4.0, 8.0, 16.0], PAIRS, CHARACTERS)
     assert mapped == ModelReward(26.0, [nan, nan, nan, 2.0, nan, 8.0, nan, 16.0])
 
 
-def test_characters_of_several_tokens_end_with_their_last():
+def test_multi_token_characters_end_with_their_last_token():
     assert len(CHARACTERS.tokenize("é€.")) == 6
     mapped = reward("é€.é", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], CHARACTERS, CHARACTERS)
     assert mapped == ModelReward(160.0, [nan] * 5 + [32.0, nan, nan, 128.0])
-    ended = merging_tokenizer(". Ã")  # a token that ends inside of a character
+    ended = merging_tokenizer(". Ã")  # this token ends inside a character
     assert reward("a.é.b", [1.0, 2.0, 4.0, 8.0, 16.0], ended, CHARACTERS).by_token is not None
 
 
-def test_a_step_may_end_with_a_character_of_several_tokens():
+def test_step_may_end_with_a_multi_token_character():
     assert len(CHARACTERS.tokenize("。")) == 3
     mapped = reward("a。b", [1.0, 2.0, 4.0, 8.0, 16.0], CHARACTERS, CHARACTERS, "reward_model.step_end=。")
     assert mapped == ModelReward(24.0, [nan, nan, nan, 8.0, nan, 16.0])
 
 
-def test_a_step_that_ends_inside_of_a_sampled_token_is_refused():
+def test_step_that_ends_inside_a_sampled_token_fails():
     assert PAIRS.tokenize("ab.c") == ["ab", ".c"]
     scores = [1.0, 2.0, 4.0, 8.0]
     refused = reward("ab.c", scores, CHARACTERS, PAIRS)
     assert refused.value is None and refused.by_token is None
-    assert refused.failure.startswith("scores a step that ends after 3 characters of the response, where no sampled")
-    # As an outcome it needs no place.
+    assert refused.failure.startswith("scores a step that ends after 3 characters of the response, inside a sampled")
+    # An outcome reward needs no position.
     assert reward("ab.c", scores, CHARACTERS, PAIRS, "reward_model.aggregation=mean") == ModelReward(6.0)

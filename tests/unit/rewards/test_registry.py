@@ -3,31 +3,32 @@ import inspect
 import pytest
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.registry import BATCH, FUNCTIONS, SINGLE, asked_columns, resolve, takes_batches
+from megarl.rewards.options import BATCH, SINGLE
+from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve, takes_batches
 from tests.paths import ROOT
 
 
-def test_built_in_functions_by_name():
+def test_builtin_functions_are_resolved_by_name():
     assert resolve("exact_match") is exact_match
-    needed = {
+    required = {
         "regex_match": {"pattern": "a"},
         "cosine_length": {"max_tokens": 8},
         "soft_overlong": {"max_tokens": 8, "buffer": 2},
         "generative_judge": {"base_url": "http://localhost/v1", "model": "m"},
     }
-    first = {name: tuple(inspect.signature(resolve(name, needed.get(name, {}))).parameters)[:3] for name in FUNCTIONS}
+    first = {n: tuple(inspect.signature(resolve(n, required.get(n, {}))).parameters)[:3] for n in FUNCTIONS}
     assert set(first.values()) == {SINGLE, BATCH} and [n for n in FUNCTIONS if first[n] == BATCH] == [
         "generative_judge"
     ]
 
 
 @pytest.mark.parametrize("page", ["configs/README.md", "configs/base.yaml"])
-def test_pages_name_every_function(page):
+def test_pages_mention_every_function(page):
     content = (ROOT / page).read_text(encoding="utf-8")
     assert [name for name in FUNCTIONS if name not in content] == []
 
 
-def test_a_function_of_a_users_file(tmp_path):
+def test_function_in_a_user_file_is_resolved(tmp_path):
     file = tmp_path / "my rewards.py"
     file.write_text(
         "from __future__ import annotations\n"
@@ -41,7 +42,7 @@ def test_a_function_of_a_users_file(tmp_path):
     assert resolve(f"{file}:short")("", "four", None) == 0.25
 
 
-def test_two_files_of_one_name_stay_apart(tmp_path):
+def test_files_with_the_same_name_are_kept_apart(tmp_path):
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "reward.py").write_text(f"def f(prompt, response, answer):\n    return {value}\n")
@@ -49,14 +50,14 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
     assert (first("", "", None), second("", "", None)) == (1, 2)
 
 
-def test_parameters_after_the_third_ask_for_columns(tmp_path):
+def test_further_parameters_request_columns(tmp_path):
     file = tmp_path / "columns.py"
     file.write_text("def f(prompt, response, answer, level, *others, row=None, **named):\n    return level\n")
     assert asked_columns(resolve(f"{file}:f"), 3) == {"level": True, "row": False}
     assert asked_columns(max, 3) == asked_columns(exact_match, 3) == {}
 
 
-def test_whatever_takes_three_arguments_is_a_function(tmp_path):
+def test_any_callable_with_three_arguments_is_accepted(tmp_path):
     file = tmp_path / "callables.py"
     file.write_text(
         "import functools\n"
@@ -73,21 +74,21 @@ def test_whatever_takes_three_arguments_is_a_function(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_mach", r"'exact_mach'; did you mean exact_match\? known: exact_match, numeric_match"),
-        ("zzz", r"'zzz'; known: exact_match, numeric_match"),
+        ("exact_mach", r"'exact_mach'; did you mean exact_match\? Known: exact_match, numeric_match"),
+        ("zzz", r"'zzz'; Known: exact_match, numeric_match"),
         ("{folder}/missing.py:f", r"missing\.py is not a Python file"),
-        ("{folder}/good.py", r"names a file but no function; write .*good\.py:FUNCTION"),
-        ("{folder}/good.py:g", r"good\.py has no function 'g'; define it as g\(prompt, response, answer\)"),
+        ("{folder}/good.py", r"is a file without a function\. Fix: write .*good\.py:FUNCTION"),
+        ("{folder}/good.py:g", r"good\.py has no function 'g'\. Fix: define it as g\(prompt, response, answer\)"),
         ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
         (
             "{folder}/good.py:two",
-            r"good\.py:two takes \(prompt, response\), too many positional arguments; define it as two\(prompt, resp",
+            r"good\.py:two takes \(prompt, response\): too many positional arguments\. Fix: define it as two\(prompt",
         ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_cannot_be_found_is_named(tmp_path, name, message):
+def test_unresolvable_function_is_named(tmp_path, name, message):
     (tmp_path / "good.py").write_text(
         "constant = 1\ndef f(prompt, response, answer):\n    return 1\ndef two(prompt, response):\n    return 1\n"
     )
@@ -97,7 +98,7 @@ def test_what_cannot_be_found_is_named(tmp_path, name, message):
         resolve(name.format(folder=tmp_path))
 
 
-def test_a_function_of_whole_batches_is_known_by_the_names_of_its_parameters(tmp_path):
+def test_batch_function_is_recognized_by_parameter_names(tmp_path):
     file = tmp_path / "batches.py"
     file.write_text(
         "def f(prompts, responses, answers, level):\n    return level\n"
@@ -109,8 +110,8 @@ def test_a_function_of_whole_batches_is_known_by_the_names_of_its_parameters(tmp
     assert [takes_batches(resolve(f"{file}:{name}")) for name in ("f", "object", "g")] == [True, True, False]
     assert not takes_batches(max) and asked_columns(resolve(f"{file}:f"), 3) == {"level": True}
     message = (
-        r"^rewards.functions: .*batches.py:trl takes \(prompts, completions, answers\); a function of whole batches "
-        r"takes \(prompts, responses, answers\), by these names, and one of single samples \(prompt, resp"
+        r"^rewards.functions: .*batches.py:trl takes \(prompts, completions, answers\)\. Fix: name its first "
+        r"parameters \(prompts, responses, answers\) for whole batches, or \(prompt, response, answer\) for single"
     )
     with pytest.raises(ValueError, match=message):
         resolve(f"{file}:trl")

@@ -1,4 +1,4 @@
-"""A judge behind OpenAI's interface, a real server on a port of this machine."""
+"""A judge behind an OpenAI-compatible API, with a real server on a local port."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CONCURRENCY = 4
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with what the response that is to be judged asks for, and writes down what it was asked."""
+    """Behaves as the judged response requests, and records the requests."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict] = []
+        self.requests: list[dict] = []
         self.keys: list[str | None] = []
-        self.under_way = self.most = 0
+        self.active = self.most_active = 0
         self.lock = threading.Lock()
         self.several = threading.Barrier(CONCURRENCY)
 
@@ -42,19 +42,19 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            self.server.asked.append(question)
+            self.server.requests.append(request)
             self.server.keys.append(self.headers["Authorization"])
-            self.server.under_way += 1
-            self.server.most = max(self.server.most, self.server.under_way)
+            self.server.active += 1
+            self.server.most_active = max(self.server.most_active, self.server.active)
         try:
-            self._answer(question["messages"][0]["content"].split("|")[1])
+            self._answer(request["messages"][0]["content"].split("|")[1])
         except BrokenPipeError:
             pass
         finally:
             with self.server.lock:
-                self.server.under_way -= 1
+                self.server.active -= 1
 
     def _answer(self, response: str) -> None:
         action, _, text = response.partition(" ")
@@ -65,8 +65,9 @@ class Handler(BaseHTTPRequestHandler):
         if action == "drop":
             self.close_connection = True
             return
-        flaky = action == "flaky" and sum(response in q["messages"][0]["content"] for q in self.server.asked) < 2
-        status = 503 if flaky else int(text) if action == "status" else 200
+        num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
+        is_unavailable = action == "flaky" and num_requests < 2
+        status = 503 if is_unavailable else int(text) if action == "status" else 200
         content = {"choices": [{"message": {"content": text}}]} if action != "shape" else {"choices": []}
         body = b"no JSON" if action == "plain" else json.dumps(content).encode()
         self.send_response(status)
@@ -89,16 +90,11 @@ def server() -> Iterator[Server]:
 
 
 def judged(server: Server, *responses: str, **options) -> list:
-    """The results of the responses, in the real processes of a pool."""
+    """Return the results of the responses, computed in a pool's processes."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    given = {
-        "base_url": url,
-        "model": "m",
-        "template": "{prompt}|{response}|{answer}",
-        "timeout_s": LIMIT_S,
-        "retries": 0,
-    }
-    entry = RewardFunction(function="generative_judge", options=given | options)
+    defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
+    defaults |= {"timeout_s": LIMIT_S, "retries": 0}
+    entry = RewardFunction(function="generative_judge", options=defaults | options)
     prompt = Prompt("p", "Q {answer}", [1], answer="12")
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
@@ -111,19 +107,19 @@ def judged(server: Server, *responses: str, **options) -> list:
         pool.close()
 
 
-def test_ratings_are_rewards_and_failures_are_none(server):
+def test_ratings_are_rewards_and_missing_ones_failures(server):
     cases = {
         "say Good. [[10]]": 1.0,
         "say First [[1]], but [[ 5.5 ]]": 0.5,
         "say [[1]]": 0.0,
-        "say [[0]]": "no rating [[1 to 10]] in what the judge says: …'[[0]]'",
-        "say ten": "no rating [[1 to 10]] in what the judge says: …'ten'",
+        "say [[0]]": "no rating [[1 to 10]] in the judge's answer: …'[[0]]'",
+        "say ten": "no rating [[1 to 10]] in the judge's answer: …'ten'",
         "say": "no rating [[1 to 10]]",
         "status 500": "answered 500 ",
         "status 404": "answered 404 ",
         "plain": "answered without a message: 'no JSON'",
         "shape": "answered without a message: ",
-        "drop": "could not be asked (RemoteProtocolError: ",
+        "drop": "could not be reached (RemoteProtocolError: ",
         "slow [[10]]": f"did not answer within {LIMIT_S} s",
     }
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
@@ -132,34 +128,34 @@ def test_ratings_are_rewards_and_failures_are_none(server):
         else:
             assert result.value is None and expected in result.failure, response
             assert result.failure.startswith("raised ValueError: ")
-    [question] = [q for q in server.asked if "Good" in q["messages"][0]["content"]]
-    assert question["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [[10]]|12"}]
-    assert (question["model"], question["temperature"], server.keys[0]) == ("m", 0.0, None)
+    [request] = [item for item in server.requests if "Good" in item["messages"][0]["content"]]
+    assert request["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [[10]]|12"}]
+    assert (request["model"], request["temperature"], server.keys[0]) == ("m", 0.0, None)
 
 
-def test_questions_are_asked_side_by_side_and_not_more_than_so_many(server, monkeypatch):
+def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     options = {"concurrency": CONCURRENCY, "api_key_env": "JUDGE_KEY", "timeout_s": WAIT_S}
     results = judged(server, *["wait [[4]]"] * 3 * CONCURRENCY, scale=[0, 4], **options)
     assert [result.value for result in results] == [1.0] * 3 * CONCURRENCY
-    assert server.most == CONCURRENCY and set(server.keys) == {"Bearer secret"}
+    assert server.most_active == CONCURRENCY and set(server.keys) == {"Bearer secret"}
 
 
-def test_what_passes_is_asked_again_and_what_does_not_is_not(server):
-    found = judged(server, "flaky [[10]]", "status 429", "status 400", retries=1)
-    assert found[0].value == 1.0 and "answered 429" in found[1].failure and "answered 400" in found[2].failure
-    asked = [question["messages"][0]["content"].split("|")[1] for question in server.asked]
-    assert sorted(asked) == ["flaky [[10]]"] * 2 + ["status 400"] + ["status 429"] * 2
+def test_only_transient_errors_are_retried(server):
+    results = judged(server, "flaky [[10]]", "status 429", "status 400", retries=1)
+    assert results[0].value == 1.0 and "answered 429" in results[1].failure and "answered 400" in results[2].failure
+    contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
+    assert sorted(contents) == ["flaky [[10]]"] * 2 + ["status 400"] + ["status 429"] * 2
 
 
-def test_a_server_that_is_not_there_is_a_failure(server):
-    with socket.socket() as held:  # bound and not listening: nobody else can answer at its port
-        held.bind(("127.0.0.1", 0))
-        [result] = judged(server, "say [[10]]", base_url=f"http://127.0.0.1:{held.getsockname()[1]}/v1")
-    assert result.value is None and "could not be asked (ConnectError: " in result.failure
+def test_unreachable_server_is_a_failure(server):
+    with socket.socket() as reserved:  # bound but not listening, so that no other server can answer on this port
+        reserved.bind(("127.0.0.1", 0))
+        [result] = judged(server, "say [[10]]", base_url=f"http://127.0.0.1:{reserved.getsockname()[1]}/v1")
+    assert result.value is None and "could not be reached (ConnectError: " in result.failure
 
 
-def test_the_template_asks_for_what_is_read():
+def test_default_template_requests_a_parseable_rating():
     assert rating(TEMPLATE, [0, 10]) == 0.5
-    asked = question(TEMPLATE, "the {response}", "the {answer}", 12)
-    assert [asked.count(text) for text in ("the {response}", "the {answer}", "12")] == [1, 1, 1]
+    content = question(TEMPLATE, "the {response}", "the {answer}", 12)
+    assert [content.count(text) for text in ("the {response}", "the {answer}", "12")] == [1, 1, 1]

@@ -22,15 +22,15 @@ def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 
-def test_rows_have_the_engines_log_probs_of_response_tokens(tmp_path: Path) -> None:
+def test_rows_contain_rollout_logprobs(tmp_path: Path) -> None:
     file = tmp_path / "step_000001.jsonl"
     append_rollouts(file, 1, [(sample("1.0.0", "a", (-0.123456, -2.0)), Score(1.0, {}))])
     [row] = rows(file)
     assert row["rollout_logprobs"] == [-0.1235, -2.0] and row["advantage"] is None
 
 
-def test_advantages_are_written_into_the_lines_of_their_samples(tmp_path: Path) -> None:
-    """A step may sample in several rounds. A sample that was not trained on has no advantage."""
+def test_advantages_are_written_into_their_samples_lines(tmp_path: Path) -> None:
+    """A step may sample in several rounds, and a sample that was not trained on has no advantage."""
     file = tmp_path / "step_000001.jsonl"
     texts = {"1.0.0": 'null}\n{"advantage": null}', "1.0.1": "b\udfff \u2028 é", "1.1.0": "", "1.1.1": "c"}
     samples = [sample(name, text, (-1.0,)) for name, text in texts.items()]
@@ -44,7 +44,7 @@ def test_advantages_are_written_into_the_lines_of_their_samples(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_values_of_single_tokens_follow_their_samples_advantage(tmp_path: Path) -> None:
+def test_token_details_follow_the_advantage(tmp_path: Path) -> None:
     file = tmp_path / "step_000001.jsonl"
     samples = [sample(name, "", (-1.0, -2.0)) for name in ("1.0.0", "1.0.1", "1.1.0")]
     listed = {"1.0.0": ["a", '"}\n'], "1.0.1": ["", "é"]}
@@ -58,21 +58,21 @@ def test_values_of_single_tokens_follow_their_samples_advantage(tmp_path: Path) 
     assert [(row.get("prompt_ids"), row.get("response_ids")) for row in before] == [*[([5], [7, 7])] * 2, (None, None)]
 
 
-def test_a_step_has_details_of_whole_groups() -> None:
+def test_token_details_cover_whole_groups() -> None:
     names = [f"7.{group}.{number}" for group in range(3) for number in ("0", "1", "greedy")]
     assert [name for name in names if has_token_details(name, 2)] == names[:6]
     assert not any(has_token_details(name, 0) for name in names)
 
 
 @given(st.text(max_size=40))
-def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    """Tokens are bytes here, so that most characters take several."""
+def test_token_texts_concatenate_to_the_text(text: str) -> None:
+    """Tokens are bytes here, so most characters consist of several."""
     ids = list(text.encode())
-    texts = token_texts(lambda some: bytes(some).decode(errors="replace"), ids)
+    texts = token_texts(lambda token_ids: bytes(token_ids).decode(errors="replace"), ids)
     assert len(texts) == len(ids) and "".join(texts) == text
     assert all(piece == "" or len(piece) == 1 for piece in texts)
 
 
-def test_bytes_that_are_no_character_do_not_hold_the_others_up() -> None:
-    texts = token_texts(lambda some: bytes(some).decode(errors="replace"), [0xFF] * 20 + list(b"ab"))
+def test_invalid_bytes_do_not_delay_later_texts() -> None:
+    texts = token_texts(lambda token_ids: bytes(token_ids).decode(errors="replace"), [0xFF] * 20 + list(b"ab"))
     assert len(texts) == 22 and texts[-1] == "b"

@@ -31,18 +31,18 @@ EXACT = RewardFunction(function="exact_match")
 RIGHT, WRONG = Result(1.0, "1.0"), Result(0.0, "0.0")
 
 
-def test_the_value_is_the_weighted_sum_of_the_parts():
+def test_value_is_the_weighted_sum_of_the_parts():
     scorer = Scorer([EXACT, RewardFunction(function="f", weight=-0.5)])
     score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT, "f": Result(14.0, "14.0")})
     assert score == Score(value=1.0 - 0.5 * 14, parts={"exact_match": 1.0, "f": 14.0})
 
 
-def test_wrong_is_zero_and_no_failure():
+def test_wrong_response_scores_zero_without_failure():
     score, _ = Scorer([EXACT]).score(sample_of("13"), {"exact_match": WRONG})
     assert score == Score(value=0.0, parts={"exact_match": 0.0})
 
 
-def test_a_function_that_fails_is_a_failure_of_the_sample_and_the_other_parts_stay():
+def test_failed_function_fails_the_sample_but_keeps_other_parts():
     results = {"exact_match": RIGHT, "f": Result(None, failure="raised ValueError: first second")}
     score, _ = Scorer([EXACT, RewardFunction(function="f")]).score(sample_of("12"), results)
     failure = "rewards.functions: f raised ValueError: first second on sample s7"
@@ -54,7 +54,7 @@ def test_a_function_that_fails_is_a_failure_of_the_sample_and_the_other_parts_st
     [Result(None, "NoneType"), Result([1.0], "a list of 1"), Result(NAN, "nan"), Result(-math.inf, "-inf")],
     ids=lambda result: result.returned,
 )
-def test_what_is_no_finite_number_is_a_failure(result):
+def test_result_that_is_not_a_finite_number_is_a_failure(result):
     score, _ = Scorer([EXACT]).score(sample_of("12"), {"exact_match": result})
     assert score.value is None
     assert score.failure == (
@@ -62,17 +62,17 @@ def test_what_is_no_finite_number_is_a_failure(result):
     )
 
 
-def test_a_function_listed_twice_is_refused():
+def test_function_listed_twice_is_refused():
     with pytest.raises(ValueError, match="exact_match is listed twice"):
         Scorer([RewardFunction(function="exact_match")] * 2)
 
 
-def test_torch_is_not_needed():
+def test_scorer_does_not_import_torch():
     code = "import sys, megarl.rewards.scorer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_models_score_is_a_part_like_others():
+def test_reward_model_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
     parts, results = {"reward_model": 3.0, "exact_match": 1.0}, {"exact_match": RIGHT}
     assert scorer.score(sample_of("12"), results, ModelReward(3.0)) == (Score(value=2.5, parts=parts), None)
@@ -85,7 +85,7 @@ def test_a_models_score_is_a_part_like_others():
     assert "reward_model returned nan, not a finite number" in failed.failure
 
 
-def test_what_a_model_cannot_read_is_a_failure_and_no_zero():
+def test_unreadable_sample_is_a_failure_and_not_zero():
     scorer = Scorer([RewardFunction(function="exact_match")])
     score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT}, ModelReward(None, failure="would read 14 tokens"))
     assert score.value is None and score.parts == {"exact_match": 1.0}
@@ -93,7 +93,7 @@ def test_what_a_model_cannot_read_is_a_failure_and_no_zero():
 
 
 TURNS = (False, True, True, False, True, False, False, True)
-"""Three turns, which end at 2, 4 and 7."""
+"""Three turns that end at 2, 4 and 7."""
 
 
 def scored(
@@ -104,7 +104,7 @@ def scored(
     returned: str = "",
     model: ModelReward | None = None,
 ) -> tuple[Score, list[float] | None]:
-    """The score of a response that is right, and whose turns have these rewards."""
+    """Return the score of a correct response whose turns have these rewards."""
     functions = [EXACT, RewardFunction(function="f", weight=0.5, per_turn=True)]
     scorer = Scorer(functions, model_weight=2.0, rewards_tokens=rewards_tokens)
     return scorer.score(sample_of_turns(mask), {"exact_match": RIGHT, "f": Result(rewards, returned)}, model)
@@ -112,30 +112,30 @@ def scored(
 
 def sample_of_turns(mask: tuple[bool, ...] = TURNS) -> Sample:
     n = len(mask)
-    given = dict(response_ids=(5,) * n, response_logprobs=(-0.5,) * n, response_mask=mask)
-    return replace(sample_of("12"), **given, versions=(VersionRun(0, n),))
+    arrays = dict(response_ids=(5,) * n, response_logprobs=(-0.5,) * n, response_mask=mask)
+    return replace(sample_of("12"), **arrays, versions=(VersionRun(0, n),))
 
 
-def test_a_turns_reward_is_that_of_its_last_trained_token():
+def test_turn_reward_goes_to_its_last_trained_token():
     score, token_reward_totals = scored([1.0, -3.0, 1.0])
     parts = {"exact_match": 1.0, "f": -1.0}
     assert score == Score(value=0.5, parts=parts, token_reward_totals=TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25))
     assert token_reward_totals == pytest.approx([NAN, NAN, 0.5, NAN, -1.5, NAN, NAN, 0.5], nan_ok=True)
 
 
-def test_rewards_of_turns_and_of_a_models_tokens_add_up():
-    of_model = ModelReward(8.0, [NAN, 1.0, 3.0, NAN, NAN, NAN, NAN, 4.0])
-    score, token_reward_totals = scored([1.0, -3.0, 1.0], model=of_model)
+def test_turn_rewards_and_model_token_rewards_add_up():
+    model_reward = ModelReward(8.0, [NAN, 1.0, 3.0, NAN, NAN, NAN, NAN, 4.0])
+    score, token_reward_totals = scored([1.0, -3.0, 1.0], model=model_reward)
     assert token_reward_totals == pytest.approx([NAN, 2.0, 6.5, NAN, -1.5, NAN, NAN, 8.5], nan_ok=True)
     assert score.token_reward_totals == TokenTotals.of([2.0, 6.5, -1.5, 8.5]) and score.value == 1.0 - 0.5 + 16.0
 
 
-def test_without_a_use_for_rewards_of_tokens_turns_are_summed_up():
+def test_turn_rewards_are_summed_if_token_rewards_are_unused():
     score, token_reward_totals = scored([1.0, -3.0, 1.0], rewards_tokens=False)
     assert token_reward_totals is None and score.value == 0.5 and score.token_reward_totals == TokenTotals()
 
 
-def test_a_response_without_a_trained_token_has_no_turn():
+def test_response_without_trained_tokens_has_no_turns():
     score, token_reward_totals = scored([], (False, False))
     assert score.value == 1.0 and score.token_reward_totals == TokenTotals()
     assert token_reward_totals == pytest.approx([NAN, NAN], nan_ok=True)
@@ -151,8 +151,8 @@ def test_a_response_without_a_trained_token_has_no_turn():
         ([1e308, 1e308, 1e308], "a list of 3"),
     ],
 )
-def test_every_turn_has_a_finite_reward(rewards, returned):
+def test_every_turn_requires_a_finite_reward(rewards, returned):
     score, token_rewards = scored(rewards, returned=returned)
-    wanted = "3 finite numbers in a list, one a turn"
-    assert score.failure == f"rewards.functions: f returned {returned}, not {wanted}, on sample s7"
+    expected = "a list of 3 finite numbers, one per turn"
+    assert score.failure == f"rewards.functions: f returned {returned}, not {expected}, on sample s7"
     assert score.value is None and token_rewards is None

@@ -6,7 +6,7 @@ RIGHT = "<think>2 and 2</think>\n<answer>4</answer>"
 
 
 @pytest.mark.parametrize("response", [RIGHT, f"\n {RIGHT}\n", "<think></think><answer></answer>"])
-def test_both_parts_in_order(response):
+def test_both_blocks_in_order_are_accepted(response):
     assert think_answer_format("What is 2 + 2?", response, None)
 
 
@@ -30,11 +30,11 @@ def test_both_parts_in_order(response):
         "<THINK>2 and 2</THINK><ANSWER>4</ANSWER>",
     ],
 )
-def test_anything_else_is_another_format(response):
+def test_any_other_format_is_rejected(response):
     assert not think_answer_format("What is 2 + 2?", response, None)
 
 
 @pytest.mark.parametrize("prompt", ["…<|assistant|><think>", "…<|assistant|><think>\n"])
-def test_goes_on_from_a_prompt_that_opens_the_thoughts(prompt):
+def test_response_may_continue_a_prompt_that_opens_thinking(prompt):
     assert think_answer_format(prompt, RIGHT.removeprefix("<think>"), None)
     assert not think_answer_format(prompt, RIGHT, None)

@@ -1,4 +1,4 @@
-"""The schedule of rollouts: ages are bounded, nothing is lost, and nobody waits without need."""
+"""The rollout schedule bounds staleness, loses no group and does not wait needlessly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from megarl.rollout.schedule import WINDOW, RolloutSchedule
 
 
-def play(per_step: int, max_staleness: int, steps: int, rng: random.Random, rounds: int = 1):
-    """Plays steps against rollouts that end in a random order. Returns for each step what it took, as the number of the
-    group, with the version at which that was begun, and at each take the numbers of those begun then."""
+def simulate(per_step: int, max_staleness: int, steps: int, rng: random.Random, rounds: int = 1):
+    """Simulate steps with rollouts that finish in random order.
+
+    Return, per step, the taken groups as (number, version at which it was started); per take, the taken number and the
+    numbers of all groups started by then; the number of started groups; and the number of groups left.
+    """
     schedule: RolloutSchedule[list[int]] = RolloutSchedule(per_step, max_staleness)
     taken: list[list[tuple[int, int]]] = []
     choices: list[tuple[int, list[int]]] = []
@@ -35,25 +38,29 @@ def play(per_step: int, max_staleness: int, steps: int, rng: random.Random, roun
                     taken[-1].append((group[0], group[1]))
                     choices.append((group[0], present))
         for group in rng.sample(schedule.unfinished, rng.randint(0, len(schedule.unfinished))):
-            schedule.finish(group)  # while the step trains
+            schedule.finish(group)  # during training
     return taken, choices, number, len(schedule)
 
 
 @given(st.integers(1, 6), st.integers(0, 4), st.integers(1, 12), st.integers(1, 3), st.integers())
-def test_no_token_is_too_old_and_each_group_is_taken_once(per_step, max_staleness, steps, rounds, seed):
-    taken, choices, number, left = play(per_step, max_staleness, steps, random.Random(seed), rounds)
+def test_staleness_is_bounded_and_groups_are_taken_once(per_step, max_staleness, steps, rounds, seed):
+    taken, choices, number, left = simulate(per_step, max_staleness, steps, random.Random(seed), rounds)
     everything = [group for step in taken for group, _ in step]
     assert len(set(everything)) == len(everything) and len(everything) + left == number
-    assert all(version - begun <= max_staleness for version, step in enumerate(taken) for _, begun in step)
+    assert all(version - start <= max_staleness for version, step in enumerate(taken) for _, start in step)
     assert all(present.index(group) < max(WINDOW * per_step, per_step) for group, present in choices)
     if rounds == 1:
-        assert left == 0 and all(len(step) == per_step for step in taken), "begun for steps that do not come"
+        assert left == 0 and all(len(step) == per_step for step in taken), (
+            "groups were started for steps that do not exist"
+        )
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 12), st.integers(2, 12), st.integers())
-def test_what_is_dropped_is_waited_for_when_it_comes_again(per_step, max_staleness, num_ahead, steps, seed):
-    """No matter which groups end: a step has all that it takes, nothing waits for what nobody samples, and who was
-    dropped once is not dropped again, unless more is dropped than a step takes."""
+def test_restarted_groups_are_not_dropped_again(per_step, max_staleness, num_ahead, steps, seed):
+    """Whichever groups finish, each step gets all its groups and waits only for sampled groups.
+
+    A dropped group is not dropped again, unless more groups are dropped than a step takes.
+    """
     rng = random.Random(seed)
     schedule: RolloutSchedule[list[int]] = RolloutSchedule(per_step, max_staleness, num_ahead, drops=True)
     new, again, is_bounded = iter(range(10**6)), [], num_ahead <= per_step * (max_staleness + 1)
@@ -79,15 +86,15 @@ def test_what_is_dropped_is_waited_for_when_it_comes_again(per_step, max_stalene
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers())
-def test_without_staleness_a_step_takes_what_it_has_begun(per_step, steps, seed):
-    taken, *_ = play(per_step, 0, steps, random.Random(seed))
+def test_without_staleness_steps_take_their_own_groups(per_step, steps, seed):
+    taken, *_ = simulate(per_step, 0, steps, random.Random(seed))
     assert [{group for group, _ in step} for step in taken] == [
         set(range(step * per_step, (step + 1) * per_step)) for step in range(steps)
     ]
 
 
-def begun(max_staleness: int, per_step: int = 2) -> tuple[RolloutSchedule[str], list[str]]:
-    """A schedule at version 0 with all that may be begun there."""
+def started(max_staleness: int, per_step: int = 2) -> tuple[RolloutSchedule[str], list[str]]:
+    """Return a schedule at version 0 with all groups that may be started, and their names."""
     schedule: RolloutSchedule[str] = RolloutSchedule(per_step, max_staleness)
     names = [chr(ord("a") + i) for i in range(schedule.num_to_begin(per_step, 9))]
     for name in names:
@@ -96,21 +103,21 @@ def begun(max_staleness: int, per_step: int = 2) -> tuple[RolloutSchedule[str], 
 
 
 @pytest.mark.parametrize(("max_staleness", "number"), [(0, 2), (1, 4), (3, 8)])
-def test_so_many_are_begun_as_the_bound_allows(max_staleness, number):
-    schedule, names = begun(max_staleness)
+def test_num_to_begin_respects_the_staleness_bound(max_staleness, number):
+    schedule, names = started(max_staleness)
     assert len(names) == number and schedule.num_to_begin(2, 9) == 0
-    assert RolloutSchedule(2, max_staleness).num_to_begin(2, 0) == 2  # nothing ahead of the last step
+    assert RolloutSchedule(2, max_staleness).num_to_begin(2, 0) == 2  # the last step starts no groups ahead
 
 
-def test_the_step_takes_what_has_ended_of_the_oldest():
-    schedule, _ = begun(1)
+def test_step_takes_the_oldest_finished_groups():
+    schedule, _ = started(1)
     for name in "db":
         schedule.finish(name)
     assert [schedule.take(0, 2), schedule.take(0, 1)] == ["b", "d"]
 
 
-def test_what_would_be_too_old_next_time_is_waited_for():
-    schedule, _ = begun(1)
+def test_step_waits_for_groups_that_would_become_too_old():
+    schedule, _ = started(1)
     for name in "cd":
         schedule.finish(name)
     assert [schedule.take(0, 2), schedule.take(0, 1)] == ["c", "d"]
@@ -124,8 +131,8 @@ def test_what_would_be_too_old_next_time_is_waited_for():
     assert schedule.take(1, 1) == "a"
 
 
-def test_what_is_far_from_its_turn_is_not_chosen():
-    schedule, names = begun(3)
+def test_groups_outside_the_window_are_not_chosen():
+    schedule, names = started(3)
     for name in names[WINDOW * 2 :]:
         schedule.finish(name)
-    assert schedule.take(0, 2) is None, "it would prefer what is short"
+    assert schedule.take(0, 2) is None, "the step would favour short responses"

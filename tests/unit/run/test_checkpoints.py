@@ -83,7 +83,7 @@ def flip(file: Path) -> None:
     ("damage", "name", "problem"),
     [
         (remove, "actor/__1_0.distcp", "actor/__1_0.distcp is missing"),
-        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes and had 1,500"),
+        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes, expected 1,500"),
         (flip, "actor/.metadata", "actor/.metadata is damaged: its SHA-256 is"),
         (remove, "manifest.json", "manifest.json is missing"),
         (truncate, "manifest.json", "manifest.json is damaged"),
@@ -95,8 +95,8 @@ def test_damage_is_named_with_the_checkpoint_before(checkpoints, damage, name, p
     damage(latest / name)
     if problem.startswith("manifest.json is damaged") and damage is truncate:
         damage(latest / name)  # the first byte that is lost is the newline at the end
-    remedy = f"go on from the one before it: resume={checkpoints.path}/step_000020"
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*; {re.escape(remedy)}$"):
+    remedy = f"Fix: resume from the previous checkpoint with resume={checkpoints.path}/step_000020"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*[.] {re.escape(remedy)}$"):
         opened = Checkpoint.open(latest)
         opened.verify(opened.files)
     before = Checkpoint.open(checkpoints.path / "step_000020")
@@ -108,7 +108,7 @@ def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) ->
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged; there is no earlier one; start anew with resume="):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged\. There is no earlier checkpoint\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 
@@ -144,12 +144,12 @@ def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
     checkpoints.keep(1)
     assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
     remove(latest.path / "manifest.json")
-    with pytest.raises(ValueError, match="there is no earlier one"):
+    with pytest.raises(ValueError, match="There is no earlier checkpoint"):
         Checkpoint.open(latest.path)
     kept = before.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
-    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*; there is no earlier one"):
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] There is no earlier"):
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 

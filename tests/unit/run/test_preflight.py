@@ -167,5 +167,5 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
         cli.main()
     assert exit.value.code == 2
     a, b = capfd.readouterr().err.splitlines()
-    assert a.startswith("megarl: error: evaluation.sets: a: data.source: no.jsonl is not a file; check the path")
+    assert a.startswith("megarl: error: evaluation.sets: a: data.source=no.jsonl: not a file (working directory")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: no function 'exact_mach'; did you mean")

@@ -14,10 +14,11 @@ from megarl.core.checkpoint import seal
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
+from megarl.models.paths import Models
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import Models
-from megarl.run.resume import ResumePoint, RunState
+from megarl.run.resume import ResumePoint
 from megarl.run.resume import start as start_with_space
+from megarl.step.state import RunState
 from tests.paths import BASE
 
 PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of the prompts")

@@ -1,4 +1,4 @@
-"""The agent of sandboxes, where nothing isolates what it runs: limits, outputs, and the end of what it has started."""
+"""The sandbox agent without isolation: limits, output, and cleanup of started processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def provider() -> Unsafe:
     return Unsafe(limits(cpu_s=1))
 
 
-def test_a_program_has_no_environment_of_the_run_and_a_folder_of_its_own(provider, monkeypatch):
+def test_program_has_its_own_environment_and_folder(provider, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "a")
     program = "import os; print('MEGARL_SECRET' in os.environ, os.getcwd() == os.environ['HOME'], os.getcwd())"
     secret, at_home, folder = printed(provider, program).split()
@@ -32,14 +32,14 @@ def test_a_program_has_no_environment_of_the_run_and_a_folder_of_its_own(provide
     assert not Path(folder).exists()
 
 
-def test_limits_of_time_memory_and_files_are_kept(provider):
+def test_limits_on_time_memory_and_files_are_enforced(provider):
     assert finish(provider, "while True: pass").limit == "cpu_s"
     assert finish(Unsafe(limits(wall_s=0.3)), "import time; time.sleep(60)").limit == "wall_s"
     assert b"MemoryError" in finish(provider, "bytearray(1 << 30)").stderr
     assert b"File too large" in finish(provider, "open('a', 'wb').write(bytes(9 << 20))").stderr
 
 
-def test_a_message_is_as_long_as_it_has_to_be(provider):
+def test_messages_of_any_length_are_transferred(provider):
     async def run() -> tuple[bytes, bytes]:
         async with await provider.start() as sandbox:
             await sandbox.upload("a/b.bin", bytes(range(256)) * 1000)
@@ -53,7 +53,7 @@ def test_a_message_is_as_long_as_it_has_to_be(provider):
     assert echo == b"\x00\n1 2\n"
 
 
-def test_what_is_no_program_has_an_exit_status(provider):
+def test_missing_program_has_an_exit_status(provider):
     async def run() -> tuple[int, str]:
         async with await provider.start() as sandbox:
             finished = await sandbox.run(["no-such-command"])
@@ -62,7 +62,7 @@ def test_what_is_no_program_has_an_exit_status(provider):
     assert asyncio.run(run()) == (127, "no-such-command: No such file or directory\n")
 
 
-def test_what_daemonises_ends_with_its_program(provider):
+def test_daemon_is_killed_with_its_program(provider):
     program = """
         import os, sys
         read, write = os.pipe()
@@ -90,7 +90,7 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path):
+def test_killed_parent_leaves_nothing(tmp_path):
     file = tmp_path / "folder"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], cwd=ROOT)
     wait_until(lambda: file.exists() and file.read_text())
@@ -106,8 +106,8 @@ def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path):
     wait_until(lambda: not folder.exists())
 
 
-def test_an_agent_that_its_program_kills_is_a_failure_and_leaves_no_folder(provider):
+def test_agent_killed_by_its_program_is_a_failure(provider):
     before = set(Path(tempfile.gettempdir()).glob("megarl-sandbox-*"))
-    with pytest.raises(SandboxError, match="the sandbox ended"):
+    with pytest.raises(SandboxError, match="the sandbox exited"):
         finish(provider, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     assert set(Path(tempfile.gettempdir()).glob("megarl-sandbox-*")) == before

@@ -20,8 +20,8 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.run.context import RunContext
-from megarl.run.resume import RunState
 from megarl.step.queue import RolloutQueue, describe
+from megarl.step.state import RunState
 from tests.paths import BASE
 
 STEPS, PER_STEP, SAMPLES = 12, 3, 2

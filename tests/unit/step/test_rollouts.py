@@ -14,10 +14,10 @@ from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleInfo, Score
 from megarl.data.cursor import PromptCursor
-from megarl.run.resume import RunState
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts
 from megarl.step.scoring import select
+from megarl.step.state import RunState
 from tests.paths import BASE
 
 

@@ -1,4 +1,4 @@
-"""Baselines of samples: hand-worked groups, the definitions, and what an estimator does not see."""
+"""Baselines of group estimators: worked examples, definitions, and invariances."""
 
 from statistics import fmean, stdev
 
@@ -28,7 +28,7 @@ def advantages(rewards: list[float], lengths: list[int] | None = None, **options
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    # Rewards 1, 0, 0, 1 of lengths 1, 2, 3, 2: mean 1/2, squared deviations sum to 1, of the lengths 3/8 won.
+    # Rewards 1, 0, 0, 1 with lengths 1, 2, 3, 2: mean 1/2, squared deviations sum to 1, length-weighted mean 3/8.
     [
         (dict(estimator="grpo", std_epsilon=0.0), [3**0.5 / 2, -(3**0.5) / 2, -(3**0.5) / 2, 3**0.5 / 2]),
         (dict(estimator="grpo", std="population", std_epsilon=0.0), [1, -1, -1, 1]),
@@ -37,45 +37,45 @@ def advantages(rewards: list[float], lengths: list[int] | None = None, **options
         (dict(estimator="reinforce_plus_plus_baseline"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="gpg"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
-        # Of the others of a winner 1 of 3 wins, of a loser's 2 of 3: squared deviations sum to 2/3.
+        # The others contain 1 winner in 3 (for a winner) or 2 in 3 (for a loser): squared deviations sum to 2/3.
         (
             dict(estimator="rloo", std="sample", std_epsilon=0.0),
             [2 / 3 * 3**0.5, *[-2 / 3 * 3**0.5] * 2, 2 / 3 * 3**0.5],
         ),
         (dict(estimator="rloo", std="population", std_epsilon=0.0), [2**0.5, -(2**0.5), -(2**0.5), 2**0.5]),
         (dict(estimator="opo"), [5 / 8, -3 / 8, -3 / 8, 5 / 8]),
-        # Best of 2: 5 of the 6 pairs win. With a winner for sure: 1; a loser wins with 2 of 3 others.
+        # Best of 2: 5 of 6 pairs win. All pairs with a given winner win; 2 of 3 pairs with a given loser do.
         (dict(estimator="pass_at_k", k=2, std="none"), [1 / 6, -1 / 6, -1 / 6, 1 / 6]),
         (dict(estimator="pass_at_k", k=2, std_epsilon=0.0), [x / 5**0.5 for x in (1, -1, -1, 1)]),
-        # Of the 6 pairs, each winner is in 2 that lose without it.
+        # Each winner is in 2 of the 6 pairs that lose without it.
         (dict(estimator="pass_at_k", k=2, pass_at_k_baseline="without"), [1 / 3, 0, 0, 1 / 3]),
         (dict(estimator="pass_at_k", k=3, pass_at_k_baseline="without"), [1 / 4, 0, 0, 1 / 4]),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_by_hand(options, expected):
+def test_advantages_match_worked_example(options, expected):
     assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_groups_of_one_and_of_equal_rewards(estimator):
+def test_single_or_equal_rewards_have_zero_advantage(estimator):
     assert advantages([5.0], estimator=estimator) == [0.0]
     assert advantages([5.0], estimator=estimator, group_of_one="reward") == [5.0]
     assert advantages([0.7] * 5, estimator=estimator) == pytest.approx([0.0] * 5, abs=1e-6)
 
 
-def test_others_that_do_not_deviate_divide_by_nothing():
-    """A single winner of four is compared with three equal rewards."""
-    found = advantages([1.0, 0.0, 0.0, 0.0], estimator="rloo", std="sample", std_epsilon=0.0)
-    assert found == pytest.approx([1.0, *[-(1 / 3) / (1 / 3) ** 0.5] * 3])
+def test_rloo_skips_scaling_if_others_are_equal():
+    """The only winner of four is compared with three equal rewards."""
+    actual = advantages([1.0, 0.0, 0.0, 0.0], estimator="rloo", std="sample", std_epsilon=0.0)
+    assert actual == pytest.approx([1.0, *[-(1 / 3) / (1 / 3) ** 0.5] * 3])
     assert advantages([1.0, 0.0], estimator="rloo", std="sample") == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
 @pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
-def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
-    """Means of equal rewards differ from them by rounding, which a deviation of nothing else would blow up."""
+def test_equal_rewards_have_exactly_zero_deviation(std, reward, num_samples):
+    """The mean of equal rewards may differ from them by rounding. Dividing by a tiny deviation would amplify this."""
     equal = [reward] * num_samples
     assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
     assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
@@ -86,7 +86,7 @@ def test_nothing_is_added_to_a_deviation_of_zero(std, reward, num_samples):
 
 @pytest.mark.parametrize("credit", ["whole", "reward_to_go"])
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit):
+def test_single_sample_has_zero_token_advantage(estimator, credit):
     [baseline] = baselines([Member(5.0, 2, TokenTotals.of([1.0]))], estimator, credit=credit)
     assert (5.0 - baseline.center) / baseline.scale == 0
     assert (1.0 - baseline.token_center) / baseline.token_scale == 0
@@ -94,7 +94,7 @@ def test_a_sample_alone_has_no_advantage_by_its_tokens_either(estimator, credit)
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @given(rewards=REWARDS, shift=st.floats(-5, 5), order=st.randoms(use_true_random=False))
-def test_no_shift_is_seen_and_no_order(estimator, rewards, shift, order):
+def test_advantages_ignore_reward_shift_and_sample_order(estimator, rewards, shift, order):
     options = dict(estimator=estimator, **({"k": 2} if estimator == "pass_at_k" else {}))
     lengths = [1 + i % 3 for i in range(len(rewards))]
     plain = advantages(rewards, lengths, **options)
@@ -106,7 +106,7 @@ def test_no_shift_is_seen_and_no_order(estimator, rewards, shift, order):
 
 
 @given(rewards=REWARDS, scale=st.floats(0.5, 4))
-def test_grpo_does_not_see_the_scale_and_the_others_follow_it(rewards, scale):
+def test_scaling_rewards_scales_all_but_grpo(rewards, scale):
     larger = [scale * r for r in rewards]
     if len(set(rewards)) > 1:
         options = dict(estimator="grpo", std_epsilon=0.0)
@@ -117,7 +117,7 @@ def test_grpo_does_not_see_the_scale_and_the_others_follow_it(rewards, scale):
 
 
 @given(rewards=REWARDS)
-def test_the_means_are_those_of_the_standard_library(rewards):
+def test_grpo_and_rloo_match_statistics_module(rewards):
     assert advantages(rewards, estimator="grpo", std_epsilon=1.0) == pytest.approx(
         [(r - fmean(rewards)) / (stdev(rewards) + 1) for r in rewards]
     )
@@ -125,18 +125,18 @@ def test_the_means_are_those_of_the_standard_library(rewards):
     assert advantages(rewards, estimator="rloo") == pytest.approx([r - b for r, b in zip(rewards, others, strict=True)])
 
 
-def test_rewards_of_tokens_are_compared_by_themselves():
-    """Two samples: tokens with the rewards 1, 3 and 8, their mean 4, and those of the sample means 2 and 8."""
+def test_token_rewards_have_their_own_baseline():
+    """Two samples with token rewards 1, 3 and 8. The token mean is 4; the sample means are 2 and 8."""
     group = [Member(1.0, 2, TokenTotals.of([1.0, 3.0])), Member(0.0, 1, TokenTotals.of([8.0]))]
-    of_grpo = baselines(group, "grpo", credit="reward_to_go", std_epsilon=0.5)
-    assert [(b.token_center, b.token_scale) for b in of_grpo] == [pytest.approx((4, 13**0.5 + 0.5))] * 2
-    of_rloo = baselines(group, "rloo", credit="reward_to_go")
-    assert [(b.token_center, b.token_scale) for b in of_rloo] == [(8.0, 1.0), (2.0, 1.0)]
-    of_opo = baselines(group, "opo", credit="reward_to_go")
-    assert [(b.token_center, b.token_scale) for b in of_opo] == [(4.0, 1.0)] * 2
+    grpo = baselines(group, "grpo", credit="reward_to_go", std_epsilon=0.5)
+    assert [(b.token_center, b.token_scale) for b in grpo] == [pytest.approx((4, 13**0.5 + 0.5))] * 2
+    rloo = baselines(group, "rloo", credit="reward_to_go")
+    assert [(b.token_center, b.token_scale) for b in rloo] == [(8.0, 1.0), (2.0, 1.0)]
+    opo = baselines(group, "opo", credit="reward_to_go")
+    assert [(b.token_center, b.token_scale) for b in opo] == [(4.0, 1.0)] * 2
 
 
-def test_groups_without_a_gradient_are_made_up_for():
+def test_gpg_amplifies_to_offset_uniform_groups():
     def groups(*rewards: list[float]) -> list[list[Member]]:
         return [[Member(reward, 1) for reward in group] for group in rewards]
 
@@ -148,7 +148,7 @@ def test_groups_without_a_gradient_are_made_up_for():
     reward=st.integers(-30, 30).map(lambda tenths: tenths / 10),
     lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
 )
-def test_rewards_of_tokens_give_a_gradient_unless_all_are_equal(reward, lengths):
+def test_unequal_token_rewards_count_as_gradient(reward, lengths):
     equal = [Member(1.0, n, TokenTotals.of([reward] * n)) for n in lengths]
     unequal = [Member(1.0, 2, TokenTotals.of([0.0, 1.0]))] * 2
     assert amplification([equal]) == 1.0

@@ -1,4 +1,4 @@
-"""The best of k samples, by counting all sets."""
+"""pass@k advantages, compared with enumeration of all k-subsets."""
 
 from itertools import combinations
 from statistics import fmean, pstdev
@@ -20,22 +20,22 @@ def advantages(rewards: list[float], k: int, baseline: str = "all", **options: o
 
 
 @pytest.mark.parametrize(("baseline", "k_left"), [("all", 3), ("without", 4)])
-def test_a_group_that_lacks_a_reward_still_tells_something(baseline, k_left):
-    """k = 4 of 5 samples, of which one has no reward."""
+def test_group_with_missing_reward_has_advantages(baseline, k_left):
+    """k = 4 and 5 samples, one without a reward."""
     rewards = [1.0, 0.0, 0.5, 0.25]
-    found = advantages(rewards, 4, baseline, std="none")
-    assert found == pytest.approx(advantages(rewards, k_left, baseline, std="none"))
-    assert any(found)
+    actual = advantages(rewards, 4, baseline, std="none")
+    assert actual == pytest.approx(advantages(rewards, k_left, baseline, std="none"))
+    assert any(actual)
 
 
 @pytest.mark.parametrize(("num_lower", "num_best", "k"), [(0, 5, 4), (3, 2, 4), (1, 6, 3)])
-def test_where_every_set_of_k_has_one_of_the_best_nothing_is_better(num_lower, num_best, k):
+def test_advantages_are_zero_if_every_subset_has_a_best(num_lower, num_best, k):
     rewards = [-4.3] * num_lower + [-3.0] * num_best
     assert advantages(rewards, k) == [0.0] * len(rewards)
 
 
 @given(rewards=REWARDS, data=st.data())
-def test_the_best_of_k_by_counting_all_sets(rewards, data):
+def test_expectations_match_enumeration(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     sets = list(combinations(range(len(rewards)), k))
     best = [max(rewards[i] for i in members) for members in sets]
@@ -53,8 +53,8 @@ def test_the_best_of_k_by_counting_all_sets(rewards, data):
         assert shares[i] == pytest.approx(lead, abs=1e-9)
 
 
-def test_more_than_there_are_cannot_be_chosen():
-    with pytest.raises(ValueError, match="k=3: there are 2 samples"):
+def test_k_out_of_range_is_rejected():
+    with pytest.raises(ValueError, match="k=3: must be between 1 and the number of samples, 2"):
         against_all([1.0, 0.0], 3)
-    with pytest.raises(ValueError, match="k=0: there are 2 samples"):
+    with pytest.raises(ValueError, match="k=0: must be between 1 and the number of samples, 2"):
         against_without([1.0, 0.0], 0)

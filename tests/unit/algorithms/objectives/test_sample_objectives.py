@@ -1,4 +1,4 @@
-"""Objectives of whole samples against their formulas for one sample at a time, in value and gradient."""
+"""Sample-level objectives compared with their formulas, one sample at a time, in value and gradient."""
 
 import math
 
@@ -10,7 +10,7 @@ from megarl.algorithms.sample_segments import SampleSegments
 
 LENGTHS = (3, 1, 5, 2)
 SPLIT = torch.tensor([True, False, True, True, False, True, False, False, True, True, False])
-"""The rows that the first of two ranks has."""
+"""The rows of the first of two ranks."""
 
 
 def gspo(log_ratio, advantage, clip_low, clip_high):
@@ -19,8 +19,8 @@ def gspo(log_ratio, advantage, clip_low, clip_high):
 
 
 def gmpo(log_ratio, advantage, clip_low, clip_high):
-    """Returns the loss as the paper has it: minus the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the
-    sign of A."""
+    """Return the loss as in the paper: minus the geometric mean of |min(ρA, clip(ρ, e^−low, e^high)·A)|, with the sign
+    of A."""
     ratio = log_ratio.exp()
     terms = torch.minimum(ratio * advantage, ratio.clamp(math.exp(-clip_low), math.exp(clip_high)) * advantage)
     return -terms.abs().log().mean().exp() * torch.sign(advantage)
@@ -41,7 +41,7 @@ CASES = [
 
 
 def data(seed: int):
-    """log π, log π_old, the advantage of each row, a mask with a hole and an empty sample, and each row's sample."""
+    """Return log π, log π_old, each row's advantage, a mask with a hole and an empty sample, and each row's sample."""
     generator = torch.Generator().manual_seed(seed)
     row_sample = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
     mask = torch.tensor([True, False, True, True, *[True] * 5, False, False])
@@ -52,14 +52,14 @@ def data(seed: int):
 
 
 def weights(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
-    """1/(S·n), as sequence_mean_of_token_means gives."""
+    """Return token weights 1/(S·n), as in sequence_mean_of_token_means."""
     count = torch.zeros(4, dtype=torch.float64).index_add(0, row_sample, mask.double())
     return torch.where(mask, 1 / (4 * count.clamp(min=1))[row_sample], 0.0)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("seed", range(4))
-def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
+def test_loss_and_gradient_match_sample_formula(name, options, seed):
     now, old, advantage, mask, row_sample = data(seed)
     samples = SampleSegments(mask, row_sample, 4)
     loss = (weights(mask, row_sample) * OBJECTIVES[name].loss(now, old, advantage, samples, **options).loss).sum()
@@ -68,14 +68,14 @@ def test_loss_and_gradient_are_those_of_whole_samples(name, options, seed):
     for i in range(3):
         own = mask & (row_sample == i)
         terms.append(PLAIN[name]((now - old)[own], advantage[own][0], **options))
-    plain = torch.stack(terms).sum() / 4  # the sample without trained tokens counts, as a loss of 0
+    plain = torch.stack(terms).sum() / 4  # the sample without trained tokens counts with loss 0
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(gradient, torch.autograd.grad(plain, now)[0])
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_gradients_are_those_of_the_loss(name, options):
-    """The loss is that of an update: that of a single row is its share of its sample's."""
+def test_update_loss_passes_gradcheck(name, options):
+    """The loss of the whole update is differentiated; that of a row is only its share of its sample's loss."""
     now, old, advantage, mask, row_sample = data(1)
     samples, w = SampleSegments(mask, row_sample, 4), weights(mask, row_sample)
 
@@ -87,8 +87,8 @@ def test_gradients_are_those_of_the_loss(name, options):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("hidden", [0.0, 50.0, -50.0])
-def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
-    """Tool tokens in the middle of a sample, whatever their log-probs are."""
+def test_loss_ignores_untrained_tokens(name, options, hidden):
+    """Tool tokens inside a sample have no effect, whatever their log-probs."""
     now, old, advantage, mask, row_sample = data(2)
     samples = SampleSegments(mask, row_sample, 4)
     plain = OBJECTIVES[name].loss(now, old, advantage, samples, **options).loss[mask]
@@ -97,7 +97,7 @@ def test_what_is_not_trained_on_is_not_seen(name, options, hidden):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
+def test_gradient_is_the_same_if_rows_are_split_over_ranks(name, options):
     now, old, advantage, mask, row_sample = data(0)
     w = weights(mask, row_sample)
     whole = SampleSegments(mask, row_sample, 4)
@@ -105,10 +105,10 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
     [gradient] = torch.autograd.grad(loss, now)
     parts = (SPLIT, ~SPLIT)
     for rows in parts:
-        given = []  # what the other rank adds, in the order of its calls
+        contributions = []  # of the other rank, in the order of its calls
 
-        def record(values, given=given):
-            given.append(values)
+        def record(values, contributions=contributions):
+            contributions.append(values)
             return values
 
         other = ~rows
@@ -119,15 +119,15 @@ def test_rows_of_a_sample_may_be_on_several_ranks(name, options):
             SampleSegments(mask[other], row_sample[other], 4, record),
             **options,
         )
-        replies = iter(given)
+        replies = iter(contributions)
         own = SampleSegments(mask[rows], row_sample[rows], 4, lambda values, replies=replies: values + next(replies))
         part = (w[rows] * OBJECTIVES[name].loss(now[rows], old[rows], advantage[rows], own, **options).loss).sum()
         torch.testing.assert_close(torch.autograd.grad(part, now)[0][rows], gradient[rows])
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_sample_of_one_token_is_that_token(name):
-    """The geometric mean of one ratio (n = 1) is the ratio itself, and the sum is the log-ratio."""
+def test_sample_of_one_token_equals_token_objective(name):
+    """For n = 1 the geometric mean of the ratios is the ratio itself, and the sum is the log-ratio."""
     now, old = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True), torch.tensor([-0.6], dtype=torch.float64)
     samples = SampleSegments(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
     options = OBJECTIVES[name].arguments
@@ -138,7 +138,7 @@ def test_a_sample_of_one_token_is_that_token(name):
         assert out.loss.item() == pytest.approx(-min(math.exp(0.1), bound))
 
 
-def test_gspo_counts_what_it_clips():
+def test_gspo_marks_all_tokens_of_clipped_samples():
     now = torch.tensor([0.1, 0.1, -0.1])
     samples = SampleSegments(torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1]), 2)
     out = OBJECTIVES["gspo"].loss(now, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), samples, 3e-4, 4e-4)

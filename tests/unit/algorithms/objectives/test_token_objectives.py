@@ -1,4 +1,5 @@
-"""Policy objectives by hand, and what they share: at the old policy the plain policy gradient, and its derivatives."""
+"""Token-level policy objectives: worked examples, and common properties such as the policy gradient at the old
+policy."""
 
 import math
 
@@ -14,13 +15,13 @@ from megarl.algorithms.sample_segments import SampleSegments
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
 TOKEN_OBJECTIVES = [name for name in POLICY_OBJECTIVES if not OBJECTIVES[name].inputs]
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
-"""Almost everywhere; the others' gradient is another one than that of their value."""
+"""Objectives whose gradient is the derivative of their value (almost everywhere)."""
 LOG_PROBS = st.floats(-6, -0.05)
 ADVANTAGES = st.floats(-3, 3)
 
 
 def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **options):
-    """Loss, slope in log π, and whether the gradient was cut off below and above, of one token."""
+    """Return the loss of one token, its slope in log π, and whether the lower and upper bound stopped the gradient."""
     log_prob = torch.tensor([old + math.log(ratio)], dtype=torch.float64, requires_grad=True)
     start = torch.tensor([old], dtype=torch.float64)
     advantages = torch.tensor([advantage], dtype=torch.float64)
@@ -44,7 +45,7 @@ def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **opt
         ({"dual_clip": 3.0}, 5.0, 2.0, -2.4, 0.0, False, True),
     ],
 )
-def test_clip_by_hand(options, ratio, advantage, loss, slope, low, high):
+def test_clip_matches_worked_examples(options, ratio, advantage, loss, slope, low, high):
     assert evaluate("clip", ratio, advantage, **options) == pytest.approx((loss, slope, low, high))
 
 
@@ -55,19 +56,19 @@ def test_clip_by_hand(options, ratio, advantage, loss, slope, low, high):
         # −2·3 + 0.5·(2 − 1 − ln 2), and −6 + 0.5·(2 − 1)
         ("kl_penalty", {"penalty": 0.5}, 2.0, 3.0, -6 + 0.5 * (1 - math.log(2)), -5.5, False, False),
         ("kl_penalty", {"penalty": 0.5}, 1.0, 3.0, -3.0, -3.0, False, False),
-        # log π = −1 + ln 8, the weight stops at 5
+        # log π = −1 + ln 8; the weight is clipped to 5
         ("cispo", {}, 8.0, 2.0, -5 * 2 * (-1 + math.log(8)), -10.0, False, True),
         ("cispo", {}, 0.1, 2.0, -0.1 * 2 * (-1 + math.log(0.1)), -0.2, False, False),
         ("cispo", {"clip_low": 0.2}, 0.1, -2.0, 0.8 * 2 * (-1 + math.log(0.1)), 1.6, True, False),
         # σ(1) = 0.7310586 and its derivative 0.1966119
         ("sapo", {"tau_positive": 2.0}, 1.5, 3.0, -2 * 0.7310586 * 3, -4 * 0.1966119 * 1.5 * 3, False, False),
         ("sapo", {"tau_negative": 2.0}, 1.5, -3.0, 2 * 0.7310586 * 3, 4 * 0.1966119 * 1.5 * 3, False, False),
-        # From 0.2 to 0.4 is further than 0.15, to 0.3 is not; back towards the old policy nothing is masked.
+        # 0.2 → 0.4 exceeds 0.15, 0.2 → 0.3 does not. Moving against the advantage is never masked.
         ("dppo_tv", {}, 2.0, 1.0, 0.0, 0.0, False, True),
         ("dppo_tv", {}, 1.5, 1.0, -1.5, -1.5, False, False),
         ("dppo_tv", {}, 2.0, -1.0, 2.0, 2.0, False, False),
         ("dppo_tv", {}, 0.1, -1.0, 0.0, 0.0, True, False),
-        # From 0.2 to 0.02 is not as far as 0.19; the other limit, 0.15, is that of positive advantages.
+        # 0.2 → 0.02 is within 0.19; the limit 0.15 still applies to positive advantages.
         ("dppo_tv", {"divergence_limit_negative": 0.19}, 0.1, -1.0, 0.1, 0.1, False, False),
         ("dppo_tv", {"divergence_limit_negative": 0.19}, 1.9, 1.0, 0.0, 0.0, False, True),
         ("dppo_tv", {"divergence_limit_negative": 0.1}, 0.4, -1.0, 0.0, 0.0, True, False),
@@ -83,20 +84,20 @@ def test_clip_by_hand(options, ratio, advantage, loss, slope, low, high):
         ("dppo_kl", {"divergence_limit_negative": 0.2981}, 0.1, -1.0, 0.0, 0.0, True, False),
     ],
 )
-def test_token_objectives_by_hand(name, options, ratio, advantage, loss, slope, low, high):
+def test_objectives_match_worked_examples(name, options, ratio, advantage, loss, slope, low, high):
     old = math.log(0.2) if name.startswith("dppo") else -1.0
-    found = evaluate(name, ratio, advantage, old, **options)
-    assert found == pytest.approx((loss, slope, low, high), rel=1e-6)
+    actual = evaluate(name, ratio, advantage, old, **options)
+    assert actual == pytest.approx((loss, slope, low, high), rel=1e-6)
 
 
 @given(LOG_PROBS, ADVANTAGES)
 @pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
-def test_at_the_old_policy_all_have_the_plain_policy_gradient(name, old, advantage):
+def test_gradient_at_old_policy_is_the_policy_gradient(name, old, advantage):
     assert evaluate(name, 1.0, advantage, old)[1] == pytest.approx(-advantage, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", WITH_DERIVATIVE)
-def test_gradients_are_those_of_the_loss(name):
+def test_losses_pass_gradcheck(name):
     torch.manual_seed(0)
     old, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     now = (old + 0.3 * torch.randn(8, dtype=torch.float64)).requires_grad_()
@@ -106,8 +107,8 @@ def test_gradients_are_those_of_the_loss(name):
 
 @given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS, ADVANTAGES), min_size=2, max_size=8), st.randoms())
 @pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
-def test_tokens_do_not_see_each_other(name, tokens, source):
-    """A permutation of the tokens permutes the losses."""
+def test_tokens_are_independent(name, tokens, source):
+    """Permuting the tokens permutes the losses."""
     order = list(range(len(tokens)))
     source.shuffle(order)
     columns = torch.tensor(tokens, dtype=torch.float64).T
@@ -117,16 +118,16 @@ def test_tokens_do_not_see_each_other(name, tokens, source):
 
 
 @pytest.mark.parametrize("name", POLICY_OBJECTIVES)
-def test_wrong_shapes_are_refused(name):
+def test_wrong_shapes_are_rejected(name):
     mask = torch.ones(3, dtype=torch.bool)
     samples = SampleSegments(mask, torch.zeros(3, dtype=torch.int64), 1)
     for shapes in ((3, 1, 3), (3, 3, 1), (1, 3, 3)):
-        with pytest.raises(ValueError, match=r"must share one shape \[N\], got \(\d,\), "):
-            inputs = [{"samples": samples, "selected": mask[: shapes[0]]}[given] for given in OBJECTIVES[name].inputs]
+        with pytest.raises(ValueError, match=r"must have the same shape \[N\], got \(\d,\), "):
+            inputs = [{"samples": samples, "selected": mask[: shapes[0]]}[key] for key in OBJECTIVES[name].inputs]
             OBJECTIVES[name].loss(*map(torch.zeros, shapes), *inputs, **OBJECTIVES[name].arguments)
 
 
-def test_a_probability_of_one_has_a_finite_divergence():
+def test_dppo_kl_is_finite_at_probability_one():
     log_prob = torch.zeros(1, requires_grad=True)
     out = dppo_kl(log_prob, torch.tensor([-2.0]), torch.ones(1), 0.05)
     assert torch.isfinite(out.loss).all() and bool(out.clipped_high)

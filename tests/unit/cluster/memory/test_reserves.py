@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.cluster.memory import reserves
 from megarl.cluster.memory.rank import RankParameters
 from megarl.cluster.memory.reserves import ACTIVATIONS, CONTEXTS, FP8, FRAGMENTS, GRAPHS, LOGITS, NCCL, SENT, WORKSPACE
 from megarl.cluster.memory.shared_gpu import Load
@@ -18,7 +19,6 @@ from megarl.config.model_schema import Layout
 from megarl.core.errors import UserError
 from megarl.megatron import parallel
 from megarl.models.shape import ModelShape
-from megarl.planner import reserves
 from megarl.planner.hardware import GIB, read_cluster
 from megarl.planner.plan import plan_recipe
 from megarl.resharding.families import megatron_holders, vllm_holders

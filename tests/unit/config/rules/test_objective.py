@@ -143,7 +143,7 @@ def test_every_key_without_a_reader_is_named():
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: expected less than 1"),
         (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: no covariance is between it and covariance_high=5; set",
+            "algorithm.objective.covariance_low=6: not below covariance_high=5, so no token can be selected",
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],

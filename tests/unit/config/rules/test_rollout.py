@@ -8,16 +8,6 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["rollout.refit_delta=true", "rollout.transport=auto"],
-            "rollout.refit_delta=true: with rollout.transport=auto and cluster.placement=colocated engines read "
-            "weights in place, and only pieces of other nodes are sent. Fix: set rollout.transport=p2p or "
-            "rollout.refit_delta=false",
-        ),
-        (
-            ["rollout.refit_delta=true", "rollout.transport=shared_memory", "cluster.placement=disaggregated"],
-            "rollout.refit_delta=true: with rollout.transport=shared_memory and cluster.placement=disaggregated",
-        ),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
@@ -26,10 +16,6 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
             "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights arrive",
-        ),
-        (
-            ["rollout.quantization=fp8_block", "rollout.refit_delta=true", "rollout.transport=p2p"],
-            "rollout.refit_delta=true: with rollout.quantization=fp8_block a new scale changes all elements of a",
         ),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that a rank writes, as megatron-core itself says of a model without memory."""
+"""Blueprints: the checkpoint entries that megatron-core declares for a model without allocated weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FORMAT = {"non_homogeneous_layers": True}
 
 
 def norms(layer: int, **changes) -> set[str]:
-    """Keys of the norms in a layer, without its prefix."""
+    """Return the keys of the norms in a layer, without the layer's prefix."""
     prefix = f"decoder.layers.{layer}."
     keys = {extent.key for extent in blueprint(config_of(**changes), layout_of(), 0, FORMAT).extents}
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix) and "norm" in key}
 
 
-def test_norms_have_the_names_of_transformer_engine():
-    """There they are part of the linear layer after them, except before experts and before latent attention, which
-    begins with two linear layers."""
+def test_norms_have_transformer_engine_names():
+    """There a norm is part of the linear layer after it, except before experts and before latent attention, which
+    starts with two linear layers."""
     attention, mlp = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
     assert norms(0) == {attention, mlp}
     heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
@@ -34,8 +34,8 @@ def test_norms_have_the_names_of_transformer_engine():
     assert norms(1, **DEEPSEEK) == {"input_layernorm.weight", "pre_mlp_layernorm.weight", *latents}
 
 
-def test_ranks_of_a_large_world_write_every_element_once():
-    """64 ranks, of which 8 are replicas of each other for all but the experts; nothing is left of the world."""
+def test_ranks_write_every_element_exactly_once():
+    """64 ranks, with 8 replicas of everything but the experts. No process group remains afterwards."""
     config = config_of(**DEEPSEEK | dict(num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8))
     layout = layout_of(tp=2, pp=4, dp=8, ep=8, etp=1)
     written: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Hugging Face folders to checkpoints in Megatron's format, to other layouts, and back: bit for bit."""
+"""Conversion from Hugging Face to Megatron checkpoints, to other layouts, and back: bit for bit."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ GRID = {
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Random weights. The biases of routers have float32, as DeepSeek's."""
+    """Write random weights. Router biases are float32, as in DeepSeek's."""
     tensors = random_checkpoint(config)
     tensors = {name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in tensors.items()}
     return write_tensors(folder, config, tensors)
 
 
 def write_tensors(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A folder as from the hub, in several files."""
+    """Write a folder like one from the hub, with several weight files."""
     folder.mkdir()
     names = list(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -106,18 +106,18 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [n for n in theirs if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])]
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [n for n in expected if actual[n].dtype != expected[n].dtype or not torch.equal(actual[n], expected[n])]
     assert not different
 
 
-def left_in(folder: Path) -> set[str]:
+def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("case", GRID)
-def test_there_to_another_layout_and_back_is_bit_exact(tmp_path, case):
+def test_round_trip_through_two_layouts_is_bit_exact(tmp_path, case):
     changes, first, second = GRID[case]
     tensors = write_model(tmp_path / "hf", config_of(**changes))
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", first)
@@ -125,7 +125,7 @@ def test_there_to_another_layout_and_back_is_bit_exact(tmp_path, case):
     written = megatron_to_huggingface(tmp_path / "second", tmp_path / "back", shard_bytes=2000)
     assert_same(weights_of(tmp_path / "back"), tensors)
     assert written == sum(tensor.nbytes for tensor in tensors.values())
-    assert left_in(tmp_path) == {"hf", "first", "second", "back"}
+    assert names_in(tmp_path) == {"hf", "first", "second", "back"}
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config == json.loads((tmp_path / "hf" / "config.json").read_text()) | {"dtype": "bfloat16"}
@@ -161,8 +161,8 @@ EXPERT_LAYOUTS = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_through_all_layouts_is_bit_exact(tmp_path, family):
-    """The checkpoint goes from each layout to the next, and in all of them Megatron finds the same tensors, but for the
+def test_every_family_survives_all_layouts_bit_exactly(tmp_path, family):
+    """The checkpoint is converted from each layout to the next. In all of them torch reads the same tensors, apart from
     padding."""
     config = config_of(**FAMILIES[family] | WIDE)
     tensors = write_model(tmp_path / "hf", config)
@@ -181,7 +181,7 @@ def has_experts(config: dict[str, Any]) -> bool:
 
 
 def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Returns the tensors as torch reads them, without the padding of the vocabulary."""
+    """Return the tensors as torch reads them, without vocabulary padding."""
     metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in metadata.items() if hasattr(e, "chunks")}
     torch_checkpoint.load(tensors, checkpoint_id=checkpoint, no_dist=True)
@@ -189,8 +189,8 @@ def whole_tensors(checkpoint: Path, vocabulary: int) -> dict[str, torch.Tensor]:
     return {k: tensor[:vocabulary] if k.endswith(padded) else tensor for k, tensor in tensors.items()}
 
 
-def test_torch_itself_reads_the_tensors_that_the_model_is_made_of(tmp_path):
-    """Whole tensors, whatever the layout; queries, keys and values by group; padding is zero."""
+def test_torch_reads_unsharded_model_tensors(tmp_path):
+    """Tensors are unsharded in any layout; queries, keys and values are interleaved by query group; padding is zero."""
     config = config_of(vocab_size=130)
     tensors = write_model(tmp_path / "hf", config, torch.float32)
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3, pp=2))
@@ -215,7 +215,7 @@ def test_torch_itself_reads_the_tensors_that_the_model_is_made_of(tmp_path):
     assert torch.equal(read["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"], norm)
 
 
-def test_each_rank_of_the_layout_has_a_file_with_its_share(tmp_path):
+def test_each_rank_has_a_file_with_its_shard(tmp_path):
     write_model(tmp_path / "hf", config_of(vocab_size=128 * 3), torch.float32)
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3, pp=2))
     metadata = torch_checkpoint.FileSystemReader(tmp_path / "out").read_metadata()
@@ -223,12 +223,12 @@ def test_each_rank_of_the_layout_has_a_file_with_its_share(tmp_path):
     for index, info in metadata.storage_data.items():
         if index.fqn.endswith("linear_qkv.weight"):
             places.setdefault(info.relative_path, set()).add((index.fqn, index.offset[0]))
-    rows = (6 + 3 + 3) * 2 // 3  # of queries, keys and values, on one of three ranks
+    rows = (6 + 3 + 3) * 2 // 3  # queries, keys and values of one of three ranks
     key = "decoder.layers.{}.self_attention.linear_qkv.weight"
     assert places == {f"__{rank}_0.distcp": {(key.format(rank // 3), rank % 3 * rows)} for rank in range(6)}
 
 
-def test_a_cast_only_where_it_is_asked_for(tmp_path):
+def test_dtype_is_cast_only_on_request(tmp_path):
     tensors = write_model(tmp_path / "hf", config_of(), torch.float32)
     bfloat16 = Options(dtype="bfloat16")
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "cast", layout_of(tp=3), bfloat16)
@@ -240,15 +240,17 @@ def test_a_cast_only_where_it_is_asked_for(tmp_path):
     assert json.loads((tmp_path / "cast back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_parameter_of_tensors_with_several_dtypes_needs_a_cast(tmp_path):
+def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
     tensors = write_model(tmp_path / "hf", config_of(), torch.float32)
     name = "model.layers.0.self_attn.k_proj.weight"
     for path in (tmp_path / "hf").glob("*.safetensors"):
         members = load_file(path)
         save_file({n: t.half() if n == name else t for n, t in members.items()}, path)
-    with pytest.raises(ValueError, match=r"k_proj.weight is float16, and other tensors .* are float32; give --dtype"):
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight: float16, but other tensors .* are float32. Fix: pass --dtype"
+    ):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
-    assert left_in(tmp_path) == {"hf"}
+    assert names_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(dtype="float32"))
     megatron_to_huggingface(tmp_path / "out", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors | {name: tensors[name].half().float()})
@@ -261,9 +263,9 @@ def test_a_parameter_of_tensors_with_several_dtypes_needs_a_cast(tmp_path):
         ({}, ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
         (DEEPSEEK | dict(num_nextn_predict_layers=1), ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"]),
     ],
-    ids=["a copy of the tied head", "constants", "layers that predict more tokens"],
+    ids=["a copy of the tied head", "constants", "multi-token prediction layers"],
 )
-def test_what_is_no_part_of_the_model_is_left_out(tmp_path, changes, names):
+def test_unused_tensors_are_dropped(tmp_path, changes, names):
     config = config_of(**changes)
     tensors = {name: tensor.bfloat16() for name, tensor in random_checkpoint(config).items()}
     write_tensors(tmp_path / "hf", config, tensors | dict.fromkeys(names, torch.ones(2)))
@@ -278,7 +280,7 @@ def test_what_is_no_part_of_the_model_is_left_out(tmp_path, changes, names):
     [("Sequence", 2, False), ("Sequence", 1, False), ("Token", 1, True)],
     ids=["two labels", "a critic", "a token classifier"],
 )
-def test_a_classifier_keeps_its_head(tmp_path, kind, labels, bias):
+def test_classifier_keeps_its_head(tmp_path, kind, labels, bias):
     config = config_of(
         architectures=[f"LlamaFor{kind}Classification"], id2label={str(i): f"LABEL_{i}" for i in range(labels)}
     )
@@ -311,12 +313,12 @@ def change_tensors(folder: Path, change) -> None:
         ),
     ],
 )
-def test_a_folder_that_does_not_fit_its_config(tmp_path, change, message):
+def test_folder_that_contradicts_its_config_is_rejected(tmp_path, change, message):
     write_model(tmp_path / "hf", config_of())
     change_tensors(tmp_path / "hf", change)
     with pytest.raises(ValueError, match=message):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=3))
-    assert left_in(tmp_path) == {"hf"}
+    assert names_in(tmp_path) == {"hf"}
 
 
 @pytest.fixture
@@ -329,13 +331,13 @@ def checkpoint(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, which a model with this config.json has"),
+        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, but config.json requires it"),
         (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
-        (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json makes it \(48, 12\)"),
-        (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json makes it \(256, 12\)"),
+        (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json requires \(48, 12\)"),
+        (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json requires \(256, 12\)"),
     ],
 )
-def test_a_checkpoint_of_another_model(tmp_path, checkpoint, changes, message):
+def test_checkpoint_of_another_model_is_rejected(tmp_path, checkpoint, changes, message):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(config_of(**changes)))
@@ -343,22 +345,22 @@ def test_a_checkpoint_of_another_model(tmp_path, checkpoint, changes, message):
         megatron_to_huggingface(checkpoint, tmp_path / "out", other)
     with pytest.raises(ValueError, match=message):
         reshape(checkpoint, tmp_path / "out", layout_of(), other)
-    assert left_in(tmp_path) == {"hf", "checkpoint", "other"}
+    assert names_in(tmp_path) == {"hf", "checkpoint", "other"}
 
 
-def test_an_existing_folder_is_kept(tmp_path, checkpoint):
+def test_existing_output_folder_is_not_overwritten(tmp_path, checkpoint):
     for convert in (
         lambda out: huggingface_to_megatron(tmp_path / "hf", out, layout_of()),
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match="hf exists already; give a new folder or remove it"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
             convert(tmp_path / "hf")
-    assert left_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
+    assert names_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
 
 class Call:
-    """Calls a function when it is unpickled."""
+    """Calls a function when unpickled."""
 
     def __init__(self, *call):
         self._call = call
@@ -368,7 +370,7 @@ class Call:
         return function, tuple(arguments)
 
 
-def test_metadata_that_somebody_else_made_runs_no_code(checkpoint, tmp_path):
+def test_malicious_metadata_runs_no_code(checkpoint, tmp_path):
     called = tmp_path / "called"
     for number, call in enumerate([Call(called.touch), Call(os.system, f"touch {called}"), Call(exec, "1 / 0")]):
         copy = shutil.copytree(checkpoint, tmp_path / f"copy {number}")
@@ -379,17 +381,17 @@ def test_metadata_that_somebody_else_made_runs_no_code(checkpoint, tmp_path):
     assert not called.exists()
 
 
-def test_damaged_checkpoints(tmp_path, checkpoint):
+def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
     def error(damage) -> str:
         copy = shutil.copytree(checkpoint, tmp_path / "copy")
         damage(copy)
         with pytest.raises(ValueError) as raised:
             megatron_to_huggingface(copy, tmp_path / "out")
         shutil.rmtree(copy)
-        assert left_in(tmp_path) == {"hf", "checkpoint"}
+        assert names_in(tmp_path) == {"hf", "checkpoint"}
         return str(raised.value)
 
-    def forget_the_files(copy: Path) -> None:
+    def remove_chunks(copy: Path) -> None:
         metadata = torch_checkpoint.FileSystemReader(copy).read_metadata()
         entry = metadata.state_dict_metadata["decoder.layers.0.mlp.linear_fc2.weight"]
         entry.chunks = []
@@ -398,15 +400,13 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
     assert "has no .metadata. Fix: give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert "__1_0.distcp is listed in .metadata but missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
-    assert "__0_0.distcp is truncated: it has 100 of " in error(
-        lambda copy: os.truncate(copy / "__0_0.distcp", 100)
-    )
-    assert "says nothing of its model; give --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
-    assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(forget_the_files)
+    assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
+    assert "does not describe its model. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
+    assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(remove_chunks)
 
 
-def test_what_the_disk_does_to_a_tensor_is_seen(tmp_path, monkeypatch):
-    """A tensor that reads back differently: the writer's bytes are changed on their way."""
+def test_corrupted_write_is_detected(tmp_path, monkeypatch):
+    """The bytes of one tensor are changed while they are written."""
     write_model(tmp_path / "hf", config_of())
     save = torch.save
 
@@ -416,12 +416,12 @@ def test_what_the_disk_does_to_a_tensor_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", faulty)
     with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] differs from the data that was written"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
-    assert left_in(tmp_path) == {"hf"}
+    assert names_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
 
 
 @pytest.mark.parametrize("moment", ["written", "verified"])
-def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
+def test_interruption_leaves_no_partial_output(tmp_path, checkpoint, moment):
     def interrupt(done: str, num_bytes: int, total: int) -> None:
         if done == moment:
             raise KeyboardInterrupt
@@ -433,21 +433,21 @@ def test_an_interruption_leaves_nothing(tmp_path, checkpoint, moment):
         megatron_to_huggingface(checkpoint, tmp_path / "out", options=options)
     with pytest.raises(KeyboardInterrupt):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), options)
-    assert left_in(tmp_path) == {"hf", "checkpoint"}
+    assert names_in(tmp_path) == {"hf", "checkpoint"}
 
 
-def test_a_full_disk_is_seen_first(tmp_path, monkeypatch):
+def test_full_disk_is_rejected_before_writing(tmp_path, monkeypatch):
     write_model(tmp_path / "hf", config_of())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, and 0.00 GB are to be written"):
+    with pytest.raises(ValueError, match=r"out: its disk has 0.00 GB free, but 0.00 GB are needed"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
-    assert left_in(tmp_path) == {"hf"}
+    assert names_in(tmp_path) == {"hf"}
 
 
-def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
-    """All are put together in the same place, and none has been kept in another."""
+def test_at_most_one_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
+    """All tensors are assembled in the same buffer."""
     sizes: dict[int, list[int]] = {}
-    asked: list[int] = []
+    requested: list[int] = []
 
     def recorded(writes, parameters, transport):
         for tensor in parameters.values():
@@ -457,7 +457,7 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
         return execute(writes, parameters, transport)
 
     def reused(num_bytes):
-        asked.append(num_bytes)
+        requested.append(num_bytes)
         return ReusedMemory(num_bytes)
 
     for module in (conversion, folder):
@@ -469,12 +469,12 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
     ):
         sizes.clear()
         convert()
-        [of_all] = sizes.values()
-        assert len(of_all) >= count and max(of_all) == asked[-1]
+        [storage_sizes] = sizes.values()
+        assert len(storage_sizes) >= count and max(storage_sizes) == requested[-1]
 
 
-def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
-    """A newer Megatron's object for what is not sharded lies among the tensors, without a file of its own."""
+def test_checkpoint_of_newer_megatron_is_read(tmp_path, checkpoint):
+    """Newer versions store the unsharded state among the tensors, without a file of its own."""
     stream = io.BytesIO()
     torch.save([{"iteration": 7}], stream)
     (checkpoint / "__9_0.distcp").write_bytes(b"something" + stream.getvalue())
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_a_newer_megatron(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_progress_adds_up(tmp_path, verify):
+def test_progress_sums_to_the_total(tmp_path, verify):
     tensors = write_model(tmp_path / "hf", config_of(**TIED))
     done: dict[str, int] = {}
     totals = set()
@@ -510,15 +510,15 @@ def test_progress_adds_up(tmp_path, verify):
     assert totals == {written}
 
 
-def test_layouts_that_the_model_does_not_divide_by(tmp_path):
+def test_indivisible_layout_is_rejected(tmp_path):
     write_model(tmp_path / "hf", config_of())
     with pytest.raises(ValueError, match="tp=2: 3 num_key_value_heads do not divide by 2"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
-    assert left_in(tmp_path) == {"hf"}
+    assert names_in(tmp_path) == {"hf"}
 
 
-def test_the_model_may_be_one_of_the_hub(tmp_path, monkeypatch):
-    """Its tokenizer comes along, too."""
+def test_model_description_can_come_from_the_hub(tmp_path, monkeypatch):
+    """The tokenizer is included."""
     tensors = write_model(tmp_path / "hf", config_of())
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "checkpoint", layout_of())
     shutil.rmtree(tmp_path / "checkpoint" / "huggingface")
@@ -531,8 +531,8 @@ def test_the_model_may_be_one_of_the_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["runs/a/megatron", "runs/a/actor", "runs/a"])
-def test_a_runs_folder_may_hold_converted_checkpoints(tmp_path, place):
-    """Its manifest.json is not one of a checkpoint."""
+def test_run_folder_can_contain_converted_checkpoints(tmp_path, place):
+    """The manifest.json of a run folder is not a checkpoint's."""
     tensors = write_model(tmp_path / "hf", config_of())
     out = tmp_path / place
     huggingface_to_megatron(tmp_path / "hf", out, layout_of())
@@ -541,14 +541,14 @@ def test_a_runs_folder_may_hold_converted_checkpoints(tmp_path, place):
     assert_same(weights_of(tmp_path / "back"), tensors)
 
 
-def test_a_runs_checkpoint_may_have_a_converted_one_beside_its_models(tmp_path):
+def test_run_checkpoint_can_contain_a_converted_one(tmp_path):
     tensors = write_model(tmp_path / "hf", config_of())
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.begin(1)
-    own = checkpoints.commit(1, {}, []).path
-    huggingface_to_megatron(tmp_path / "hf", own / "megatron", layout_of())
-    megatron_to_huggingface(own / "megatron", tmp_path / "back")
+    checkpoint_path = checkpoints.commit(1, {}, []).path
+    huggingface_to_megatron(tmp_path / "hf", checkpoint_path / "megatron", layout_of())
+    megatron_to_huggingface(checkpoint_path / "megatron", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
-    shutil.rmtree(own / "megatron" / "huggingface")
-    with pytest.raises(ValueError, match="says nothing of its model; give --hf"):
-        megatron_to_huggingface(own / "megatron", tmp_path / "again")
+    shutil.rmtree(checkpoint_path / "megatron" / "huggingface")
+    with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
+        megatron_to_huggingface(checkpoint_path / "megatron", tmp_path / "again")

@@ -1,4 +1,4 @@
-"""The dispatcher of a mixture of experts: what it is, and where DeepEP's is refused."""
+"""Dispatchers of a mixture of experts: the default, and where DeepEP's is rejected."""
 
 from __future__ import annotations
 
@@ -27,18 +27,23 @@ FLEX = "actor.megatron_overrides.model={moe_token_dispatcher_type: flex}"
 def fields(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     folder = write_tiny_experts(tmp_path_factory.mktemp("models") / "experts")
     hf_config = json.loads((folder / "config.json").read_text())
-    given = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=16"]
+    common = [
+        f"model.path={folder}",
+        "data.source=arithmetic",
+        "rollout.context_length=64",
+        "rollout.max_new_tokens=16",
+    ]
 
-    def made(*keys: str) -> TransformerConfig:
-        settings = load(BASE, [*given, "actor.layout={ep: 2, dp: 2}", *keys]).actor
+    def build_fields(*keys: str) -> TransformerConfig:
+        settings = load(BASE, [*common, "actor.layout={ep: 2, dp: 2}", *keys]).actor
         return build.transformer_config(settings, hf_config, torch.float32)
 
-    return made
+    return build_fields
 
 
 @pytest.fixture
 def machine_with_deepep(fields: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that says that it has GPUs and DeepEP; nothing runs on it."""
+    """Pretend that GPUs and DeepEP are available; nothing runs on them."""
     real = importlib.util.find_spec
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(
@@ -46,32 +51,32 @@ def machine_with_deepep(fields: Fields, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_the_default_is_an_all_to_all(fields: Fields) -> None:
+def test_default_is_all_to_all(fields: Fields) -> None:
     assert fields().moe_token_dispatcher_type == "alltoall"
 
 
-def test_flex_is_megatrons_where_it_can_work(fields: Fields, machine_with_deepep: None) -> None:
+def test_flex_is_passed_to_megatron(fields: Fields, machine_with_deepep: None) -> None:
     config = fields(FLEX)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
-    with pytest.raises(ValueError, match="dispatcher_type=flex: each rank of the layout has all experts"):
+    with pytest.raises(ValueError, match="dispatcher_type=flex: every rank of the layout has all experts"):
         fields(FLEX, "actor.layout.ep=1")
 
 
-def test_flex_is_refused_without_deepep(
+def test_flex_is_rejected_without_deepep(
     fields: Fields, machine_with_deepep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deep_ep" else real(name))
-    with pytest.raises(ValueError, match="dispatcher_type=flex: it needs the package deep_ep, which is not installed"):
+    with pytest.raises(ValueError, match="dispatcher_type=flex: requires the package deep_ep, which is not installed"):
         fields(FLEX)
 
 
-def test_flex_is_refused_without_gpus(fields: Fields) -> None:
+def test_flex_is_rejected_without_gpus(fields: Fields) -> None:
     key = "actor.megatron_overrides.model.moe_token_dispatcher_type=flex"
-    with pytest.raises(ValueError, match=f"^{key}: it sends from GPU to GPU, and this trainer has none; leave it out"):
+    with pytest.raises(ValueError, match=f"^{key}: requires GPUs, and this trainer has none. Fix: remove the key"):
         fields(FLEX)
 
 
-def test_allgather_is_refused_by_megatron(fields: Fields) -> None:
+def test_allgather_is_rejected_by_megatron(fields: Fields) -> None:
     with pytest.raises(ValueError, match="does not support variable sequence length"):
         fields(FLEX.replace("flex", "allgather"))

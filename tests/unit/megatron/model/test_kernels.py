@@ -1,4 +1,4 @@
-"""The kernels that are said to be taken, by what is installed."""
+"""Selected kernels, depending on the installed packages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megarl.megatron.model import kernels
 pytestmark = pytest.mark.newest
 
 
-def test_without_transformer_engine_everything_is_torch():
+def test_kernels_are_torch_without_transformer_engine():
     assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients fused into the products"
 
 
 @pytest.mark.parametrize(
     ("transformer_engine", "apex", "fuses"), [(True, False, True), (False, True, True), (False, False, False)]
 )
-def test_on_a_gpu_weight_gradients_are_fused_where_a_kernel_is(monkeypatch, transformer_engine, apex, fuses):
+def test_weight_gradients_are_fused_if_a_kernel_exists(monkeypatch, transformer_engine, apex, fuses):
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda: transformer_engine)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: apex or None)
@@ -32,7 +32,7 @@ def test_on_a_gpu_weight_gradients_are_fused_where_a_kernel_is(monkeypatch, tran
         ("torch", "torch's fused"),
     ],
 )
-def test_adam_is_named_by_where_megatron_has_it_from(monkeypatch, package, name):
+def test_adam_is_named_by_its_package(monkeypatch, package, name):
     fused_adam = type("FusedAdam", (), {"__module__": f"{package}.optimizers"})
     monkeypatch.setattr(kernels.megatron_optimizer, "Adam", fused_adam)
     assert kernels.adam().startswith(name)

@@ -1,4 +1,4 @@
-"""The machines that fp8 is refused on, the words of the refusal, and the packs that its kernels need."""
+"""Hardware requirements of fp8, their error messages, and the pack multiples of its kernels."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from megarl.megatron.model.precision import check_fp8, token_multiple
 pytestmark = pytest.mark.newest
 
 
-def test_fp8_is_refused_without_transformer_engine():
-    with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 is Transformer Engine's, .* set actor.fp8=null"):
+def test_fp8_is_rejected_without_transformer_engine():
+    with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 requires a CUDA device .* set actor.fp8=null"):
         check_fp8("actor.fp8", "delayed")
 
 
 @pytest.mark.parametrize(
     ("capability", "recipe", "message"),
     [
-        ((8, 0), "delayed", "8.9, and this device has 8.0; choose from null"),
-        ((8, 9), "blockwise", "9.0, and this device has 8.9; choose from delayed, tensorwise"),
-        ((9, 0), "mxfp8", "10.0, and this device has 9.0; choose from delayed, tensorwise, blockwise"),
+        ((8, 0), "delayed", "8.9, but this device has 8.0. Fix: choose from null"),
+        ((8, 9), "blockwise", "9.0, but this device has 8.9. Fix: choose from delayed, tensorwise"),
+        ((9, 0), "mxfp8", "10.0, but this device has 9.0. Fix: choose from delayed, tensorwise, blockwise"),
         ((9, 0), "blockwise", None),
         ((10, 0), "mxfp8", None),
     ],
 )
-def test_fp8_needs_the_hardware(monkeypatch, capability, recipe, message):
+def test_fp8_requires_compute_capability(monkeypatch, capability, recipe, message):
     monkeypatch.setattr(precision, "uses_transformer_engine", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
     if message is None:
         check_fp8("actor.fp8", recipe)
     else:
-        with pytest.raises(ValueError, match=f"actor.fp8={recipe}: it needs compute capability {message}"):
+        with pytest.raises(ValueError, match=f"actor.fp8={recipe}: requires compute capability {message}"):
             check_fp8("actor.fp8", recipe)
 
 
 @pytest.mark.parametrize("recipe", [None, *precision.FORMATS])
-def test_packs_fill_the_blocks_that_megatron_asks_for(recipe):
+def test_token_multiple_matches_megatron(recipe):
     from megatron.core.enums import Fp8Recipe
     from megatron.core.fp8_utils import get_fp8_align_size
 

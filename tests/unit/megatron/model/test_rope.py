@@ -1,4 +1,4 @@
-"""The table of rotary angles of packs one after another, against Megatron's own for each length."""
+"""Rotary angle tables for packs of varying length, compared with Megatron's table for each length."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from tests.unit.resharding.cases import layout_of
 pytestmark = pytest.mark.newest
 
 LENGTHS = (9, 5, 16, 200, 33, 129)
-"""Tokens of the longest document of each pack."""
+"""Length of the longest document of each pack."""
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(RotaryEmbedding, DocumentRotary), (YarnRotaryEmbedding, DocumentYarn)])
-def test_one_table_has_the_angles_of_all_lengths(theirs, ours):
+@pytest.mark.parametrize(
+    ("megatron_class", "megarl_class"), [(RotaryEmbedding, DocumentRotary), (YarnRotaryEmbedding, DocumentYarn)]
+)
+def test_single_table_serves_all_lengths(megatron_class, megarl_class):
     with parallel.pretended(layout_of(), 0):
-        fresh, kept = (theirs(16, rotary_percent=1.0, use_cpu_initialization=True) for _ in range(2))
-        kept.__class__ = ours
+        fresh, kept = (megatron_class(16, rotary_percent=1.0, use_cpu_initialization=True) for _ in range(2))
+        kept.__class__ = megarl_class
         for length in LENGTHS:
             torch.testing.assert_close(kept(length, packed_seq=True), fresh(length, packed_seq=True), rtol=0, atol=0)
-            rows = kept(length) if ours is DocumentRotary else kept(length)[0]
+            rows = kept(length) if megarl_class is DocumentRotary else kept(length)[0]
             assert rows.data_ptr() == kept.table.data_ptr()
         table = kept.table
         for length in LENGTHS:

@@ -125,18 +125,18 @@ def test_fp8_halves_the_bytes_of_linear_layers(tmp_path: Path, monkeypatch: pyte
 
 def test_unreadable_models_are_rejected(tmp_path: Path):
     layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
-    with pytest.raises(ValueError, match=r"^--model: .* has no config.json; give the folder that holds config.json"):
+    with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=r"^--model: .*none does not exist; give a Hugging Face folder, a hub id or"):
+    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub"):
         reshard(str(tmp_path / "none"), *layouts)
     with pytest.raises(
         ValueError, match=r"^--model nobody/nothing: .*not been downloaded. Fix: give a config.json, or"
     ):
         reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: not JSON"):
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/config.json: invalid JSON"):
         reshard(str(tmp_path / "config.json"), *layouts)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config.schema import Config
 from megarl.models.folder import model_paths
-from megarl.models.paths import find_model_paths
 from megarl.models.run_models import ModelFolders
+from megarl.run.beginning import find_model_paths
 from megarl.run.context import RunContext
 from tests.unit.run.test_resume import PROMPTS, config
 
