@@ -53,7 +53,8 @@ from tools import verl_page
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
         (
             "rollout.refit_delta",
-            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines share "
+            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines "
+            "share "
             "the actor's devices. Leave it out",
         ),
         ("agreement.limit", "agreement was renamed to logprob_check"),

@@ -11,7 +11,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
         (
             ["algorithm.advantage.gae_lambda=0.9"],
-            "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, gamma, "
+            "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
+            "gamma, "
             "credit, group_of_one, whiten, whiten_over, whiten_std, whiten_epsilon; gae_lambda is an option of gae",
         ),
         (

@@ -25,7 +25,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
-            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective that learns from",
+            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective "
+            "that learns from",
         ),
         (
             ["batch.epochs_kl_limit=0.1"],

@@ -25,7 +25,8 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true"],
-            "actor.lora.rank=8: with critic.shared_backbone=true the actor has a new value head, which would not be trained",
+            "actor.lora.rank=8: with critic.shared_backbone=true the actor has a new value head, which would not be "
+            "trained",
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],

@@ -8,7 +8,8 @@ from tests.unit.config.rules.recipes import errors, recipe
 def test_arguments_of_vllm_have_one_home() -> None:
     extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
     assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
-        "reward_model.vllm_overrides.tensor_parallel_size=2: reward_model.layout.tp determines it. Fix: set reward_model.layout.tp",
+        "reward_model.vllm_overrides.tensor_parallel_size=2: reward_model.layout.tp determines it. Fix: set "
+        "reward_model.layout.tp",
         "rollout.vllm_overrides.dtype=float16: model.dtype determines it. Fix: set model.dtype",
         "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl depends on its own value. Fix: leave it out",
     ]
