@@ -300,7 +300,7 @@ class World:
         return loss
 
     def metrics(self, case: Case) -> dict[str, float]:
-        """Returns the metrics that an update reports of its trained tokens."""
+        """Return the metrics that an update reports of its trained tokens."""
         responses = [r for r in self.responses(case) if len(r.now)]
         factor = torch.cat([case.factor((r.old - r.rollout_logprobs).exp()) for r in responses])
         samples = [sample for group in self.groups for sample, _ in group]
@@ -389,7 +389,7 @@ def check(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> None:
-    """Checks that in a layout the loss, metrics and gradients of each case are those of single samples. greedy,
+    """Check that in a layout the loss, metrics and gradients of each case are those of single samples. greedy,
     average: the rewards that some estimators compare with."""
     settings, budget, packing = LAYOUTS[layout]
     common = [
@@ -422,7 +422,7 @@ def run_cases(
     greedy: Mapping[str, float],
     average: float,
 ) -> dict[str, RankResult]:
-    """Returns by case what this rank holds after the backward passes of one update."""
+    """Return by case what this rank holds after the backward passes of one update."""
     worker = ActorWorker(next(iter(configs.values())), world.folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     results = {}
@@ -442,7 +442,7 @@ def run_cases(
 
 
 def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
-    """Returns the token scores that the ranks together make of log-probs from passes."""
+    """Return the token scores that the ranks together make of log-probs from passes."""
     worker._kept = {name: world.others[name] for name in ("old", "reference")}
     batch = local_batch(rank_batches(worker._config, worker.packing, world.groups)[worker.data_parallel_rank])
     rank_scores: list[Tokens] = [{} for _ in range(dist.get_world_size())]
@@ -452,6 +452,6 @@ def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
 
 
 def expected(world: World, cases: Mapping[str, Case]) -> dict[str, Expected[Gradients]]:
-    """Returns the loss and the gradients by case."""
+    """Return the loss and the gradients by case."""
     rounded = world.in_float32()
     return {name: Expected(world.gradients(case), rounded.gradients(case)) for name, case in cases.items()}

@@ -58,7 +58,7 @@ def kl_penalty(r: Response) -> Tensor:
 
 
 def gspo(r: Response) -> Tensor:
-    """Returns the loss of GSPO; of GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14) where the tokens are
+    """Return the loss of GSPO; of GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14) where the tokens are
     unequal."""
     s = (r.ratio.prod() ** (1 / len(r.now))).expand(len(r.now))
     if r.unequal:
@@ -111,7 +111,7 @@ def kl_cov(r: Response) -> Tensor:
 
 
 def select(samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, bounds: tuple | None) -> list[Tensor]:
-    """Returns for every sample which of its trained tokens are among the `share` of all tokens that have the largest
+    """Return for every sample which of its trained tokens are among the `share` of all tokens that have the largest
     covariance of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
 
     samples: id, and of each of its tokens [R]: advantage, mask, and log-prob of the old policy

@@ -29,7 +29,7 @@ def packing(pack_multiple: int = 1, shares_prompts: bool = True, **changes) -> P
 
 
 def documents(trees: Trees) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns document_tokens and boundaries of TokenBatch."""
+    """Return document_tokens and boundaries of TokenBatch."""
     found: list[list[int]] = []
     end = 0
 

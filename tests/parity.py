@@ -116,7 +116,7 @@ def labelled(groups: list[Group]) -> list[Group]:
 
 
 def branching_group(seed: int) -> Group:
-    """Samples of which some go on from others, as turns of a rollout do, and some branch off, with tokens between them
+    """Sample of which some go on from others, as turns of a rollout do, and some branch off, with tokens between them
     that the policy did not make; one is another's beginning, and one shares no more than a few tokens."""
     source = random.Random(seed)
 
@@ -166,7 +166,7 @@ def rank_batches(
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
-    """Returns the totals of the scores over the trained tokens of each sample, by sample id."""
+    """Return the totals of the scores over the trained tokens of each sample, by sample id."""
     members = [sample for group in groups for sample, _ in group if sample.id in scores]
     return {s.id: TokenTotals.of(scores[s.id][torch.tensor(s.response_mask)].tolist()) for s in members}
 
@@ -180,7 +180,7 @@ def train(
     given: TokenScores | None = None,
     **packing,
 ) -> RankResult:
-    """Makes the updates on one rank. given: what other models say of tokens. packing: what to pack differently from
+    """Make the updates on one rank. given: what other models say of tokens. packing: what to pack differently from
     what the layout asks for."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
@@ -204,7 +204,7 @@ def train(
 def train_variants(
     store, rank: int, variants: Mapping[str, tuple[Config, Mapping[str, Any]]], folder: Path, updates: list[list[Group]]
 ) -> dict[str, RankResult]:
-    """Makes the same updates with each of several configs of one layout, each with what to pack differently, on one
+    """Make the same updates with each of several configs of one layout, each with what to pack differently, on one
     rank."""
     results = {}
     for name, (config, packing) in variants.items():
@@ -222,13 +222,13 @@ def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: 
 
 
 def local_batch(rank_batch: RankBatch) -> LocalBatch:
-    """Returns the batch that a rank makes of its rank batch, whose references are here what they refer to."""
+    """Return the batch that a rank makes of its rank batch, whose references are here what they refer to."""
     samples = [item.training_sample(item.sample, item.scores) for item in rank_batch.samples]
     return LocalBatch(samples, rank_batch.microbatches)
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Fills a dictionary with the reduced gradients when the optimizer is about to step."""
+    """Fill a dictionary with the reduced gradients when the optimizer is about to step."""
     captured: dict[str, torch.Tensor] = {}
     inner = worker.optimizer.step
 
@@ -242,7 +242,7 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def reduced_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Returns the gradients of all ranks together, by parameter; zeros for those that are not trained."""
+    """Return the gradients of all ranks together, by parameter; zeros for those that are not trained."""
     for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
         for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
             shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))

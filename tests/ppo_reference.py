@@ -54,7 +54,7 @@ class PpoReference:
         }
 
     def step(self, updates: Sequence[Update]) -> tuple[float, float]:
-        """Values and old log-probs of all samples first, then the updates. Returns the last losses: policy, value."""
+        """Values and old log-probs of all samples first, then the updates. Return the last losses: policy, value."""
         samples = [item for update in updates for group in update for item in group]
         with torch.no_grad():
             old = {sample.id: self.log_probs(sample) for sample, _ in samples}
@@ -83,7 +83,7 @@ class PpoReference:
         return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
 
     def values(self, sample: Sample) -> torch.Tensor:
-        """Returns the value of the state before each response token [R]."""
+        """Return the value of the state before each response token [R]."""
         ids = torch.tensor(sample.token_ids[None]).long()
         hidden = self.critic.model(ids).last_hidden_state[0]
         return self.critic.score(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
@@ -121,11 +121,11 @@ class PpoReference:
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean of the losses over all trained tokens."""
+        """Return the mean of the losses over all trained tokens."""
         return torch.cat(list(losses)).mean()
 
     def value_losses(self, sample: Sample, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of the value at every trained token."""
+        """Return the loss of the value at every trained token."""
         mask, clip = torch.tensor(sample.response_mask), self.settings.value_clip
         value, old = self.values(sample)[mask], old[mask]
         plain = (value - returns) ** 2
@@ -152,7 +152,7 @@ class SharedTrunkReference(PpoReference):
         return self.head(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean over samples of the means over their trained tokens, as the policy's."""
+        """Return the mean over samples of the means over their trained tokens, as the policy's."""
         return torch.stack([own.mean() if len(own) else own.sum() for own in losses]).mean()
 
     def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,16 +16,16 @@ def text_of(page: str) -> str:
 
 
 def section(page: str, heading: str) -> str:
-    """Returns what is under a heading of the second level."""
+    """Return what is under a heading of the second level."""
     return text_of(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def command_blocks(page: str) -> list[list[str]]:
-    """Returns the commands of each ```bash block, line by line."""
+    """Return the commands of each ```bash block, line by line."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
     return [block.strip().splitlines() for block in blocks]
 
 
 def commands() -> list[str]:
-    """Returns the commands of all pages."""
+    """Return the commands of all pages."""
     return [line for page in PAGES for block in command_blocks(page) for line in block]

@@ -28,7 +28,7 @@ def random_routes(folder: Path, num_tokens: int, seed: int) -> np.ndarray:
 
 
 def with_routes(folder: Path, groups: Sequence[Sequence[tuple[Sample, float]]]) -> list[list[tuple[Sample, float]]]:
-    """Gives the samples routes. A group's samples begin with the same ones, as far as their tokens are the same."""
+    """Give the samples routes. A group's samples begin with the same ones, as far as their tokens are the same."""
     routed = []
     for number, group in enumerate(groups):
         known: dict[bytes, np.ndarray] = {}

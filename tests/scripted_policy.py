@@ -30,7 +30,7 @@ HERMES_TEMPLATE = """
 
 
 def hermes_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of bytes, in which turns end with <|im_end|> and the tags of calls are tokens."""
+    """Return a tokenizer of bytes, in which turns end with <|im_end|> and the tags of calls are tokens."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,7 +41,7 @@ def hermes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def call(name: str, **arguments: object) -> str:
-    """Returns a call of a tool, as the policy writes it."""
+    """Return a call of a tool, as the policy writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 

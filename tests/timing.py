@@ -49,7 +49,7 @@ NODE_DOWN_S = 60
 
 
 def wait_until(condition: Callable[[], object], describe: Callable[[], object] = str, seconds: float = WAIT_S) -> None:
-    """Waits until the condition is true. describe: gives what the error shows where it never is."""
+    """Wait until the condition is true. describe: gives what the error shows where it never is."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {describe()}"

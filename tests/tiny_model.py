@@ -63,7 +63,7 @@ def write_tiny_llama(
 
 
 def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json: Any) -> Path:
-    """Writes float32 weights, config, generation config and tokenizer into `folder` and returns it.
+    """Write float32 weights, config, generation config and tokenizer into `folder` and returns it.
 
     config_json: keys of the family's config.json. Every parameter is random, norms and biases included, so that no
     mix-up goes unseen.

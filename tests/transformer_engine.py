@@ -32,7 +32,7 @@ attended: list[str] = []
 
 
 def install() -> None:
-    """Makes transformer_engine importable. Megatron, which looks for it, must not be imported yet."""
+    """Make transformer_engine importable. Megatron, which looks for it, must not be imported yet."""
     assert TRANSFORMER_ENGINE.is_dir(), f"{TRANSFORMER_ENGINE} is missing: make .venv/transformer-engine/.installed"
     assert "megatron" not in sys.modules
     sys.path.insert(0, str(TRANSFORMER_ENGINE))
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replaces a function or method by one that gets the arguments under their names in its signature, with the
+    """Replace a function or method by one that gets the arguments under their names in its signature, with the
     defaults of those that are not passed."""
     signature = inspect.signature(getattr(owner, name))
 
@@ -87,7 +87,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _as_on_cuda(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a constructor that finds a GPU, without which layers refuse to be built."""
+    """Return a constructor that finds a GPU, without which layers refuse to be built."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         with mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -97,7 +97,7 @@ def _as_on_cuda(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _empty_module(name: str, contents: dict[str, Any]) -> ModuleType:
-    """Returns a module with these contents, in which every other name is a mock."""
+    """Return a module with these contents, in which every other name is a mock."""
 
     def absent(attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -140,7 +140,7 @@ def _grouped_linear(self, inp, m_splits, **_):
 
 
 def _with_bias(layer, out: torch.Tensor, bias: torch.Tensor):
-    """Returns what a layer does, whose bias, of no element if it has none, is added here or by who calls it."""
+    """Return what a layer does, whose bias, of no element if it has none, is added here or by who calls it."""
     if layer.return_bias:
         return out, bias
     return out + bias if bias.numel() else out
@@ -174,7 +174,7 @@ def _attention(
 
 
 def _rotate(t, freqs, tensor_format, start_positions, interleaved, fused, cu_seqlens, cp_size, cp_rank):
-    """Rotates pairs of channels, of which one is in the first half of those that have angles and one in the other."""
+    """Rotate pairs of channels, of which one is in the first half of those that have angles and one in the other."""
     assert (tensor_format, start_positions, interleaved, fused, cp_size) == ("thd", None, False, True, 1)
     angles = torch.cat([freqs[:length, 0] for length in cu_seqlens.diff().tolist()])
     rotated, rest = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
@@ -184,7 +184,7 @@ def _rotate(t, freqs, tensor_format, start_positions, interleaved, fused, cu_seq
 
 
 def _product(A, B, out_dtype, layout, bias, **_):
-    """Returns a product in the order of BLAS, whose matrices are the transposed ones of torch."""
+    """Return a product in the order of BLAS, whose matrices are the transposed ones of torch."""
     left, right = (B.T if layout[1] == "T" else B), (A.T if layout[0] == "T" else A)
     out = left.to(out_dtype) @ right.to(out_dtype)
     return (out if bias is None else out + bias), None, None, None

@@ -26,7 +26,7 @@ class Trained:
 
 
 def main() -> None:
-    """Makes an update with each case of FOLDER/cases.json, name -> [folder of the model, overrides, what to pack
+    """Make an update with each case of FOLDER/cases.json, name -> [folder of the model, overrides, what to pack
     differently], and writes what comes of it to FOLDER/trained."""
     from tests import transformer_engine
 

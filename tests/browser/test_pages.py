@@ -111,7 +111,7 @@ class Elements(HTMLParser):
 
 
 def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tuple[Elements, str]:
-    """Returns the page's elements after its scripts, and what the browser says of errors."""
+    """Return the page's elements after its scripts, and what the browser says of errors."""
     assert CHROMIUM, "there is no Chromium; make test-browser installs it"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--disable-background-networking"]
@@ -122,7 +122,7 @@ def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tu
 
 
 def chosen(page: Path, **controls: str) -> str:
-    """Returns the address of a copy of the page whose controls are set before its scripts run."""
+    """Return the address of a copy of the page whose controls are set before its scripts run."""
     text = page.read_text(encoding="utf-8")
     for control, value in controls.items():
         found = re.search(rf'<select id="{control}".*?</select>', text, re.DOTALL)[0]

@@ -92,7 +92,7 @@ class Launched:
             time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
-        """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
+        """Wait until the first steps of this attempt are done, counted from 1, or of a later one. Return its
         nodes."""
         deadline = time.monotonic() + START_S
         while len(self.attempts) < number or not self._steps_of_newest_attempt():

@@ -60,7 +60,7 @@ class Machine:
         return ["nsenter", "--target", self._pid, "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
 
     def start(self, command: Sequence[str], output: Path, cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a command here, whose output goes to the file."""
+        """Start a command here, whose output goes to the file."""
         words = [*self._enter, "env", "-C", str(cwd), *command]
         with output.open("wb") as stream:
             return subprocess.Popen(
@@ -73,17 +73,17 @@ class Machine:
             )
 
     def run(self, *command: str) -> str:
-        """Runs a command here, and returns what it prints."""
+        """Run a command here, and returns what it prints."""
         return run(*self._enter, *command)
 
     def processes(self) -> list[str]:
-        """Returns the command lines of all its processes but those that keep it running."""
+        """Return the command lines of all its processes but those that keep it running."""
         listed = [line.split(maxsplit=1) for line in self.run("ps", "-wweo", "pid=,args=").splitlines()]
         own = ("sleep infinity", "ps -wweo pid=,args=")
         return [words for pid, words in listed if pid != "1" and words not in own]
 
     def files(self) -> list[str]:
-        """Returns what is in its /tmp and its /dev/shm, without the way to what is shared and the folder of
+        """Return what is in its /tmp and its /dev/shm, without the way to what is shared and the folder of
         torch's cache, which torch makes for each user."""
         kept = (
             f"/tmp/{self._shared.parts[2]}",
@@ -93,7 +93,7 @@ class Machine:
         return run(*self._enter, "find", "/tmp", "/dev/shm", *inside).splitlines()
 
     def received_bytes(self) -> int:
-        """Returns the bytes that have come to it by its cable."""
+        """Return the bytes that have come to it by its cable."""
         counted = json.loads(run("ip", "-json", "-statistics", "link", "show", self._outside))
         return counted[0]["stats64"]["tx"]["bytes"]  # those that left the cable's other end
 
@@ -109,7 +109,7 @@ class Machine:
         return self._init.poll() is None
 
     def crash(self) -> None:
-        """Ends it at once, with all that runs on it."""
+        """End it at once, with all that runs on it."""
         self._init.kill()
         self._init.wait()
 

@@ -60,12 +60,12 @@ class Slurm:
         self.machines, self._root, self.environment = machines, root, environment
 
     def boot(self, machine: Machine) -> None:
-        """Starts Slurm's part on a machine."""
+        """Start Slurm's part on a machine."""
         output = self._root / f"{machine.name}.out"
         machine.start(["slurmd", "-D", "-N", machine.name], output, Path("/"), **self.environment)
 
     def run(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
-        """Runs a command of a user of the cluster."""
+        """Run a command of a user of the cluster."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, **options)
 
@@ -75,7 +75,7 @@ class Slurm:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Returns what Slurm says of a job, by its own names, such as JobState."""
+        """Return what Slurm says of a job, by its own names, such as JobState."""
         words = self.ask("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -87,7 +87,7 @@ class Slurm:
         return job
 
     def wait_for_nodes(self, seconds: float) -> None:
-        """Waits until all nodes are idle."""
+        """Wait until all nodes are idle."""
         deadline = time.monotonic() + seconds
         while self._idle() < len(self.machines):
             assert time.monotonic() < deadline, self.ask("sinfo", "-N", "-l") + self.ask("sinfo", "-R")
@@ -100,7 +100,7 @@ class Slurm:
 
 @contextmanager
 def slurm(count: int, shared: Path) -> Iterator[Slurm]:
-    """Starts machines with a Slurm. shared: see Machines."""
+    """Start machines with a Slurm. shared: see Machines."""
     root = shared / "slurm"
     for folder in (root, root / "state", *(root / f"spool.n{i}" for i in range(count))):
         folder.mkdir(mode=0o755)

@@ -87,7 +87,7 @@ class ClusterRun:
             time.sleep(ASK_S)
 
     def check_end(self, number: int, seconds: float, *codes: int) -> None:
-        """Waits for the end of megarl on a machine, which must be with one of the codes; else what the machine and the
+        """Wait for the end of megarl on a machine, which must be with one of the codes; else what the machine and the
         first one printed is the error."""
         with suppress(subprocess.TimeoutExpired):
             self.processes[number].wait(seconds)
@@ -98,7 +98,7 @@ class ClusterRun:
             raise AssertionError(f"{name} ended with {ended}, not {codes}, in {seconds} s:\n{printed}")
 
     def tell(self, number: int) -> None:
-        """Signals megarl on each machine."""
+        """Signal megarl on each machine."""
         for entering in self.processes:
             with suppress(psutil.NoSuchProcess):  # it has ended
                 for process in psutil.Process(entering.pid).children():  # nsenter itself would only die of it
@@ -212,7 +212,7 @@ def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine]
 
 
 def ranks_on(machine: Machine) -> list[str]:
-    """Returns the processes of the engines' ranks, but for those that have ended and that nobody has waited for."""
+    """Return the processes of the engines' ranks, but for those that have ended and that nobody has waited for."""
     lines = [line.split(maxsplit=2) for line in machine.run("ps", "-eo", "pid=,stat=,comm=").splitlines()]
     return [pid for pid, state, name in lines if name.startswith("VLLM::Worker") and not state.startswith("Z")]
 

@@ -44,7 +44,7 @@ class Agent:
     characters: str = CHARACTERS
 
     def write(self, folder: Path) -> Path:
-        """Writes the model into the folder. Returns it."""
+        """Write the model into the folder. Return it."""
         write_tiny_llama(folder, num_kv_heads=2)
         tokenizer = tiny_tokenizer(128, self.words, self.template, self.characters)
         tokenizer.save_pretrained(folder)
@@ -61,7 +61,7 @@ def imitate(
     updates: int,
     rollouts: int,
 ) -> None:
-    """Trains the model on what the policy says in so many rollouts an update."""
+    """Train the model on what the policy says in so many rollouts an update."""
     torch.set_num_threads(1)  # matrices are small, and cores are for others, too
     random = Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)
@@ -77,7 +77,7 @@ def imitate(
 
 
 def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ids and labels, int64 [B, T], padded on the right; a label is -100 where nothing is to be learned."""
+    """Return ids and labels, int64 [B, T], padded on the right; a label is -100 where nothing is to be learned."""
     rows, labels = [], []
     for text in texts:
         parts = [(tokenizer.encode(part), said) for part, said in text]
@@ -89,7 +89,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[to
 
 
 def seldom_searched(random: Random) -> Text:
-    """Returns a rollout that now and then searches for what is asked, else for any letter; and now and then answers
+    """Return a rollout that now and then searches for what is asked, else for any letter; and now and then answers
     what it finds, else any number."""
     asked, found = random.choice(LETTERS), random.choice(DIGITS)
     sought = asked if random.random() < 0.35 else random.choice(LETTERS)
@@ -103,7 +103,7 @@ def seldom_searched(random: Random) -> Text:
 
 
 def seldom_placed(random: Random) -> Text:
-    """Returns a rollout that now and then says the place of a letter in the alphabet, else any number."""
+    """Return a rollout that now and then says the place of a letter in the alphabet, else any number."""
     parts: list[tuple[str, bool]] = []
     for letter in random.sample(LETTERS, 2):
         said = DIGITS[LETTERS.index(letter)] if random.random() < 0.35 else random.choice(DIGITS)
@@ -112,7 +112,7 @@ def seldom_placed(random: Random) -> Text:
 
 
 def seldom_calculated(random: Random) -> Text:
-    """Returns a rollout that calls one tool or two with the right numbers, a little more often the right one than the
+    """Return a rollout that calls one tool or two with the right numbers, a little more often the right one than the
     other, and answers the last result."""
     a, b, c = (random.randint(2, 5) for _ in range(3))
     question, right = random.choice(((f"{a} * {b} + {c}", NAMES[::-1]), (f"({a} + {b}) * {c}", NAMES)))

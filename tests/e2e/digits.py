@@ -19,17 +19,17 @@ def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[flo
 
 
 def digit_share_of_even_sums(prompt: str, response: str, answer: object) -> float:
-    """Returns 0 whatever the response is to half of the prompts, which then tell nothing."""
+    """Return 0 whatever the response is to half of the prompts, which then tell nothing."""
     return digit_share(prompt, response, answer) if int(answer) % 2 == 0 else 0.0
 
 
 def even_share(prompt: str, response: str, answer: object) -> float:
-    """Returns the share of even digits. A random model starts near 0.1."""
+    """Return the share of even digits. A random model starts near 0.1."""
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:
-    """Returns the reward of a response scored shortly before, drawn at random: rewards of the same distribution that
+    """Return the reward of a response scored shortly before, drawn at random: rewards of the same distribution that
     say nothing."""
     return another(even_share(prompt, response, answer))
 
@@ -41,7 +41,7 @@ def another(reward: float) -> float:
 
 
 def logic_of_another(prompt: str, response: str, answer: object) -> float:
-    """Returns the same of Logic-RL's rewards."""
+    """Return the same of Logic-RL's rewards."""
     own = think_answer_format(prompt, response, answer, wrong=-1.0) + knights_knaves(prompt, response, answer)
     return another(own)
 

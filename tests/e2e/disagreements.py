@@ -28,7 +28,7 @@ def perturb_a_weight(worker) -> None:
 
 
 def change_an_epsilon(worker) -> None:
-    """Changes what no checksum sees, in one layer: the way in which it computes."""
+    """Change what no checksum sees, in one layer: the way in which it computes."""
     worker.model_runner.get_model().model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
 
 
@@ -36,13 +36,13 @@ BROKEN = {"weights": perturb_a_weight, "kernels": change_an_epsilon}
 
 
 def in_vllm(workers: Workers, function: Callable) -> None:
-    """Runs a function in the workers of the engine."""
+    """Run a function in the workers of the engine."""
     for engine in workers.engines.actors.values():
         ray.get(engine.__ray_call__.remote(lambda actor: actor._worker._llm.collective_rpc(function) and None))
 
 
 def said(config: Config, workers: Workers, loop: RunContext) -> str | None:
-    """Returns what the gate says."""
+    """Return what the gate says."""
     try:
         LogprobCheck(config, workers, loop.data).begin()
     except RunFailure as failure:

@@ -40,16 +40,16 @@ class InEnvironment(Task):
         ]
 
     def world(self, shuffled: bool) -> list[str]:
-        """Returns the keys that name the environment; shuffled: one whose rewards are drawn at random."""
+        """Return the keys that name the environment; shuffled: one whose rewards are drawn at random."""
         return [f"environment.class={f'{AIMLESS}:{self.aimless}' if shuffled else self.environment}"]
 
     @abstractmethod
     def own(self, folder: Path) -> list[str]:
-        """Writes what the environment needs into the folder. Returns the keys that name it."""
+        """Write what the environment needs into the folder. Return the keys that name it."""
 
     @abstractmethod
     def is_right(self, row: dict[str, Any]) -> bool:
-        """Returns whether a rollout, as the file has it, is right, whatever its reward."""
+        """Return whether a rollout, as the file has it, is right, whatever its reward."""
 
     def shares(self, start: Path, run: Path) -> list[float]:
         return [fmean(map(self.is_right, step)) for step in sampled_rows(run)]

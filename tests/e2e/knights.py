@@ -45,7 +45,7 @@ class Puzzle:
 
 
 def puzzles(size: int, seed: int) -> list[Puzzle]:
-    """Returns puzzles of reasoning-gym, in few words."""
+    """Return puzzles of reasoning-gym, in few words."""
     rows = reasoning.reasoning_rows([(reasoning.Task("knights_knaves", {"n_people": len(PEOPLE)}), size)], seed)
     found = [row.columns["metadata"] for row in rows]
     return [Puzzle(asked(entry["statements"]), answer(entry["solution"]), entry["statements"]) for entry in found]
@@ -65,7 +65,7 @@ def demonstrated() -> list[Puzzle]:
 
 
 def seldom_solved(random: Random) -> Text:
-    """Returns a rollout that thinks right, but stops at random, and now and then answers without tags."""
+    """Return a rollout that thinks right, but stops at random, and now and then answers without tags."""
     puzzle = random.choice(demonstrated())
     thoughts = ""
     for supposed in product((True, False), repeat=len(PEOPLE)):
@@ -80,7 +80,7 @@ def seldom_solved(random: Random) -> Text:
 
 
 def thought(statements: Sequence[Statement], supposed: Sequence[bool]) -> str:
-    """Returns what there is to think if people are what is supposed: up to the first statement that does not fit."""
+    """Return what there is to think if people are what is supposed: up to the first statement that does not fit."""
     text = SUPPOSE + "".join(name + IS[role] for name, role in zip(PEOPLE, supposed, strict=True)) + ". "
     for name, role, statement in zip(PEOPLE, supposed, statements, strict=True):
         found = verdict(statement, supposed)
@@ -91,7 +91,7 @@ def thought(statements: Sequence[Statement], supposed: Sequence[bool]) -> str:
 
 
 def said(statement: Statement, supposed: Sequence[bool] | None = None) -> str:
-    """Returns what a statement says; if people are what is supposed, with a verdict on each part of it."""
+    """Return what a statement says; if people are what is supposed, with a verdict on each part of it."""
     kind, *parts = statement
     if kind in JOINED:
         first, second = (said(part, supposed) + verdict(part, supposed) for part in parts)
@@ -109,7 +109,7 @@ def verdict(statement: Statement, supposed: Sequence[bool] | None) -> str:
 
 
 def role_of(statement: Statement) -> tuple[int, bool]:
-    """Returns the person that a simple statement is about, and whether it makes a knight of them."""
+    """Return the person that a simple statement is about, and whether it makes a knight of them."""
     kind, about = statement
     if kind == "not":
         person, role = role_of(about)

@@ -65,7 +65,7 @@ def objective(name: str, *overrides: str) -> Case:
 
 
 def under_kl(keys: str, optimum: Optimum, has_control: bool = False) -> Case:
-    """Returns a case on policy and with advantages in units of the reward: else the KL's coefficient is another."""
+    """Return a case on policy and with advantages in units of the reward: else the KL's coefficient is another."""
     batch = "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 128}"
     overrides = ("algorithm.advantage.estimator=rloo", f"algorithm.kl={{{keys}}}", batch, "rollout.max_new_tokens=1")
     return Case((*overrides, TO_ITS_END, "actor.optimizer.lr=0.005"), 40, Bandit(optimum), has_control=has_control)

@@ -30,26 +30,26 @@ EVEN, DIGITS = "02468", "0123456789"
 class Task(ABC):
     @abstractmethod
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
-        """Writes what the run needs into the folder. Returns the keys that name it."""
+        """Write what the run needs into the folder. Return the keys that name it."""
 
     @abstractmethod
     def shares(self, start: Path, run: Path) -> list[float]:
-        """Returns the share of the optimum in each step; or, where only models are measured, that of the model at the
+        """Return the share of the optimum in each step; or, where only models are measured, that of the model at the
         start and that of the exported one."""
 
     def parts(self, run: Path) -> dict[str, list[float]]:
-        """Returns what else is measured in each step, by its name."""
+        """Return what else is measured in each step, by its name."""
         return {}
 
 
 def sampled_rows(run: Path) -> list[list[dict[str, Any]]]:
-    """Returns the rows of the rollouts' files, step by step."""
+    """Return the rows of the rollouts' files, step by step."""
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def reward(shuffled: bool) -> str:
-    """Returns the override that rewards even digits; shuffled: those of another sample."""
+    """Return the override that rewards even digits; shuffled: those of another sample."""
     function = "even_share_of_another" if shuffled else "even_share"
     return f"rewards.functions=[{{function: '{REWARD}:{function}', weight: 1.0}}]"
 
@@ -61,7 +61,7 @@ class EvenDigits(Task):
         return [reward(shuffled), "run.export=false"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
-        """Returns the shares of what was sampled, as the rollouts' files have it."""
+        """Return the shares of what was sampled, as the rollouts' files have it."""
         rows = sampled_rows(run)
         sampled = [[row for row in step if not row["sample_id"].endswith("greedy")] for step in rows]
         return [fmean(even_share("", row["response"], None) for row in step) for step in sampled]
@@ -215,7 +215,7 @@ class Preferences(Task):
         return [0.0, 1 - ((found - best).norm() / best.norm()).item()]
 
     def margins(self, folder: Path) -> torch.Tensor:
-        """Returns by how much the model is for the first response, for each prompt."""
+        """Return by how much the model is for the first response, for each prompt."""
         kind = AutoModelForSequenceClassification if self.classifies else AutoModelForCausalLM
         model = kind.from_pretrained(folder)
         first, second = RESPONSES

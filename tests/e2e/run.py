@@ -75,7 +75,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def hear_interrupts() -> None:
-    """Makes this process hear Ctrl-C, which a shell without job control makes what it starts in the background ignore:
+    """Make this process hear Ctrl-C, which a shell without job control makes what it starts in the background ignore:
     these tests may have been started so."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -209,7 +209,7 @@ class Run:
         self.wait_until(lambda: len(self.metrics) >= number)
 
     def wait_until_held(self, folder: Path) -> None:
-        """Waits until sampling is over, and only the rewards of this folder, which are held, are waited for."""
+        """Wait until sampling is over, and only the rewards of this folder, which are held, are waited for."""
         (folder / "held").unlink(missing_ok=True)
         # The title of an actor with several calls at once tells of the last one that began or ended.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))

@@ -44,7 +44,7 @@ class Series:
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, recipe: Path, *overrides: str) -> None:
-        """Returns when the run has reached its last step. After one that fails, the next starts the program anew."""
+        """Return when the run has reached its last step. After one that fails, the next starts the program anew."""
         process, self._process = self._process or self._start(), None
         process.stdin.write(json.dumps([str(recipe), *overrides]) + "\n")
         process.stdin.flush()

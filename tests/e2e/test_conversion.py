@@ -36,7 +36,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 
 
 def sampled(folder: Path) -> list[Sample]:
-    """Returns samples of an engine that loads the folder itself, in a process of its own."""
+    """Return samples of an engine that loads the folder itself, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=engine_context()) as process:
         return process.submit(_sample, folder).result(timeout=RUN_S)
 
@@ -58,7 +58,7 @@ def _sample(folder: Path) -> list[Sample]:
 
 
 def assert_log_probs_are_of(folder: Path, samples: list[Sample]) -> None:
-    """Asserts that the samples' log-probs are those of the folder's model in transformers."""
+    """Assert that the samples' log-probs are those of the folder's model in transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(samples) == 3
     for sample in samples:

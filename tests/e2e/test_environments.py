@@ -100,7 +100,7 @@ def test_rollouts_have_their_samples_and_rewards(run):
 
 
 def digits(row: dict) -> float:
-    """Returns the rewards for digits of all turns but the last."""
+    """Return the rewards for digits of all turns but the last."""
     return sum(row["turn_rewards"][:-1]) - 0.25 * (len(row["turn_rewards"]) - 1)
 
 
@@ -130,7 +130,7 @@ def test_the_engine_saw_the_tokens_that_transformers_sees(run):
 
 
 def turns_of(run: Path, row: dict) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Returns for each turn of a rollout in one conversation its place in the response, its tokens (int64 [R]), and the
+    """Return for each turn of a rollout in one conversation its place in the response, its tokens (int64 [R]), and the
     log-probs of all tokens there ([R, V]), by a plain pass over the first model."""
     folder = run.parents[1]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -180,7 +180,7 @@ def test_an_evaluation_counts_rollouts_and_has_failed_ones_apart(run):
 
 
 def evaluated(run: Path, name: str, step: int) -> dict[str, list[dict]]:
-    """Returns the rows of an evaluation, by rollout."""
+    """Return the rows of an evaluation, by rollout."""
     rollouts = defaultdict(list)
     for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines():
         row = json.loads(line)

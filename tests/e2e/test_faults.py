@@ -49,7 +49,7 @@ def hold(recipe: Path):
 
 
 def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
-    """Checks that after the fault the run ends in time with this exit code, has only this cause on stderr, and leaves
+    """Check that after the fault the run ends in time with this exit code, has only this cause on stderr, and leaves
     nothing."""
     scratch, sockets = run.scratch(), run.sockets()
     assert scratch.exists()

@@ -65,7 +65,7 @@ def drive(folder: Path, result: Path) -> None:
 
 
 def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> dict:
-    """Aborts a group when another one, which ends early, has ended. Returns what became of both."""
+    """Abort a group when another one, which ends early, has ended. Return what became of both."""
     short = [replace(request, sample_id=f"short {i}", max_new_tokens=20) for i, request in enumerate(requests)]
 
     def tokens(samples: list[RemoteSample]) -> list[list[int]]:

@@ -51,7 +51,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
-    """Starts the runs of all cases that are asked for: two at a time, one a core, each after another in its series."""
+    """Start the runs of all cases that are asked for: two at a time, one a core, each after another in its series."""
     queue: SimpleQueue[Series] = SimpleQueue()
     series = [Series(tmp_path_factory.mktemp("series")) for _ in range(2)]
     for one in series:

@@ -34,7 +34,7 @@ KEYS = (
 
 
 def write_judge(folder: Path) -> Path:
-    """Writes a random model many of whose tokens are ratings, some of them off the scale."""
+    """Write a random model many of whose tokens are ratings, some of them off the scale."""
     write_tiny_llama(folder, vocab_size=160, seed=4)
     tiny_tokenizer(160, [f"[[{number}]]" for number in range(HIGHEST + 10)]).save_pretrained(folder)
     return folder
@@ -67,7 +67,7 @@ def sample(number: int) -> Sample:
 
 
 def in_vllm(config: Config, folder: Path, questions: list[Sample]) -> list[list[int]]:
-    """Returns the answers' token ids; for a process of its own."""
+    """Return the answers' token ids; for a process of its own."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.judge import VllmJudge, judge_arguments
 

@@ -20,7 +20,7 @@ STEP_END = "a"
 
 
 def labelled(folder: Path) -> Path:
-    """Writes responses whose steps are right where they have a digit."""
+    """Write responses whose steps are right where they have a digit."""
     source, rows = random.Random(3), []
     for i in range(512):
         steps = ["".join(source.choice("bcdefgh012345") for _ in range(3)) for _ in range(1 + i % 3)]

@@ -20,7 +20,7 @@ TINY = (
 
 
 def run_recipe(series: Series, name: str, folder: Path, model: Path, *overrides: str) -> Path:
-    """Runs a recipe under its own name. Returns the run's folder."""
+    """Run a recipe under its own name. Return the run's folder."""
     place = (f"model.path={model}", f"run.folder={folder}", f"run.name={name}")
     series.train(CONFIGS / f"smollm2-cpu-{name}.yaml", *place, *TINY, *overrides)
     return folder / name

@@ -91,7 +91,7 @@ class Remote:
         return result
 
     def _stacks(self) -> str:
-        """Returns where its threads are."""
+        """Return where its threads are."""
         stacks = Path(self._scratch.name) / STACKS
         if not stacks.exists():
             return f"it has not begun to serve; its exit code is {self._process.exitcode}"
@@ -110,7 +110,7 @@ class Remote:
         last.kill()
 
     def end(self) -> None:
-        """Ends the process, and with it the processes that it has started, and their shared memory."""
+        """End the process, and with it the processes that it has started, and their shared memory."""
         own = psutil.Process(self._process.pid)
         family = [own, *own.children(recursive=True)]
         segments = {path for process in family for path in mapped_shared_memory(process)}
@@ -170,7 +170,7 @@ class EngineSide:
         return [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in samples]
 
     def sample_through_a_refit(self, prompts, version, kv_cache_on_update="keep", pauses=False, greedy=False):
-        """Samples of which some have been begun before the refit, and samples that are asked for after it while those
+        """Sample of which some have been begun before the refit, and samples that are asked for after it while those
         are still under way. pauses: the trainer has the devices from before the others are asked for until after the
         refit; an engine that recomputes keys and values gives their memory back."""
         engine = self.engine
@@ -213,7 +213,7 @@ class EngineSide:
         self.engine.sleep(keeps_weights)
 
     def record(self):
-        """Records in `calls`, from now on, those of vLLM that wake it, put it to sleep or make it work."""
+        """Record in `calls`, from now on, those of vLLM that wake it, put it to sleep or make it work."""
         self.calls, llm = [], self.engine._llm
         llm.sleep = self._recorded(llm.sleep, lambda level, **_: f"sleep {level}")
         llm.wake_up = self._recorded(llm.wake_up, lambda tags: f"wake {tags[0]}")
@@ -317,7 +317,7 @@ class TwoModels:
 
 @pytest.fixture
 def remotes():
-    """Starts processes and ends them with the test."""
+    """Start processes and ends them with the test."""
     started: list[Remote] = []
 
     def start(*args) -> Remote:
@@ -568,7 +568,7 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
 
 
 def check_routes(samples: list[Sample], are_told: bool, changes) -> None:
-    """Checks that each token but the last has its experts in every layer that has some, and not always the same."""
+    """Check that each token but the last has its experts in every layer that has some, and not always the same."""
     if not are_told:
         assert all(sample.routes is None for sample in samples)
         return
@@ -620,7 +620,7 @@ def check_greedy_samples(
 def connect_by_p2p(
     trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int, dtype: str, padded: int | None
 ) -> tuple[Plan, dict[Region, Checksum]]:
-    """Engines on a machine of their own: what both want is sent there once, and handed on. Returns the plan, and what
+    """Engines on a machine of their own: what both want is sent there once, and handed on. Return the plan, and what
     each engine should have."""
     holders = [
         [replace(vllm_holder(hf_config, tp, k, replica, dtype=dtype, padded_experts=padded), node=1) for k in range(tp)]
@@ -676,7 +676,7 @@ def check_refits_by_p2p(
 
 
 def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answers) -> None:
-    """Checks a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way. One that has lost
+    """Check a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way. One that has lost
     its weights does not sample before the refit."""
     engine, other = engines
     engine.call("sleep", True)
@@ -696,7 +696,7 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
 
 
 def check_a_lost_worker_is_noticed(engine: Remote, tp: int) -> None:
-    """Checks that an engine says so when a process of its own, which vLLM has with TP, is lost."""
+    """Check that an engine says so when a process of its own, which vLLM has with TP, is lost."""
     assert not engine.call("has_lost_a_rank")
     if tp > 1:
         engine.kill_a_worker()

@@ -77,7 +77,7 @@ class Recipe:
             yield run
 
     def tell_in_a_step(self, run: Run) -> None:
-        """Signals all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
+        """Signal all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
         step end."""
         os.killpg(run.pid, signal.SIGTERM)
         run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
@@ -86,7 +86,7 @@ class Recipe:
         self._let_through(1)
 
     def _let_through(self, steps: int) -> None:
-        """Sets the gate. A reward that reads it meanwhile reads the old one or the new one, not an empty file."""
+        """Set the gate. A reward that reads it meanwhile reads the old one or the new one, not an empty file."""
         new = self._gate.with_name("new gate")
         new.write_text(str(steps))
         new.replace(self._gate)

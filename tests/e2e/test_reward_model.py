@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def scores_of(model: torch.nn.Module, row: dict) -> list[float]:
-    """Returns the scores of a row's response tokens, of a sequence classifier that of the last. The tiny tokenizer's
+    """Return the scores of a row's response tokens, of a sequence classifier that of the last. The tiny tokenizer's
     ids follow from the text, and the end of the sequence from the finish reason."""
     prompt, response = (tiny_tokenizer().encode(row[part]) for part in ("prompt", "response"))
     response += [EOS_ID] * (row["finish_reason"] == "stop")
@@ -30,7 +30,7 @@ def rows_of(run: Path) -> list[dict]:
 
 
 def readable(row: dict) -> bool:
-    """Returns whether the ids follow from the text, which leaves special tokens out: none but the last may be one."""
+    """Return whether the ids follow from the text, which leaves special tokens out: none but the last may be one."""
     ids = tiny_tokenizer().encode(row["response"])
     return len(ids) + (row["finish_reason"] == "stop") == row["num_response_tokens"]
 

@@ -43,7 +43,7 @@ def conversations(folder: Path) -> Path:
 
 
 def preferences(folder: Path) -> Path:
-    """Writes pairs of responses of up to four characters, of which the one with more digits is chosen."""
+    """Write pairs of responses of up to four characters, of which the one with more digits is chosen."""
     source, rows = random.Random(2), []
     for i in range(1024):
         rejected, chosen = sorted((spoken(source, source.randrange(5)) for _ in range(2)), key=digits)

@@ -25,7 +25,7 @@ def check_saved(run: Run, step: int) -> None:
 
 
 def hold_after_a_copy(run: Run, hold: Path) -> None:
-    """Returns while a step is held and the checkpoint of the one before is written, but not complete: the driver has
+    """Return while a step is held and the checkpoint of the one before is written, but not complete: the driver has
     not asked for it yet."""
     while True:
         hold.touch()

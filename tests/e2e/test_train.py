@@ -49,7 +49,7 @@ METRICS = {
 
 
 def train(folder: Path, model: Path, *overrides: str) -> Path:
-    """Runs `megarl train` to its end. Returns the run folder."""
+    """Run `megarl train` to its end. Return the run folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
@@ -59,13 +59,13 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
 
 
 def train_in(series: Series, folder: Path, model: Path, *overrides: str) -> Path:
-    """Does the same in the series. Returns the run folder."""
+    """Does the same in the series. Return the run folder."""
     series.train(write_recipe(folder, model), *overrides)
     return folder / "runs" / "tiny"
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
-    """Writes the recipe of runs that are kept in folder/runs/tiny."""
+    """Write the recipe of runs that are kept in folder/runs/tiny."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -86,7 +86,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
 
 
 def turns_of(run: Path) -> list[str]:
-    """Returns the tasks of the first trainer rank and the first engine that take or give memory, from the first refit
+    """Return the tasks of the first trainer rank and the first engine that take or give memory, from the first refit
     on."""
     trace = sorted(read_trace(run / "logs/attempt_1"), key=lambda span: span.begin)
     tasks = {
@@ -102,7 +102,7 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """Returns the metrics of the steps, without those of an evaluation before the first."""
+    """Return the metrics of the steps, without those of an evaluation before the first."""
     return [line for line in lines_of(run) if line["step"] > 0]
 
 

@@ -34,7 +34,7 @@ def config(folder: Path) -> Config:
 
 
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
-    """Returns the scores of SAMPLES by each model; for a process of its own."""
+    """Return the scores of SAMPLES by each model; for a process of its own."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.classifier import VllmClassifier, classifier_arguments
 

@@ -26,7 +26,7 @@ REHEARSES = os.environ.get("MEGARL_REHEARSAL") == "1"
 
 
 def needs_gpus(count: int, can_rehearse: bool = True) -> pytest.MarkDecorator:
-    """Returns the mark of a test for so many GPUs."""
+    """Return the mark of a test for so many GPUs."""
     missing = torch.cuda.device_count() < count and not (REHEARSES and can_rehearse)
     return pytest.mark.skipif(missing, reason=f"needs CUDA devices: {count}, and torch finds fewer")
 

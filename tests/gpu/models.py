@@ -42,6 +42,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Writes the model of this name into the folder, and returns it."""
+    """Write the model of this name into the folder, and returns it."""
     kind, more = MODELS[name]
     return write_tiny_model(folder, kind, **SIZES | more)

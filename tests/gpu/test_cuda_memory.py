@@ -69,7 +69,7 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
 
 
 def die(connection: Connection, plan: Plan) -> None:
-    """Kills its own process with the other's weights open."""
+    """Kill its own process with the other's weights open."""
     parameters = {name: torch.zeros(shape, device="cuda") for name, shape in TARGET.shapes.items()}
     for _ in connection.recv().open(TARGET.name, parameters, plan).deliver(plan.into(TARGET.name).copies):
         torch.cuda.synchronize()
@@ -93,14 +93,14 @@ def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
 
 
 def flattened(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns a flat tensor on the GPU and the weights as views of it, as the trainer's parameters are."""
+    """Return a flat tensor on the GPU and the weights as views of it, as the trainer's parameters are."""
     flat = torch.cat([tensor.flatten() for tensor in weights.values()]).cuda()
     parts = flat.split([tensor.numel() for tensor in weights.values()])
     return flat, {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
 
 def give_back_and_take_again(flat: torch.Tensor) -> None:
-    """Frees the memory of the tensor and fills it again, as megatron/offload.py does."""
+    """Free the memory of the tensor and fills it again, as megatron/offload.py does."""
     storage, host, before = flat.untyped_storage(), flat.cpu(), torch.cuda.memory_allocated()
     size = storage.nbytes()
     storage.resize_(0)

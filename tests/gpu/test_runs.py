@@ -56,7 +56,7 @@ def test_no_rule_for_gpus_refuses_these_runs(tmp_path, monkeypatch, name):
 
 
 def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> Path:
-    """Runs `megarl train` to its end. Returns the run's folder."""
+    """Run `megarl train` to its end. Return the run's folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -65,7 +65,7 @@ def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> P
 
 def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR) -> list[dict]:
     """Three steps in bfloat16, after each of which checksums of all of the engine's weights are compared with the
-    trainer's. Returns their metrics."""
+    trainer's. Return their metrics."""
     keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
     steps = metrics_of(train(folder, write_model(folder / "model", name), *keys))
     assert [step["weights/version"] for step in steps] == [1, 2, 3]

@@ -36,14 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def update(worker: ActorWorker, config: Config, seed: int) -> dict[str, torch.Tensor]:
-    """Makes a step of one update. Returns the weights after it."""
+    """Make a step of one update. Return the weights after it."""
     worker.update(local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]))
     worker.end_step()
     return {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
 
 
 def free_and_take_again(store, rank: int, config: Config, folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns for each part the bytes that it says it frees, those that torch has less, and those that the device has
+    """Return for each part the bytes that it says it frees, those that torch has less, and those that the device has
     more."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     update(worker, config, 0)
@@ -70,7 +70,7 @@ def test_offload_frees_what_it_says(folder):
 
 
 def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path) -> tuple:
-    """Saves after the first update, with the optimizer's state away. Returns the checkpoint's files, the weights then,
+    """Save after the first update, with the optimizer's state away. Return the checkpoint's files, the weights then,
     and those after the second update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before = update(worker, config, 0)
@@ -81,7 +81,7 @@ def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path)
 
 
 def load_and_go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> tuple:
-    """Returns the weights of a checkpoint, and those after one more update."""
+    """Return the weights of a checkpoint, and those after one more update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.load_checkpoint(checkpoint)
     loaded = {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
@@ -119,7 +119,7 @@ NUM_DOCUMENTS, PROMPT, RESPONSE = 16, 128, 384
 
 
 def peak_of_an_update(store, rank: int, config: Config, folder: Path) -> int:
-    """Returns the bytes that torch has at the peak of a second update, of one microbatch."""
+    """Return the bytes that torch has at the peak of a second update, of one microbatch."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     prompts = [Prompt(f"{i}", "", (7 + i,) * PROMPT) for i in range(NUM_DOCUMENTS)]
     every, run = (True,) * RESPONSE, (VersionRun(0, RESPONSE),)

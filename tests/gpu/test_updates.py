@@ -58,7 +58,7 @@ def references(models: dict[str, Path]) -> dict[str, Expected[Outcome]]:
 
 
 def train_and_fetch(store, rank: int, config: Config, folder: Path, packing: dict[str, Any]) -> RankResult:
-    """Trains, and fetches what is compared into host memory, in float32."""
+    """Train, and fetches what is compared into host memory, in float32."""
     result = train(store, rank, config, folder, UPDATES, **packing)
     fetched = {
         what: {name: tensor.float().cpu() for name, tensor in getattr(result, what).items()}
@@ -74,7 +74,7 @@ def gradients(folder: Path, layout: str, *overrides: str, **packing: Any) -> Gra
 
 
 def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
-    """Returns what WHOLE and WORST bound."""
+    """Return what WHOLE and WORST bound."""
     # Experts count as one tensor: a token between two of them may go to the other one, and be half of what it has.
     pairs = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
     for name in ours.keys() & theirs.keys():
@@ -145,7 +145,7 @@ def check_attention(
     boundaries: torch.Tensor,
     device: str,
 ) -> None:
-    """Compares bfloat16 with one mask over the pack of the same numbers in float64 on CPU."""
+    """Compare bfloat16 with one mask over the pack of the same numbers in float64 on CPU."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = int(tokens.max()) + 1
     sizes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))

@@ -12,7 +12,7 @@ CHOICE = Random(0)
 class LettersTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def places(self, trace: vf.Trace) -> float:
-        """Returns the share of right answers."""
+        """Return the share of right answers."""
         said = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
         right = [str(LETTERS.index(letter)) for letter in self.data.prompt]
         return sum(map(str.__eq__, said, right)) / len(right)
