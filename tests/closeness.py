@@ -44,7 +44,7 @@ def expected(compute: Callable[[], T]) -> Expected[T]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 the default dtype, and replace float32 where code names it explicitly, as transformers' norms do."""
+    """Make float64 the default dtype, also where code names float32 explicitly, as transformers' norms do."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -55,7 +55,7 @@ def float64() -> Iterator[None]:
 
 
 def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
-    """Load a transformers model in the default dtype, with attention and expert implementations that support float64."""
+    """Load a transformers model in the default dtype, with implementations that support float64."""
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return kind.from_pretrained(folder, dtype=torch.get_default_dtype(), **eager, **keys)
 

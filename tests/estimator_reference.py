@@ -156,7 +156,7 @@ def best_of(k: int) -> Compare:
 
 
 def amplified(kl: Divergence = Divergence()) -> Estimate:
-    """GPG: subtract the group's mean, then multiply by samples / samples of groups whose rewards (without KL) differ."""
+    """GPG: subtract the group's mean, multiply by samples / samples in groups whose rewards (without KL) differ."""
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
@@ -174,7 +174,7 @@ def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
 def temporal_differences(
     gamma: float, lambda_: float, values: Tokens | None, kl: Divergence = Divergence()
 ) -> Estimate:
-    """Return generalised advantages, computed from the last trained token back. Without a critic all values are 0."""
+    """Return generalised advantage estimates. Without a critic all values are 0."""
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}

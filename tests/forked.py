@@ -23,7 +23,7 @@ from tests.timing import RANKS_S, WAIT_S
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call function(store, rank, *args, **kwargs) on every rank. Return the results by rank or raise the first error."""
+    """Call function(store, rank, *args, **kwargs) on all ranks. Return the results by rank or raise the first error."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")

@@ -9,7 +9,7 @@ import pytest
 
 
 def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
-    """Mark all cases but `kept` as exhaustive. Cases that already carry marks, such as newest_of's, stay as they are."""
+    """Mark all cases but `kept` as exhaustive. Cases that already carry marks, such as newest_of's, are unchanged."""
     return [
         case if case in kept or not isinstance(case, str) else pytest.param(case, marks=pytest.mark.exhaustive)
         for case in cases
