@@ -1,4 +1,4 @@
-"""A model converted to Megatron's format, through two layouts and back, gives equal results in vLLM and transformers."""
+"""A model converted to Megatron's format, through two layouts and back, agrees in vLLM and transformers."""
 
 from __future__ import annotations
 

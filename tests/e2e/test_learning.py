@@ -32,7 +32,7 @@ COMMON = (
 
 @pytest.fixture(scope="module")
 def table():
-    """Result rows by case. Once every case has one, they are written to learning.json and the documentation's tables."""
+    """Result rows by case. When all cases have one, write them to learning.json and the documentation's tables."""
     rows: dict[str, dict] = {}
     yield rows
     if rows.keys() == CASES.keys():

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 ANSWER_TOKENS = 6
 HIGHEST = 40
 KEYS = (
-    "reward_model={input_format: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128, kv_cache_gib: 0.05}",
+    "reward_model={input_format: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128}",
+    "reward_model.kv_cache_gib=0.05",
     f"reward_model.judge={{scale: [0, {HIGHEST}], max_new_tokens: {ANSWER_TOKENS}}}",
     "reward_model.judge.template='Is {response} to {prompt} {answer}?'",
 )
