@@ -73,16 +73,16 @@ def _widened(argument):
     return torch.float64 if argument is torch.float32 else argument
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Return max |a − b| / max |b|.
 
     Equal tensors, such as all-zero gradients of an expert without tokens, give 0. NaN gives infinity, because a
     comparison with NaN would pass unnoticed.
     """
-    difference = (ours - theirs).detach().abs().max()
+    difference = (actual - reference).detach().abs().max()
     if difference == 0:
         return 0.0
-    error = float(difference / theirs.detach().abs().max())
+    error = float(difference / reference.detach().abs().max())
     return math.inf if math.isnan(error) else error
 
 
@@ -92,12 +92,12 @@ def limit(exact: Tensors, plain: Tensors) -> float:
     return min(max(TOLERANCE, FACTOR * worst), 10 * TOLERANCE)
 
 
-def assert_close(ours: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
+def assert_close(actual: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
     """Compare tensors by name with the reference in float64 and float32."""
-    missing = exact.keys() - ours.keys() - {"lm_head.weight"}
+    missing = exact.keys() - actual.keys() - {"lm_head.weight"}
     assert not missing, missing
     # A router's bias has no gradient, and a tied head is the embedding.
-    worst = {name: relative_error(ours[name], exact[name]) for name in ours.keys() & exact.keys()}
+    worst = {name: relative_error(actual[name], exact[name]) for name in actual.keys() & exact.keys()}
     name, largest = max(worst, key=worst.get), limit(exact, plain)
     assert worst[name] <= largest, f"{what} of {name}: {worst[name]:.2e}, limit {largest:.2e}"
 

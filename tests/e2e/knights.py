@@ -47,10 +47,12 @@ def puzzles(size: int, seed: int) -> list[Puzzle]:
     """Return reasoning-gym's puzzles in a short wording."""
     rows = reasoning.reasoning_rows([(reasoning.Task("knights_knaves", {"n_people": len(PEOPLE)}), size)], seed)
     entries = [row.columns["metadata"] for row in rows]
-    return [Puzzle(asked(entry["statements"]), answer(entry["solution"]), entry["statements"]) for entry in entries]
+    return [
+        Puzzle(question_text(entry["statements"]), answer(entry["solution"]), entry["statements"]) for entry in entries
+    ]
 
 
-def asked(statements: Sequence[Statement]) -> str:
+def question_text(statements: Sequence[Statement]) -> str:
     return "".join(f"{name}{SAYS}{said(one)}. " for name, one in zip(PEOPLE, statements, strict=True))
 
 

@@ -69,12 +69,12 @@ class Remote:
     """A process that builds an object and executes method calls on it."""
 
     def __init__(self, mp: BaseContext, build, *args):
-        self._connection, theirs = mp.Pipe()
+        self._connection, child = mp.Pipe()
         # A short path, because vLLM creates sockets there, whose paths are limited to 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
-        self._process = mp.Process(target=serve, args=(theirs, self._scratch.name, build, args))
+        self._process = mp.Process(target=serve, args=(child, self._scratch.name, build, args))
         self._process.start()
-        theirs.close()  # so that recv raises EOFError when the process ends
+        child.close()  # so that recv raises EOFError when the process ends
 
     def send(self, method: str, *args) -> None:
         self._connection.send((method, args))

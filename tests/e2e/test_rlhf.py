@@ -61,12 +61,12 @@ def stages(series, tmp_path_factory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("rlhf")
     start = write_tiny_llama(folder / "model", num_kv_heads=2)
     batch = ("batch.prompts_per_step=32", "batch.prompts_per_update=32", "run.export=true")
-    given = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
+    training = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
     long = ("data.overlong=drop", "rollout.context_length=64")
-    sft = run_recipe(series, "sft", folder, start, *given, *long, f"data.source={conversations(folder)}")
+    sft = run_recipe(series, "sft", folder, start, *training, *long, f"data.source={conversations(folder)}")
     two_stages = ("actor.layout.pp=2", f"data.source={preferences(folder)}")
-    judge = run_recipe(series, "reward-model", folder, sft / "model", *given, *two_stages)
-    of_judge = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
+    judge = run_recipe(series, "reward-model", folder, sft / "model", *training, *two_stages)
+    judge_paths = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
     layouts = ("critic.layout.pp=1", "reward_model.layout.pp=1", f"data.source={prompts(folder)}")
     keys = (
         "run.steps=8",
@@ -76,7 +76,7 @@ def stages(series, tmp_path_factory) -> tuple[Path, Path, Path]:
         "actor.optimizer.lr=0.002",
     )
     ppo = run_recipe(
-        series, "rlhf", folder, sft / "model", *batch, *of_judge, *layouts, *keys, "batch.samples_per_prompt=2"
+        series, "rlhf", folder, sft / "model", *batch, *judge_paths, *layouts, *keys, "batch.samples_per_prompt=2"
     )
     return sft, judge, ppo
 

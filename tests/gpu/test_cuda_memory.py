@@ -44,16 +44,16 @@ def test_reader_sees_changed_weights(moving):
     """With `moving` the owner frees and reallocates the memory after each transfer, once the reader has closed it."""
     flat, weights = flattened(random_checkpoint(CONFIG))
     plan = make_plan([SOURCE], [TARGET])
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=write, args=(theirs, plan))
+    parent, child = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=write, args=(child, plan))
     reader.start()
     try:
         for step, change in enumerate((0.0, 1.5, -0.25)):
             flat.add_(change)
             published = step == 0 or moving
-            ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
-            assert ours.poll(WAIT_S), "no answer"
-            written = ours.recv()
+            parent.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
+            assert parent.poll(WAIT_S), "no answer"
+            written = parent.recv()
             expected = {name: torch.full(shape, torch.nan) for name, shape in TARGET.shapes.items()}
             host = {name: tensor.cpu() for name, tensor in weights.items()}
             execute(plan.into(TARGET.name), expected, LocalMemory({SOURCE.name: host}))
@@ -61,7 +61,7 @@ def test_reader_sees_changed_weights(moving):
                 assert torch.equal(torch.from_numpy(written[name]), tensor), name
             if moving:
                 free_and_reallocate(flat)
-        ours.send("end")
+        parent.send("end")
         reader.join(WAIT_S)
         assert reader.exitcode == 0
     finally:
@@ -79,11 +79,11 @@ def die(connection: Connection, plan: Plan) -> None:
 def test_dead_reader_does_not_keep_memory_allocated():
     flat, weights = flattened(random_checkpoint(CONFIG))
     before = flat.clone()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, make_plan([SOURCE], [TARGET])))
+    parent, child = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=die, args=(child, make_plan([SOURCE], [TARGET])))
     reader.start()
     try:
-        ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
+        parent.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
         reader.join(WAIT_S)
         assert reader.exitcode == -signal.SIGKILL
     finally:

@@ -43,24 +43,28 @@ class Rank:
         self.receives = self.holder in case.destinations
         self._writes = case.plan.into(self.holder.name) if self.receives else None
         self.expected = {name: tensor.cuda() for name, tensor in case.weights[self.holder.name].items()}
-        self.own = {name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()}
+        self.weights = {
+            name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()
+        }
         self._port, self._part = port, case.part(rank)
         self.meet(rendezvous)
 
     def meet(self, name: str) -> None:
         rendezvous = Rendezvous("127.0.0.1", self._port, name, 2 * LIMIT_S)
-        self.transport = rendezvous.open(self.holder.name, self.own, self._part)
+        self.transport = rendezvous.open(self.holder.name, self.weights, self._part)
 
     def refit(self, factor: float) -> None:
         """Make a refit. The source has multiplied its weights by the factor."""
         if self.receives:
-            execute(self._writes, self.own, self.transport)
+            execute(self._writes, self.weights, self.transport)
             assert torch.cuda.current_stream().query(), "execute returned before all weights were written"
-            wrong = [name for name, weight in self.own.items() if not torch.equal(weight, factor * self.expected[name])]
+            wrong = [
+                name for name, weight in self.weights.items() if not torch.equal(weight, factor * self.expected[name])
+            ]
             assert not wrong
         else:
             self.transport.send()
-            for tensor in self.own.values():
+            for tensor in self.weights.values():
                 tensor.mul_(2)  # exact, and an unfinished send would transfer the changed values
 
 
@@ -88,7 +92,7 @@ def continue_without_peer(connection: Connection, rank: int, port: int) -> None:
         for _ in range(2):  # the second refit may have been sent completely before the peer died
             member.transport.send()
     assert time.monotonic() - begun < 6 * LIMIT_S
-    for tensor in member.own.values():
+    for tensor in member.weights.values():
         tensor.div_(2)
     torch.cuda.synchronize()  # would hang if the aborted exchange still occupied the GPU
     connection.send("lost")
@@ -124,12 +128,12 @@ class Processes:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self, function, rank: int) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=function, args=(theirs, rank, self._store.port))
+        parent, child = self._context.Pipe()
+        process = self._context.Process(target=function, args=(child, rank, self._store.port))
         process.start()
-        theirs.close()  # so that recv fails when the process ends
+        child.close()  # so that recv fails when the process ends
         self._started.append(process)
-        return ours
+        return parent
 
     def end(self) -> None:
         for process in self._started:
