@@ -31,7 +31,7 @@ class ScoreHead:
 
 
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
-    """Returns the score head of a checkpoint, None for a language model."""
+    """Return the score head of a checkpoint, None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
     kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
@@ -43,7 +43,7 @@ def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
 
 
 def as_classifier(hf_config: Mapping[str, Any], kind: Kind = "sequence") -> dict[str, Any]:
-    """Returns the config of the classifier with one label that has this model's decoder; that of a classifier, of
+    """Return the config of the classifier with one label that has this model's decoder; that of a classifier, of
     whichever kind, stays as it is."""
     if score_head_of(hf_config) is not None:
         return dict(hf_config)

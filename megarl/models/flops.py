@@ -6,14 +6,14 @@ from megarl.models.shape import ModelShape
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: int) -> float:
-    """Returns the operations of one forward and backward pass. The backward pass takes twice the forward pass's;
+    """Return the operations of one forward and backward pass. The backward pass takes twice the forward pass's;
     operations that are repeated to save memory do not count (PaLM, arXiv:2204.02311, appendix B). The arguments are
     those of `forward_flops`."""
     return 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
 
 
 def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_attended: float) -> float:
-    """Returns the operations of one forward pass. A multiply-add counts 2.
+    """Return the operations of one forward pass. A multiply-add counts 2.
 
     num_scored     rows that go through the language head
     num_attended   pairs of a query and a key that it sees: Σ n(n + 1) / 2 over documents of n tokens
@@ -27,7 +27,7 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:
-    """Returns those of a forward pass that are in routed experts."""
+    """Return those of a forward pass that are in routed experts."""
     if shape.experts is None:
         return 0.0
     rows = shape.experts.active * shape.experts.intermediate * sum(shape.experts.layers)
@@ -35,7 +35,7 @@ def expert_flops(shape: ModelShape, num_tokens: float) -> float:
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Returns the weights of a layer's linear projections in attention: of query and output, key and value; in latent
+    """Return the weights of a layer's linear projections in attention: of query and output, key and value; in latent
     attention down to the latents and up from them."""
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:

@@ -130,7 +130,7 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with the keys that config.json left out. Raises UserError that lists the known families for a
+    """Return the config with the keys that config.json left out. Raises UserError that lists the known families for a
     model of another one."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
@@ -139,17 +139,17 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
-    """Returns the features of a completed config that are not supported, each by its key and value."""
+    """Return the features of a completed config that are not supported, each by its key and value."""
     return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Returns the dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
+    """Return the dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns rope_type, rope_theta and the parameters of the type. Before version 5, transformers wrote
+    """Return rope_type, rope_theta and the parameters of the type. Before version 5, transformers wrote
     rope_scaling."""
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
@@ -162,7 +162,7 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Returns how many tokens a token attends to, itself included; None: all before it."""
+    """Return how many tokens a token attends to, itself included; None: all before it."""
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
@@ -210,13 +210,13 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def left_out(hf_config: Mapping[str, Any]) -> str | None:
-    """Returns the part of the checkpoint that is neither trained nor exported, in words; None if there is none."""
+    """Return the part of the checkpoint that is neither trained nor exported, in words; None if there is none."""
     layers = hf_config.get("num_nextn_predict_layers")
     return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
 
 
 def without_left_out(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint without the part that is not trained."""
+    """Return the config.json of a checkpoint without the part that is not trained."""
     return {**hf_config, **({"num_nextn_predict_layers": 0} if left_out(hf_config) else {})}
 
 
@@ -272,7 +272,7 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields features of DeepSeek's router that are not supported. It chooses groups of experts by their two best
+    """Yield features of DeepSeek's router that are not supported. It chooses groups of experts by their two best
     experts; Megatron takes as many as a chosen group has active experts on average."""
     for key, done in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if model.get(key, done) != done:

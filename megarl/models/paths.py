@@ -14,7 +14,7 @@ Models = Mapping[str, Mapping[str, str]]
 
 
 def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
-    """Returns the config with the paths of models' folders as `with_real_paths` has them. A path that is given as it
+    """Return the config with the paths of models' folders as `with_real_paths` has them. A path that is given as it
     was before stands for the folder that it led to then, which a line says: the link runs/latest has moved to this run
     meanwhile, and the same command is to go on with it.
 
@@ -32,7 +32,7 @@ def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
 
 
 def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -> Models:
-    """Returns the models, each with its path as it was given where the config has another.
+    """Return the models, each with its path as it was given where the config has another.
 
     config   as find_model_paths returns it
     given    the paths that it was made of, by key
@@ -45,7 +45,7 @@ def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -
 
 
 def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved_models: Models) -> dict[str, str]:
-    """Returns the models that lie elsewhere than when the run was saved, with the same weights: key of the path -> the
+    """Return the models that lie elsewhere than when the run was saved, with the same weights: key of the path -> the
     path that the saved config has. One that `models` lack is the actor's."""
     moved = {}
     for key, path in model_paths(config).items():
@@ -58,7 +58,7 @@ def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved
 
 
 def with_present_paths(config: Config, saved: Mapping[str, Any], moved: Iterable[str]) -> dict[str, Any]:
-    """Returns the saved config with the paths of the moved models, by key, as this config has them."""
+    """Return the saved config with the paths of the moved models, by key, as this config has them."""
     present = dict(saved)
     for name in (key.split(".")[0] for key in moved):
         present[name] = {**saved[name], "path": getattr(config, name).path}

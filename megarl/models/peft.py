@@ -21,7 +21,7 @@ PLAIN = {
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Checks that a folder has adapters as the keys say. Raises UserError with a line for each key that is wrong."""
+    """Check that a folder has adapters as the keys say. Raises UserError with a line for each key that is wrong."""
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
@@ -46,7 +46,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Returns the content of the file.
+    """Return the content of the file.
 
     base      path or name of the model that the adapters are for
     modules   the last parts of the names of the layers that have them

@@ -26,7 +26,7 @@ EXPERT_ROWS = "MLP rows of an expert"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Checks the keys against the content of the model's config.json. Raises UserError with a line per broken rule."""
+    """Check the keys against the content of the model's config.json. Raises UserError with a line per broken rule."""
     model = _completed(config, config.actor, hf_config)
     actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
     actor_violations.append(keys_of_experts_have_some(config, model))
@@ -43,7 +43,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
-    """Checks the model that the critic starts from likewise. critic_hf_config: its config.json."""
+    """Check the model that the critic starts from likewise. critic_hf_config: its config.json."""
     critic = _completed(config, config.critic, critic_hf_config)
     critic_violations = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(critic)
@@ -52,7 +52,7 @@ def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_c
 
 
 def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
-    """Checks the reward model likewise. reward_hf_config: its config.json."""
+    """Check the reward model likewise. reward_hf_config: its config.json."""
     placed = config.reward_model
     reward = _completed(config, placed, reward_hf_config)
     if placed.engine == "megatron":
@@ -90,7 +90,7 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
 def check_implicit_reward_model(
     config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]
 ) -> None:
-    """Checks the implicit reward model likewise. reward_hf_config: its config.json."""
+    """Check the implicit reward model likewise. reward_hf_config: its config.json."""
     placed = config.implicit_reward
     model = _completed(config, placed, reward_hf_config)
     violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
@@ -286,7 +286,7 @@ def engine_cuts_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str 
 
 
 def _cut_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
-    """Returns how much an engine's rank has of what is cut or put together with others in a quantised layer, in
+    """Return how much an engine's rank has of what is cut or put together with others in a quantised layer, in
     words -> rows or columns."""
     mixture, latent = experts(hf), latent_attention(hf)
     sizes: dict[str, int] = {}
@@ -432,7 +432,7 @@ _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] =
 
 
 def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
-    """Returns the results of the engine's rules for a model. model: the key and value that name it."""
+    """Return the results of the engine's rules for a model. model: the key and value that name it."""
     return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_routes_as_the_model(model, hf)]
 
 

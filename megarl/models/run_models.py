@@ -30,7 +30,7 @@ class ModelFolders:
     implicit_reward: Path | None
 
     def identify(self) -> dict[str, dict[str, str]]:
-        """Returns folder and hash of the weights of each model, by the key of its path. A model with the actor's folder
+        """Return folder and hash of the weights of each model, by the key of its path. A model with the actor's folder
         is left out."""
         folders = {"model.path": self.actor}
         for name in ("critic", "reward_model", "implicit_reward"):
@@ -49,7 +49,7 @@ class ModelFolders:
         return experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
-        """Returns the config of each model that the run trains, with the head that it is trained with."""
+        """Return the config of each model that the run trains, with the head that it is trained with."""
         folders = (self.actor, self.critic, self.implicit_reward)
         return {
             role: trained_hf_config(config, role, read_config(folder))
@@ -59,7 +59,7 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Finds all models of a run. Raises UserError for one that is missing, or does not fit the config or the actor."""
+    """Find all models of a run. Raises UserError for one that is missing, or does not fit the config or the actor."""
     actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
@@ -74,7 +74,7 @@ def find_models(config: Config) -> ModelFolders:
 
 
 def check_models_here(config: Config) -> tuple[list[str], dict[Role, dict[str, Any]]]:
-    """Checks each config.json as `find_models` does, without a download or a conversion. Returns a line for each model,
+    """Check each config.json as `find_models` does, without a download or a conversion. Returns a line for each model,
     which says that it was checked or why it could not be, and the configs of the trained ones that are here, with their
     heads. Raises UserError as `find_models` does."""
     lines: list[str] = []
@@ -125,7 +125,7 @@ def _announce_left_out(folders: ModelFolders) -> None:
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Returns the critic's folder: the actor's, unless the critic has a path of its own."""
+    """Return the critic's folder: the actor's, unless the critic has a path of its own."""
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
@@ -147,7 +147,7 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
 
 
 def _check_reader(config: Config, folder: Path) -> None:
-    """Raises UserError for a tokenizer that cannot read samples as the config wants."""
+    """Raise UserError for a tokenizer that cannot read samples as the config wants."""
     tokenizer, reads = load_tokenizer(folder, "reward_model.path"), config.reward_model.input_format
     if reads != "question" and not tokenizer.is_fast:
         raise UserError(
@@ -160,7 +160,7 @@ def _check_reader(config: Config, folder: Path) -> None:
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Returns the implicit reward model's folder: the actor's, unless it has a path of its own."""
+    """Return the implicit reward model's folder: the actor's, unless it has a path of its own."""
     path = config.implicit_reward.path
     if not config.has_implicit_reward:
         return None

@@ -16,12 +16,12 @@ def with_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config without the key of the value head, which no Hugging Face folder has."""
+    """Return the config without the key of the value head, which no Hugging Face folder has."""
     return {key: value for key, value in hf_config.items() if key != KEY}
 
 
 def value_head_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns canonical name -> shape of the head's parameters, which every tensor-parallel rank has whole; empty for a
+    """Return canonical name -> shape of the head's parameters, which every tensor-parallel rank has whole; empty for a
     model without it."""
     if not hf_config.get(KEY):
         return {}

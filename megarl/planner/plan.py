@@ -51,7 +51,7 @@ def plan_recipe(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Returns the plans of a recipe: of all layouts, or of its own.
+    """Return the plans of a recipe: of all layouts, or of its own.
 
     prompt_tokens, response_tokens   their means, see Workload.of
 
@@ -76,7 +76,7 @@ def plan_recipe(
 
 
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
-    """Returns simulated runs of the first plan, by rollout.max_staleness: that of its recipe, and those of ahead.
+    """Return simulated runs of the first plan, by rollout.max_staleness: that of its recipe, and those of ahead.
     lengths: recorded ones of responses; else they are drawn, see log_normal_lengths. On shared GPUs keys and values are
     recomputed: nothing else goes there."""
     best, config = planned.best, planned.best.config
@@ -107,7 +107,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
 
 def recorded(file: Path | None) -> list[int]:
-    """Returns the lengths of the responses in a file of rollouts, such as rollouts/step_000010.jsonl of a run's folder.
+    """Return the lengths of the responses in a file of rollouts, such as rollouts/step_000010.jsonl of a run's folder.
     Raises UserError for one that is none."""
     if file is None:
         return []
@@ -135,7 +135,7 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
 
 
 def _models(config: Config, actor: Mapping[str, Any]) -> Models:
-    """Returns the run's models, from the config.json of each: the actor's where a section has no path."""
+    """Return the run's models, from the config.json of each: the actor's where a section has no path."""
     paths: dict[Role, str | None] = {"actor": None}
     if config.has_critic:
         paths["critic"] = config.critic.path
@@ -149,7 +149,7 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns a model's config.json. A quantised checkpoint counts as what it is quantised from: trainers and engines
+    """Return a model's config.json. A quantised checkpoint counts as what it is quantised from: trainers and engines
     hold that."""
     try:
         return {**config_here(path, key=key, revision=revision), "quantization_config": None}
@@ -158,7 +158,7 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
 
 
 def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
-    """Returns the line for a search that found nothing: what the nearest layout lacks, or what all of them would."""
+    """Return the line for a search that found nothing: what the nearest layout lacks, or what all of them would."""
     if found.nearest is not None:
         layout = found.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())
@@ -173,7 +173,7 @@ def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
 
 
 def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
-    """Returns the remedy where nothing fits: as many GPUs as are enough, if twice or four times as many are."""
+    """Return the remedy where nothing fits: as many GPUs as are enough, if twice or four times as many are."""
     for times in (2, 4):
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
@@ -182,7 +182,7 @@ def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: 
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a layout that differ from one process, with etp where experts are shared out."""
+    """Return the keys of a layout that differ from one process, with etp where experts are shared out."""
     found = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if sizes[name] > 1} or {"dp": 1}
     if sizes["ep"] > 1:
         found["etp"] = sizes["tp"] if sizes["etp"] is None else sizes["etp"]

@@ -28,7 +28,7 @@ WIDTH = 10.4
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Writes the page. Raises UserError where the file is there already, or cannot be written."""
+    """Write the page. Raises UserError where the file is there already, or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(render(planned))
@@ -39,7 +39,7 @@ def write(planned: Planned, path: Path) -> None:
 
 
 def render(planned: Planned) -> str:
-    """Returns the page. It loads nothing and runs no script."""
+    """Return the page. It loads nothing and runs no script."""
     best = planned.best
     config, times = best.config, best.times
     charts = (
@@ -72,7 +72,7 @@ def render(planned: Planned) -> str:
 
 
 def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
-    """Draws a bar for each phase, of its parts in their order."""
+    """Draw a bar for each phase, of its parts in their order."""
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(loads)), facecolor="none", layout="constrained")
         axes = picture.add_subplot(facecolor="none")
@@ -96,7 +96,7 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
 
 
 def draw_timeline(plan: StepPlan) -> str:
-    """Draws the phases of a step along its seconds, each on a line of its own, with what most of it goes to."""
+    """Draw the phases of a step along its seconds, each on a line of its own, with what most of it goes to."""
     spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
@@ -124,7 +124,7 @@ def _placement(config: Config) -> str:
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
-    """Yields a row for each node, a cell for each of its GPUs."""
+    """Yield a row for each node, a cell for each of its GPUs."""
     spans = device_spans(config)
     for first in range(0, cluster.num_gpus, cluster.gpus_per_node):
         cells = []
@@ -137,7 +137,7 @@ def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
 
 
 def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str], int | None]:
-    """Returns a line for each rank on a GPU, and the pipeline stage of the actor's, if it has one."""
+    """Return a line for each rank on a GPU, and the pipeline stage of the actor's, if it has one."""
     lines, stage = [], None
     for placed in config.all_placed:
         name = NAMES[placed.section]
@@ -152,7 +152,7 @@ def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str
 
 
 def _place(layout: Layout, place: Coordinates, rank: int) -> str:
-    """Returns a rank's place in each kind of parallelism that the layout has."""
+    """Return a rank's place in each kind of parallelism that the layout has."""
     within = rank % (layout.tp * layout.cp * layout.dp)
     context, replica = within // layout.tp % layout.cp, within // (layout.tp * layout.cp)
     found = {

@@ -23,7 +23,7 @@ SHOWN = 5
 
 
 def table(planned: Planned) -> str:
-    """Returns the ranked plans, and all of the first."""
+    """Return the ranked plans, and all of the first."""
     best, found = planned.best, planned.found
     config, cluster = best.config, best.cluster
     used = num_devices(config)
@@ -47,7 +47,7 @@ def table(planned: Planned) -> str:
 
 
 def simulated_table(found: Mapping[int, Simulated]) -> str:
-    """Returns a line for each simulated run."""
+    """Return a line for each simulated run."""
     in_turn = found[0].step_seconds
     lines = [
         "simulated, by rollout.max_staleness:",
@@ -62,7 +62,7 @@ def simulated_table(found: Mapping[int, Simulated]) -> str:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """Returns the plans as data: seconds, bytes, and keys of recipes."""
+    """Return the plans as data: seconds, bytes, and keys of recipes."""
     plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
     return {
         "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
@@ -186,7 +186,7 @@ def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
 
 
 def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config, path: Path, gpus: str) -> None:
-    """Writes the first plan as an overlay of the recipe: what was given on the command line, and what the plan changes.
+    """Write the first plan as an overlay of the recipe: what was given on the command line, and what the plan changes.
 
     given   the recipe with the overrides
 
@@ -216,7 +216,7 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
 
 
 def _on_nodes(plan: StepPlan) -> Config:
-    """Returns the plan's config with the nodes that its ranks fill."""
+    """Return the plan's config with the nodes that its ranks fill."""
     nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
     return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})
 
@@ -232,7 +232,7 @@ def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any
 
 
 def _put(values: dict[str, Any], key: Sequence[str], target: Mapping[str, Any]) -> None:
-    """Puts the target's value of a key into the nested values."""
+    """Put the target's value of a key into the nested values."""
     value: Any = target
     for part in key:
         value = value[part]

@@ -22,7 +22,7 @@ from megarl.resharding.planning.preview import plan_figures, read_speeds
 
 
 def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Returns the figures of the plan by which the recipe's engines take the actor's weights. Ranks are on the GPUs
+    """Return the figures of the plan by which the recipe's engines take the actor's weights. Ranks are on the GPUs
     that its placement gives them, the first ranks_per_node of which are those of the first node, and so on.
 
     Raises UserError for a recipe without engines, and for a model that does not fit it, or is not on this machine.
@@ -70,7 +70,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
 
 
 def transport_of(config: Config, found: Figures) -> str:
-    """Returns a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
+    """Return a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
     way = "sent, over NCCL or gloo" if config.sends_weights else "read where they lie, by CUDA IPC or in shared memory"
     if not config.sends_weights and found.bytes_by_link["inter"] > 0:
         way += "; sent from node to node, over NCCL or gloo, where an engine's node lacks them"

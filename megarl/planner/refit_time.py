@@ -29,7 +29,7 @@ class RefitTime:
 
 
 def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> RefitTime:
-    """Returns the least time in which every engine has the actor's weights, over links of which a collective's share of
+    """Return the least time in which every engine has the actor's weights, over links of which a collective's share of
     the stated bandwidth is got."""
     return least_refit(
         config.actor.layout,
@@ -43,7 +43,7 @@ def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> Refi
 
 
 def _speeds(config: Config, cluster: Cluster) -> Bandwidth:
-    """Returns the speeds of the links. Trainer and engines that are on one node have its own between them."""
+    """Return the speeds of the links. Trainer and engines that are on one node have its own between them."""
     network, nvlink = (1e9 * LINK_SHARE * speed for speed in (cluster.gpu.network_gb_s, cluster.gpu.nvlink_gb_s))
     return Bandwidth(inter=nvlink if num_devices(config) <= cluster.gpus_per_node else network, intra=nvlink)
 
@@ -57,7 +57,7 @@ def least_refit(
     speeds: Bandwidth,
     colocated: bool,
 ) -> RefitTime:
-    """Returns the least time of a refit. What a node's engines need enters it once, over the cards of all its GPUs, and
+    """Return the least time of a refit. What a node's engines need enters it once, over the cards of all its GPUs, and
     is handed on inside; colocated, what the node's own trainer ranks hold does not enter. All sources give alike.
 
     engines      tp of an engine, and the number of engines
@@ -84,7 +84,7 @@ def least_refit(
 
 
 def _share_on_node(layout: Layout, model: ModelParameters, gpus_per_node: int) -> float:
-    """Returns the share of the weights that the trainer's ranks on one node hold together."""
+    """Return the share of the weights that the trainer's ranks on one node hold together."""
     stage_ranks = layout.tp * layout.cp * layout.dp
     stages = max(1, gpus_per_node // stage_ranks)
     within = min(gpus_per_node, stage_ranks)

@@ -54,7 +54,7 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Returns the bytes of a token in the KV cache of an engine's rank. Ranks share KV heads out, and repeat them where
+    """Return the bytes of a token in the KV cache of an engine's rank. Ranks share KV heads out, and repeat them where
     they are more; the latent of latent attention is whole on each."""
     shape = model.shape
     if shape.latent is not None:
@@ -63,7 +63,7 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 
 
 def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
-    """Returns the time until the longest response has ended.
+    """Return the time until the longest response has ended.
 
     Lengths are taken to be such that the share of responses longer than t is (1 − t / L)^(L / r − 1), with the longest
     L and the mean r. An engine with more samples than it has room for runs full until the last has begun; from there
@@ -96,7 +96,7 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
 def engine_step_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, context: float
 ) -> Callable[[int], float]:
-    """Returns what gives the seconds of an engine's step by the number of its sequences, each of so many tokens."""
+    """Return what gives the seconds of an engine's step by the number of its sequences, each of so many tokens."""
     step = _Step(config, model, cluster)
     return cache(lambda batch: sum(step.parts(batch, context).values()))
 
@@ -104,7 +104,7 @@ def engine_step_seconds(
 def recompute_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, prompt_tokens: float
 ) -> Callable[[float], float]:
-    """Returns what gives the seconds in which an engine computes the keys and values of a prompt and of so many tokens
+    """Return what gives the seconds in which an engine computes the keys and values of a prompt and of so many tokens
     after it."""
     flops_per_second = _Step(config, model, cluster).flops_per_second * config.rollout.tp
 
@@ -142,7 +142,7 @@ class _Step:
         self.latency = REDUCE_SECONDS[rollout.tp <= cluster.gpus_per_node]
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Returns the seconds of a step with this many sequences of this many tokens.
+        """Return the seconds of a step with this many sequences of this many tokens.
 
         All weights are read, of a layer's E experts those that one of the batch's tokens goes to:
         E (1 − (1 − a / E)^batch), with a active for each.

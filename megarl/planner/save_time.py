@@ -26,7 +26,7 @@ class SaveTime:
 
 
 def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:
-    """Returns the time of a save, None where nothing is saved. All ranks write at once, each its own ranges. A node is
+    """Return the time of a save, None where nothing is saved. All ranks write at once, each its own ranges. A node is
     taken to be full of ranks that write as much as those with the most."""
     if not config.checkpoint.may_be_saved:
         return None

@@ -43,7 +43,7 @@ class Found:
 
 
 def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
-    """Returns the fitting layouts of training and engines. The other models that are trained take the actor's layout; a
+    """Return the fitting layouts of training and engines. The other models that are trained take the actor's layout; a
     reward model keeps its own."""
     sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
@@ -72,7 +72,7 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Returns the numbers of GPUs that a trained model may have: all where they are shared, else a quarter, a half or
+    """Return the numbers of GPUs that a trained model may have: all where they are shared, else a quarter, a half or
     three quarters of them for all trained models, in whole nodes if there are several."""
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
@@ -92,7 +92,7 @@ def _training_plan(
     cluster: Cluster,
     layout: Layout,
 ) -> StepPlan | None:
-    """Returns the layout with the least recomputation that fits while training, or with all of it; None where it breaks
+    """Return the layout with the least recomputation that fits while training, or with all of it; None where it breaks
     a rule."""
     budget = _budget(config, layout)
     best = None
@@ -119,7 +119,7 @@ def _offline(workload: Workload) -> Workload:
 
 
 def _budget(config: Config, layout: Layout) -> int:
-    """Returns the recipe's tokens of a microbatch, or what a rank's share of the longest sample needs, if that is
+    """Return the recipe's tokens of a microbatch, or what a rank's share of the longest sample needs, if that is
     more."""
     context = config.context_of(config.actor)[1]
     needed = context if layout.cp == 1 else -(-context // (2 * layout.cp)) * 2
@@ -128,13 +128,13 @@ def _budget(config: Config, layout: Layout) -> int:
 
 
 def _for_roles(config: Config, models: Models, **keys: Any) -> Config:
-    """Returns the recipe with these keys in the section of every trained model."""
+    """Return the recipe with these keys in the section of every trained model."""
     sections: dict[Role, Any] = {role: config.placed(role).model_copy(update=keys) for role in models.trained}
     return config.model_copy(update=sections)
 
 
 def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
-    """Returns the plans that train fastest, and those whose states take least memory, of those on as many GPUs."""
+    """Return the plans that train fastest, and those whose states take least memory, of those on as many GPUs."""
     found: list[StepPlan] = []
     for gpus in dict.fromkeys(plan.config.actor.layout.world_size for plan in trained):
         on_as_many = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
@@ -147,7 +147,7 @@ def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
 def _with_engines(
     plan: StepPlan, models: Models, workload: Workload, cluster: Cluster, sizes: Sizes
 ) -> tuple[list[StepPlan], StepPlan | None]:
-    """Returns the plan with the fastest of the engines that fit, and the one that lacks least where none does."""
+    """Return the plan with the fastest of the engines that fit, and the one that lacks least where none does."""
     if workload.is_offline:
         return [plan], None
     config = plan.config
@@ -176,7 +176,7 @@ def _with_engine(
     replicas: int,
     offload: tuple[str, ...],
 ) -> StepPlan:
-    """Returns the plan with these engines, whose KV cache is all that is left, up to what a step's samples can fill."""
+    """Return the plan with these engines, whose KV cache is all that is left, up to what a step's samples can fill."""
     config = _for_roles(config, models, offload=list(offload))
     sleep = config.is_colocated
     smallest = with_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)

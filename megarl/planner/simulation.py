@@ -140,14 +140,14 @@ class _Clock:
         min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
 
     def sample(self, seconds: float) -> None:
-        """Lets engines sample for so long."""
+        """Let engines sample for so long."""
         until = self.now + seconds
         while self.now < until:
             self._advance(min(until - self.now, self._seconds_to_next))
         self.now = until
 
     def sample_until_next(self) -> None:
-        """Lets engines sample until a sequence ends."""
+        """Let engines sample until a sequence ends."""
         assert self._seconds_to_next < math.inf, "the step waits for what nobody samples"
         self._advance(self._seconds_to_next)
 
@@ -174,7 +174,7 @@ def simulate(
     steps: int = 20,
     is_colocated: bool = False,
 ) -> Simulated:
-    """Returns what a run of so many steps comes to. lengths: draws the tokens of each response to the next prompt.
+    """Return what a run of so many steps comes to. lengths: draws the tokens of each response to the next prompt.
     is_colocated: whether engines pause while the models train, as they do on the same devices."""
     clock = _Clock(speeds, prompts_per_step, max_staleness)
     start, busy, ages = 0.0, 0.0, []
@@ -209,7 +209,7 @@ def simulate(
 def log_normal_lengths(
     mean: float, longest: int, samples: int, seed: int = 0, deviation: float = DEVIATION
 ) -> Callable[[], list[int]]:
-    """Returns what draws the lengths of a prompt's samples: log-normal ones of this mean, of which what is longer than
+    """Return what draws the lengths of a prompt's samples: log-normal ones of this mean, of which what is longer than
     the longest is cut off."""
     source = random.Random(seed)
     location = math.log(mean) - deviation**2 / 2
@@ -217,6 +217,6 @@ def log_normal_lengths(
 
 
 def recorded_lengths(lengths: Sequence[int], samples: int, seed: int = 0) -> Callable[[], list[int]]:
-    """Returns what draws the lengths of a prompt's samples from recorded ones."""
+    """Return what draws the lengths of a prompt's samples from recorded ones."""
     source = random.Random(seed)
     return lambda: source.choices(lengths, k=samples)

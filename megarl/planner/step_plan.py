@@ -68,7 +68,7 @@ class StepTimes:
         return found
 
     def _in_order(self) -> list[tuple[str, float]]:
-        """Returns the phases in the order of their starts."""
+        """Return the phases in the order of their starts."""
         order = {"passes": 1, "update": 2}
         phases = list(self.phases.items())
         if not self.side_by_side:
@@ -100,7 +100,7 @@ class StepTimes:
         return found
 
     def overlapped(self, is_colocated: bool) -> float | None:
-        """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
+        """Return the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
         sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew
         by the work that each is, only the time is gained in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
@@ -157,7 +157,7 @@ def host_memory(cluster: Cluster) -> float:
 
 
 def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
-    """Returns what a recipe's step needs and takes. Its layouts must have kept the rules."""
+    """Return what a recipe's step needs and takes. Its layouts must have kept the rules."""
     return StepPlan(
         config=config,
         cluster=cluster,

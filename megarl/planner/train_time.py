@@ -50,7 +50,7 @@ def train_time(
     epochs: int,
     host_share: float = 0.0,
 ) -> TrainTime:
-    """Returns the time of a model's passes and updates.
+    """Return the time of a model's passes and updates.
 
     A pipeline of p stages and v virtual ones takes m microbatches through in (m + (p − 1) / v) times what its slowest
     stage takes for one (Narayanan et al., arXiv:2104.04473). What ranks send inside a layer is waited for; what
@@ -142,7 +142,7 @@ def _expert_share(layout: Layout, shape: ModelShape) -> float:
 def _layers(
     layout: Layout, model: ModelParameters, held: RankParameters, tokens: float, cluster: Cluster, num_bytes: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the bytes that a rank sends in the forward pass of its layers, and the seconds that they take.
+    """Return the bytes that a rank sends in the forward pass of its layers, and the seconds that they take.
 
     tensor    all-gather and reduce-scatter before and after attention and MLP: each tokens · h · b · (tp − 1) / tp
     context   keys and values of all ranks are gathered: (cp − 1) · tokens · 2 k / tp · b
@@ -186,7 +186,7 @@ def _replica_bytes(settings: Trained, held: RankParameters, num_bytes: int) -> f
 
 
 def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_bytes: int) -> dict[str, float]:
-    """Returns the seconds in which gradients (float32) are reduced and scattered over replicas, and parameters
+    """Return the seconds in which gradients (float32) are reduced and scattered over replicas, and parameters
     gathered: of experts over those that have the same."""
     return {
         str(number): size / cluster.link_bytes_per_second(ranks, stride)
@@ -195,7 +195,7 @@ def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_byt
 
 
 def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
-    """Returns (bytes that a rank sends, ranks, stride) of both groups of replicas."""
+    """Return (bytes that a rank sends, ranks, stride) of both groups of replicas."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
         (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
@@ -205,7 +205,7 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
 
 
 def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
-    """Returns the seconds of Adam's step: it reads and writes 30 bytes a parameter of its share. What is kept in host
+    """Return the seconds of Adam's step: it reads and writes 30 bytes a parameter of its share. What is kept in host
     memory gets its gradients over PCIe, is stepped there (28 bytes a parameter) and sends weights back."""
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)

@@ -46,7 +46,7 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-        """Returns the work of a recipe's step, without further rounds of dynamic sampling. The means are assumed where
+        """Return the work of a recipe's step, without further rounds of dynamic sampling. The means are assumed where
         they are not given: USUAL_PROMPT, and USUAL_SHARE of the longest response."""
         batch, context = config.batch, config.rollout.context_length
         longest = min(config.rollout.max_new_tokens, context - 1)
@@ -78,7 +78,7 @@ class Workload:
         return self.trained * self.sample_tokens
 
     def packed(self, settings: Trained) -> Packed:
-        """Returns how a model packs the samples of an update, with microbatches as full as they may be."""
+        """Return how a model packs the samples of an update, with microbatches as full as they may be."""
         layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
         of_replica = self.trained / self.updates / layout.dp
         room = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)

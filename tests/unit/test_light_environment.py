@@ -160,4 +160,4 @@ def test_init_writes_a_recipe_that_can_be_shown(site, tmp_path):
 def test_the_doctor_says_what_is_missing(site, tmp_path):
     done = megarl(site, "doctor", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "to be changed: torch, megatron-core, vllm, ray, transformers" in done.stdout
+    assert "problems: torch, megatron-core, vllm, ray, transformers" in done.stdout

@@ -8,7 +8,7 @@ from megarl.config.schema import Config
 
 
 def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
-    """Returns the bytes that models and engines hold all the time, by what they are for. Activations, keys and values
+    """Return the bytes that models and engines hold all the time, by what they are for. Activations, keys and values
     and the processes' own memory come on top, so that a machine with less than the sum cannot run it.
 
     policy   the actor's model without the heads that only its trainer has, as engines hold it

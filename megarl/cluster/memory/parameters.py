@@ -31,7 +31,7 @@ class ModelParameters:
         self._engines: dict[tuple, int] = {}
 
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
-        """Returns what each rank of a pipeline stage holds. Raises UserError where the model does not divide."""
+        """Return what each rank of a pipeline stage holds. Raises UserError where the model does not divide."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
         kinds = tuple(self.shape.has_experts(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
@@ -47,7 +47,7 @@ class ModelParameters:
         return self._layers[key]
 
     def engine_bytes(self, config: Config) -> int:
-        """Returns the bytes of the weights of an engine's rank."""
+        """Return the bytes of the weights of an engine's rank."""
         key = (config.rollout.tp, config.model.dtype, config.rollout.has_whole_experts, config.rollout.quantization)
         if key not in self._engines:
             self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
@@ -55,7 +55,7 @@ class ModelParameters:
 
 
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
-    """Returns the holder of a rank of an engine, in the format that it has weights in."""
+    """Return the holder of a rank of an engine, in the format that it has weights in."""
     rollout = config.rollout
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
     return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]

@@ -23,7 +23,7 @@ ROUTER = ".mlp.router."
 
 
 def item_bytes(config: Config) -> int:
-    """Returns the bytes of a parameter and of an activation in a run's dtype."""
+    """Return the bytes of a parameter and of an activation in a run's dtype."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
@@ -82,7 +82,7 @@ class RankParameters:
         return self.experts if self.adapters is None else self.expert_adapters
 
     def weight_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of the weights, of num_bytes each: see RankMemory."""
+        """Return the bytes of the weights, of num_bytes each: see RankMemory."""
         if self.adapters is None:
             return self.count * num_bytes
         return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
@@ -120,7 +120,7 @@ def rank_memory(
     recompute: Recompute = "none",
     lora: Lora | None = None,
 ) -> RankMemory:
-    """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
+    """Return the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
     less), as if the router sent every expert as many tokens.
 
     num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16)
@@ -142,7 +142,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Returns the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
+    """Return the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
@@ -155,13 +155,13 @@ def stage_memory(
 
 
 def range_size(layout: Layout, held: RankParameters) -> int:
-    """Returns the parameters that a rank updates, P / d: see RankMemory."""
+    """Return the parameters that a rank updates, P / d: see RankMemory."""
     others = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
     return others + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Returns the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
+    """Return the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
     bytes, and in float32 their main weights and Adam's two moments."""
     own = num_bytes if held.adapters is None else FLOAT32
     return range_size(layout, held) * (own + 3 * FLOAT32)
@@ -170,7 +170,7 @@ def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
 def forward_bytes(
     shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Returns the bytes that a pass without a backward pass needs on a rank: all that one layer makes, at most, its
+    """Return the bytes that a pass without a backward pass needs on a rank: all that one layer makes, at most, its
     input and its output, and the head on the last stage."""
     rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
     layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
@@ -182,7 +182,7 @@ def forward_bytes(
 def layer_bytes(
     shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
 ) -> float:
-    """Returns the bytes that a layer keeps of one token until its backward pass.
+    """Return the bytes that a layer keeps of one token until its backward pass.
 
     With h hidden, b bytes:
 
@@ -204,7 +204,7 @@ def layer_bytes(
 
 
 def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in attention. With q and k rows of query and of key, d the head's dimension:
+    """Return the bytes of a token in attention. With q and k rows of query and of key, d the head's dimension:
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output layer; cosines
                                       and sines; the kernel's log-sum-exp
@@ -220,7 +220,7 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in latent attention. With q rows of the query, v of the values, p channels of a head
+    """Return the bytes of a token in latent attention. With q rows of the query, v of the values, p channels of a head
     that have positions, r the ranks of both latents:
 
     (2r + 2) · 4 + r · b              the latents' norms, and the linear layers after them; in float32 the key's
@@ -236,12 +236,12 @@ def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> floa
 
 
 def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in an MLP of f rows, 3f · b: gate and up, and the activation's output."""
+    """Return the bytes of a token in an MLP of f rows, 3f · b: gate and up, and the activation's output."""
     return 3 * shape.intermediate * num_bytes / layout.tp
 
 
 def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in a mixture of e experts of f rows, a of them active, and s rows of shared experts:
+    """Return the bytes of a token in a mixture of e experts of f rows, a of them active, and s rows of shared experts:
 
         a (h + 4f) · b    tokens as they were sent to the experts; as of an MLP, and its output once weighted
         3s · b            as of an MLP
@@ -257,7 +257,7 @@ def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
-    """Returns the layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
+    """Return the layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
 
     One forward, one backward: a stage is ahead by as many microbatches as there are stages from it to the end.
     Interleaved, by 2 · (stages after it) + (vpp − 1) · pp + 1 of its chunks (Narayanan et al., arXiv:2104.04473).
@@ -269,7 +269,7 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
 
 
 def _layers(names: Iterable[str]) -> list[bool]:
-    """Returns for each layer that the parameters belong to whether it has experts."""
+    """Return for each layer that the parameters belong to whether it has experts."""
     layers: dict[str, bool] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
@@ -280,7 +280,7 @@ def _layers(names: Iterable[str]) -> list[bool]:
 
 
 def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Returns the bytes of a stage's layers, of which `has_experts` says whether each has experts. Where layers are
+    """Return the bytes of a stage's layers, of which `has_experts` says whether each has experts. Where layers are
     recomputed, one of them has all that it would keep otherwise."""
     if not has_experts:
         return 0
@@ -291,7 +291,7 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
-    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of float32
+    """Return the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of float32
     logits exists at a time, and its gradient, which is written over them where it is of float32, too."""
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)

@@ -68,7 +68,7 @@ LAYER_GRAPH = 0.38 * MIB
 
 
 def together(*items: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of items of several processes, by their names; none for what nobody has."""
+    """Return the sums of items of several processes, by their names; none for what nobody has."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
     return {name: size for name, size in sums.items() if size}
@@ -81,7 +81,7 @@ def gpu_reserve(
     reward: ModelShape | None,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Returns the items that a GPU has all the time: of its processes, and of those that read its weights from other
+    """Return the items that a GPU has all the time: of its processes, and of those that read its weights from other
     GPUs.
 
     held     each trained model with a rank on the GPU, and the rank's matrices, see RankParameters
@@ -106,13 +106,13 @@ def gpu_reserve(
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
-    """Returns the items of a rank of a model in Megatron. They stay when its parameters are moved away."""
+    """Return the items of a rank of a model in Megatron. They stay when its parameters are moved away."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
-    """Returns the bytes of the communicators that every step uses: one is made when it is first used, and the
+    """Return the bytes of the communicators that every step uses: one is made when it is first used, and the
     connections of an algorithm when that is (NCCL_RUNTIME_CONNECT).
 
     Of all ranks there are two, for errors and for the norm of gradients, which carry numbers only. Expert-parallel
@@ -128,7 +128,7 @@ def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int
 
 
 def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, int]]:
-    """Returns Megatron's groups of more than one rank that every step uses, by their names there: ranks, and how far
+    """Return Megatron's groups of more than one rank that every step uses, by their names there: ranks, and how far
     they lie apart."""
     tp, cp, dp, ep, etp = layout.tp, layout.cp, layout.dp, layout.ep, layout.expert_tp
     stage = tp * cp * dp
@@ -139,7 +139,7 @@ def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, i
 
 
 def _collective(ranks: int, stride: int, gpus_per_node: int) -> float:
-    """Returns the bytes of a communicator of ranks that lie `stride` apart, by which tensors are gathered and
+    """Return the bytes of a communicator of ranks that lie `stride` apart, by which tensors are gathered and
     reduced."""
     here = _in_node(ranks, stride, gpus_per_node)
     return _rings(ranks, stride, gpus_per_node) + (MULTICAST * here if here > 2 else 0)
@@ -152,7 +152,7 @@ def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
 
 
 def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
-    """Returns the bytes that a communicator of ranks that lie `stride` apart has for what they send to each other.
+    """Return the bytes that a communicator of ranks that lie `stride` apart has for what they send to each other.
     peers: how many of them a rank sends to."""
     here = _in_node(ranks, stride, gpus_per_node)
     if here == ranks:
@@ -162,12 +162,12 @@ def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
 
 
 def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    """Returns how many of the ranks are on a node."""
+    """Return how many of the ranks are on a node."""
     return min(ranks, max(1, gpus_per_node // stride))
 
 
 def _fp8_copies(settings: Placed, matrices: int) -> float:
-    """Returns the bytes of the copies that Transformer Engine casts weights into and keeps (module/base.py:
+    """Return the bytes of the copies that Transformer Engine casts weights into and keeps (module/base.py:
     _fp8_workspaces), one for products in rows and one in columns, with mxfp8 a scale for each 32 elements. They are no
     parameters, and stay when those are moved away. disable_parameter_transpose_cache makes them anew each time."""
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
@@ -176,12 +176,12 @@ def _fp8_copies(settings: Placed, matrices: int) -> float:
 
 
 def _readers_reserve(config: Config, gpus_per_node: int) -> dict[str, float]:
-    """Returns the contexts of engines' ranks on other GPUs that read the actor's weights on a GPU (cuda_memory.py)."""
+    """Return the contexts of engines' ranks on other GPUs that read the actor's weights on a GPU (cuda_memory.py)."""
     return {} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)}
 
 
 def _num_readers(config: Config, gpus_per_node: int) -> int:
-    """Returns how many ranks of engines read a rank of the actor from other GPUs of its node, at most: none where each
+    """Return how many ranks of engines read a rank of the actor from other GPUs of its node, at most: none where each
     rank has all parameters; one for each stage where tensors are cut alike, but for the vocabulary's padding.
 
     Otherwise a rank needs so many of the node's slices of the model, and each is read by as many ranks on average;
@@ -200,14 +200,14 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Returns the items of an engine's rank that stay while it sleeps: vLLM's sleep mode releases what its own
+    """Return the items of an engine's rank that stay while it sleeps: vLLM's sleep mode releases what its own
     allocator has, weights and KV cache, and graphs only by sleep_mode_offload_cudagraph."""
     rollout = config.rollout
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
-    """Returns the bytes of the communicators over which a rank of the actor sends weights, or one of an engine has them
+    """Return the bytes of the communicators over which a rank of the actor sends weights, or one of an engine has them
     and hands them on: on each node, what several ranks want is sent to one of them. `megarl reshard` counts those of a
     plan."""
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
@@ -247,7 +247,7 @@ def _engine_process(
 
 
 def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
-    """Returns how many graphs vLLM captures: of batches of 1, 2, 4, then of multiples of 8, from 256 on of 16."""
+    """Return how many graphs vLLM captures: of batches of 1, 2, 4, then of multiples of 8, from 256 on of 16."""
     compilation = overrides.get("compilation_config")
     compilation = compilation if isinstance(compilation, Mapping) else {}
     if overrides.get("enforce_eager") or str(compilation.get("cudagraph_mode", "")).upper() == "NONE":
@@ -260,7 +260,7 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Returns what an engine's rank has beside from when it wakes, to take weights, until it sleeps: what vLLM has set
+    """Return what an engine's rank has beside from when it wakes, to take weights, until it sleeps: what vLLM has set
     aside at its start for experts (worker/workspace.py)."""
     rollout = config.rollout
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
@@ -268,7 +268,7 @@ def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Returns what an engine's rank has beside, for its largest batch, while it samples."""
+    """Return what an engine's rank has beside, for its largest batch, while it samples."""
     rollout = config.rollout
     tokens = batched_tokens(rollout)
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
@@ -279,12 +279,12 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def most_sequences(rollout: Rollout) -> int:
-    """Returns the sequences that an engine samples for at once, at most."""
+    """Return the sequences that an engine samples for at once, at most."""
     return min(rollout.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), batched_tokens(rollout))
 
 
 def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
-    """Returns the numbers that a batch of prompts has at once in the layer with most; layers take turns. For each
+    """Return the numbers that a batch of prompts has at once in the layer with most; layers take turns. For each
     token, with h hidden, in vLLM's layers:
 
         2h                  the residual and the layer's input
@@ -297,7 +297,7 @@ def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Returns the numbers of the workspaces of a active experts, of f rows on a rank: for each token a · (max(h, 2f) +
+    """Return the numbers of the workspaces of a active experts, of f rows on a rank: for each token a · (max(h, 2f) +
     max(h, f)), the outputs of both products, and the activation between them (experts/triton_moe.py:
     workspace_shapes)."""
     if shape.experts is None:
@@ -307,7 +307,7 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
 
 
 def _copies_of_logits(tp: int, changed: bool) -> float:
-    """Returns how many float32 rows of the whole vocabulary there are for each sequence at once.
+    """Return how many float32 rows of the whole vocabulary there are for each sequence at once.
 
     Gathering has the rank's own part, what is gathered, and that in the order of the vocabulary
     (cuda_communicator.py: all_gather); sampling has the logits, and a copy where they are changed: where the

@@ -51,7 +51,7 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
 ) -> Load:
-    """Returns the fullest of the phases in which the engine is awake. For training, when it sleeps, see rank_memory.
+    """Return the fullest of the phases in which the engine is awake. For training, when it sleeps, see rank_memory.
 
     hf_config   config.json of the actor, as its engines have it
     trained     config.json of each model that the run trains, with its head
@@ -74,7 +74,7 @@ def _reserve(
     gpu: int,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Returns what the processes with a rank on a GPU hold there beside tensors."""
+    """Return what the processes with a rank on a GPU hold there beside tensors."""
     spans = device_spans(config)
     held = {}
     for role, model_config in trained.items():
@@ -88,7 +88,7 @@ def _reserve(
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
-    """Returns what of a model's states is on the GPU while another model or an engine computes there. states: bytes by
+    """Return what of a model's states is on the GPU while another model or an engine computes there. states: bytes by
     the names that the key `offload` has for them."""
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
 
@@ -100,7 +100,7 @@ def engine_loads(
     always: Mapping[str, float],
     sampling: Mapping[str, float],
 ) -> list[Load]:
-    """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
+    """Return the loads of the phases in which the engine is awake: while it takes weights, while each model but the
     actor is saved, and last while it samples. In the first, and in a save, nothing but a model's weights is back that
     may leave (TrainedModels.stage_actor_for_sync, Saver.save); they leave before the KV cache wakes.
 
@@ -111,7 +111,7 @@ def engine_loads(
     """
 
     def beside(present: Role) -> dict[str, float]:
-        """Returns what is there while this model's weights are."""
+        """Return what is there while this model's weights are."""
         there = {}
         for role, states in models.items():
             kept = staying(config, role, states)
@@ -142,7 +142,7 @@ def engine_loads(
 
 
 def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
-    """Returns the bytes of the messages of a refit that sends something, of which each process holds two
+    """Return the bytes of the messages of a refit that sends something, of which each process holds two
     (rollout.refit_bucket_mib). Colocated, a GPU has those of a rank that sends and of one that receives."""
     if not weights_travel(config, gpus_per_node):
         return {}
@@ -152,7 +152,7 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Returns the bytes of a model's states by the names that the key `offload` has for them, as far as they are
+    """Return the bytes of a model's states by the names that the key `offload` has for them, as far as they are
     certain; none where no rank of the model is on the GPU."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
@@ -164,7 +164,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
 
 
 def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
-    """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
+    """Return the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
     score."""
     settings, span = config.reward_model, device_spans(config)[NAMES["reward_model"]]
     if gpu not in span or settings.offload:
@@ -176,7 +176,7 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """Returns the bytes of the engine's weights, 0 for one that quantises: it is not known here how."""
+    """Return the bytes of the engine's weights, 0 for one that quantises: it is not known here how."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
@@ -185,6 +185,6 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
-    """Returns the memory of a rank between two steps, when there are no activations."""
+    """Return the memory of a rank between two steps, when there are no activations."""
     num_bytes = item_bytes(config)
     return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)

@@ -17,7 +17,7 @@ VERDICT_S = 30.0
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Returns the reports of the first `count` other nodes, in the order of their names, once Ray has them all.
+    """Return the reports of the first `count` other nodes, in the order of their names, once Ray has them all.
 
     Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
     """
@@ -54,12 +54,12 @@ def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, ti
 
 
 def alive_nodes() -> Mapping[str, str]:
-    """Returns Ray's ids of the nodes that it has, by their addresses."""
+    """Return Ray's ids of the nodes that it has, by their addresses."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Returns the names of those of these nodes that Ray has lost, as soon as it knows of one, for which a lost process
+    """Return the names of those of these nodes that Ray has lost, as soon as it knows of one, for which a lost process
     is the first sign."""
     deadline = time.monotonic() + patience_s
     while nodes:

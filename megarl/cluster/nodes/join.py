@@ -105,14 +105,14 @@ class FirstNode:
         self._answered_at = time.monotonic()
 
     def answers(self) -> bool:
-        """Returns whether Ray has answered there in the last LOST_S seconds."""
+        """Return whether Ray has answered there in the last LOST_S seconds."""
         if _reaches(self._invitation):
             self._answered_at = time.monotonic()
         return time.monotonic() - self._answered_at < LOST_S
 
 
 def _reaches(invitation: Invitation) -> bool:
-    """Returns whether Ray answers there."""
+    """Return whether Ray answers there."""
     with suppress(OSError):
         socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S).close()
         return True
@@ -120,7 +120,7 @@ def _reaches(invitation: Invitation) -> bool:
 
 
 def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitation:
-    """Waits for an invitation whose Ray answers: one of an attempt that was killed may have been left behind."""
+    """Wait for an invitation whose Ray answers: one of an attempt that was killed may have been left behind."""
     deadline = time.monotonic() + timeout_s
     while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitatio
 
 
 def _report(invitation: Invitation) -> Report:
-    """Returns what this node has, and whether it can join."""
+    """Return what this node has, and whether it can join."""
     name, gpus, address = own_name(), device.num_gpus(), address_towards(invitation.host)
     problem = None
     if address == invitation.host:

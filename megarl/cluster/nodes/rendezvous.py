@@ -61,7 +61,7 @@ class Invitation:
     grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
-        """Returns the packages with other versions here than on the first node: (there, here)."""
+        """Return the packages with other versions here than on the first node: (there, here)."""
         here = installed_versions(PACKAGES)
         return {name: (v, here.get(name)) for name, v in self.versions.items() if here.get(name) != v}
 
@@ -103,7 +103,7 @@ class NodeRendezvous:
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
-        """Ends the rendezvous: the others end their part of the run."""
+        """End the rendezvous: the others end their part of the run."""
         (self._folder / INVITATION).unlink(missing_ok=True)
 
     def invitation(self) -> Invitation | None:
@@ -117,7 +117,7 @@ class NodeRendezvous:
         _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Returns what the nodes say that have answered the invitation, in the order of their names' numbers: n2 comes
+        """Return what the nodes say that have answered the invitation, in the order of their names' numbers: n2 comes
         before n10."""
         invitation = self.invitation()
         found = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
@@ -129,22 +129,22 @@ class NodeRendezvous:
         _write(self._folder / LOST, {"names": list(names)})
 
     def lost(self) -> list[str]:
-        """Returns the names of the nodes that the driver has lost, for which its run has ended."""
+        """Return the names of the nodes that the driver has lost, for which its run has ended."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def ask_for_stacks(self, files: Sequence[Path]) -> None:
-        """Makes the other nodes have their processes write stacks, where these are the processes' logs."""
+        """Make the other nodes have their processes write stacks, where these are the processes' logs."""
         asked = _read(self._folder / STACKS) or {"number": 0}
         _write(self._folder / STACKS, {"number": asked["number"] + 1, "files": [str(file) for file in files]})
 
     def wanted_stacks(self) -> tuple[int, list[Path]]:
-        """Returns the number of the last request for stacks, 0 where there was none, and its log files."""
+        """Return the number of the last request for stacks, 0 where there was none, and its log files."""
         asked = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return asked["number"], [Path(file) for file in asked["files"]]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key by which numbers in names sort by their size."""
+    """Return a key by which numbers in names sort by their size."""
     words = "".join(c if c.isdigit() else f" {c} " for c in name).split()
     return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 

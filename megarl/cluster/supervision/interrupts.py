@@ -58,7 +58,7 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def expire(self) -> None:
-        """Ends the grace time, for a thread that has found out that it is of no use."""
+        """End the grace time, for a thread that has found out that it is of no use."""
         os.kill(self._driver, signal.SIGALRM)
 
     def _hear(self, number: int, _) -> None:

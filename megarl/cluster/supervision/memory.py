@@ -19,7 +19,7 @@ class MemorySampler:
         threading.Thread(target=self._sample, name="memory", daemon=True).start()
 
     def peak_gb(self) -> tuple[float, float]:
-        """Returns the highest sums so far, in 10⁹ bytes: (RSS, PSS)."""
+        """Return the highest sums so far, in 10⁹ bytes: (RSS, PSS)."""
         return self._peak
 
     def __enter__(self) -> MemorySampler:

@@ -27,17 +27,17 @@ ONE_THREAD = b"Current thread "
 
 
 def adopt_orphans() -> None:
-    """Makes grandchildren whose parent dies our children, so that `end_descendants` finds them."""
+    """Make grandchildren whose parent dies our children, so that `end_descendants` finds them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def interrupt_with_parent() -> None:
-    """Makes the kernel send this process SIGINT when its parent ends, however that happens."""
+    """Make the kernel send this process SIGINT when its parent ends, however that happens."""
     signal_with_parent(signal.SIGINT)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """Ends every process that this one started, directly or not; returns when they are gone.
+    """End every process that this one started, directly or not; returns when they are gone.
 
     SIGTERM comes first, upon which some processes release shared memory. After grace_s seconds follows SIGKILL.
     Python's resource trackers remove what killed processes leave, once these are gone, and end then; they have
@@ -53,7 +53,7 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 
 
 def descendants() -> list[int]:
-    """Returns the processes that this one started, directly or not. One that /proc hides is found as a child of this
+    """Return the processes that this one started, directly or not. One that /proc hides is found as a child of this
     process, which it becomes with `adopt_orphans` when its parent has ended."""
     children = defaultdict(list)
     for entry in PROC.iterdir():
@@ -77,7 +77,7 @@ def _parent(process: Path) -> int | None:
 
 
 def _own_children() -> list[int]:
-    """Returns the children of all threads of this process as the kernel lists them, hidden ones too."""
+    """Return the children of all threads of this process as the kernel lists them, hidden ones too."""
     found = []
     for file in PROC.glob(f"{os.getpid()}/task/*/children"):
         with suppress(OSError):  # the thread has ended
@@ -86,7 +86,7 @@ def _own_children() -> list[int]:
 
 
 def _await_end(pids: Sequence[int], timeout_s: float) -> None:
-    """Waits until these processes have ended, or the time is over."""
+    """Wait until these processes have ended, or the time is over."""
     deadline = time.monotonic() + timeout_s
     while pids := [pid for pid in pids if not _has_ended(pid)]:
         if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def _await_end(pids: Sequence[int], timeout_s: float) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether there is no such process. A child that has ended is reaped."""
+    """Return whether there is no such process. A child that has ended is reaped."""
     with suppress(ChildProcessError):  # it is another's child
         os.waitpid(pid, os.WNOHANG)
     try:
@@ -115,7 +115,7 @@ def _tracks_resources(pid: int) -> bool:
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Returns whether the signal could be sent: the process may have ended, or be another user's."""
+    """Return whether the signal could be sent: the process may have ended, or be another user's."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -124,7 +124,7 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Makes every process that this one started, and whose standard error is one of these files, write its stacks
+    """Make every process that this one started, and whose standard error is one of these files, write its stacks
     there, several into one file where they share it. Returns the files that have them.
 
     elsewhere: others of these files may be of processes of another node, of which that node has been asked."""
@@ -162,7 +162,7 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Returns whether the process handles the signal, which would end any other process."""
+    """Return whether the process handles the signal, which would end any other process."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -172,7 +172,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def memory_gb() -> tuple[float, float]:
-    """Returns the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
+    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
 
     RSS counts a shared page once per process; PSS splits it between them, so that its sum is what the machine bears.
     Processes whose files in /proc may not be read are not counted.
@@ -189,7 +189,7 @@ def memory_gb() -> tuple[float, float]:
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:
-    """Returns bytes per field; all are 0 for a process that has ended but was not yet waited for."""
+    """Return bytes per field; all are 0 for a process that has ended but was not yet waited for."""
     lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     fields = {"Rss": 0, "Pss": 0}
     for line in lines[1:]:

@@ -20,7 +20,7 @@ PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
 
 
 def own_scratch() -> Path:
-    """Returns the folder of the node that this process is on, inside `supervised`."""
+    """Return the folder of the node that this process is on, inside `supervised`."""
     return Path(os.environ[VARIABLE])
 
 
@@ -29,7 +29,7 @@ _locks: list[IO[str]] = []
 
 
 def make_scratch() -> Path:
-    """Makes a folder, whose lock this process and those that it forks hold until the last of them ends."""
+    """Make a folder, whose lock this process and those that it forks hold until the last of them ends."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
     lock = hidden.open("w")

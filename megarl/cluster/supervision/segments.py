@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 
 def note_earlier(scratch: Path) -> None:
-    """Writes down in the scratch folder which segments exist before the run."""
+    """Write down in the scratch folder which segments exist before the run."""
     _write(scratch / EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
@@ -43,18 +43,18 @@ def name_semaphores(scratch: Path) -> None:
 
 
 def note(scratch: Path) -> None:
-    """Writes down in the scratch folder which segments this process and its descendants have."""
+    """Write down in the scratch folder which segments this process and its descendants have."""
     _write(scratch / f"{NOTE}.{os.getpid()}", mapped())
 
 
 def mapped() -> set[Segment]:
-    """Returns the segments that this process and its descendants map."""
+    """Return the segments that this process and its descendants map."""
     family = [os.getpid(), *descendants()]
     return _existing(name for pid in family for name in _mapped_names(pid))
 
 
 def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Returns the segments that did not exist before the run, of those that its processes have noted or had mapped at
+    """Return the segments that did not exist before the run, of those that its processes have noted or had mapped at
     its end, and those that are named after the scratch folder. There are none if the folder is gone."""
     if not (scratch / EARLIER).exists():
         return set()
@@ -72,7 +72,7 @@ def remove(segments: Set[Segment]) -> None:
 
 
 def _existing(names: Iterable[str]) -> set[Segment]:
-    """Returns the segments with these names that exist and are this user's."""
+    """Return the segments with these names that exist and are this user's."""
     found = set()
     for name in set(names):
         with suppress(OSError):
@@ -83,7 +83,7 @@ def _existing(names: Iterable[str]) -> set[Segment]:
 
 
 def _used() -> set[Segment]:
-    """Returns the segments that other processes of this machine, as far as they may be read, map or hold open."""
+    """Return the segments that other processes of this machine, as far as they may be read, map or hold open."""
     others = set(psutil.pids()) - {os.getpid()}
     return _existing(name for pid in others for name in (*_mapped_names(pid), *_open_names(pid)))
 

@@ -70,7 +70,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Waits for the child and ends what it left. Returns the exit status. signals: those that end a run, blocked."""
+    """Wait for the child and ends what it left. Returns the exit status. signals: those that end a run, blocked."""
 
     told_at: list[float] = []
 
@@ -115,12 +115,12 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
 
 
 def _heard() -> list[int]:
-    """Returns the signals that end a run: nohup, for one, makes it ignore SIGHUP."""
+    """Return the signals that end a run: nohup, for one, makes it ignore SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
 
 
 def _end(scratch: Path) -> None:
-    """Ends all processes that were started by this one or its lost child, and removes what they leave."""
+    """End all processes that were started by this one or its lost child, and removes what they leave."""
     mapped = segments.mapped()
     processes.end_descendants()
     segments.remove(segments.made(scratch, mapped))

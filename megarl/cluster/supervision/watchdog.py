@@ -34,7 +34,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def check(self) -> None:
-        """Ends this process if one of Ray's is lost. It is called, too, where an error may be a consequence of that."""
+        """End this process if one of Ray's is lost. It is called, too, where an error may be a consequence of that."""
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
@@ -48,7 +48,7 @@ class Watchdog:
                     os._exit(1)
 
     def stop(self) -> None:
-        """Lets Ray's processes end from now on."""
+        """Let Ray's processes end from now on."""
         with self._lock:
             self._stopped = True
 
@@ -59,7 +59,7 @@ class Watchdog:
 
 
 def _find(names: Collection[str]) -> dict[str, psutil.Process]:
-    """Returns the descendants of this process that have these names."""
+    """Return the descendants of this process that have these names."""
     found = {}
     for pid in descendants():
         with suppress(psutil.Error):  # it has ended, or may not be read

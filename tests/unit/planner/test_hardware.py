@@ -17,10 +17,10 @@ def test_a_number_and_a_gpu(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("H100", "expected a number and a GPU, such as 64xH100-80GB"),
+        ("H100", "expected a number and a GPU. Fix: use a form such as 64xH100-80GB"),
         ("0xH100", "expected a number and a GPU"),
-        ("8xH10", "H10 is unknown; did you mean H"),
-        ("8xTPU", "The known ones are A100-80GB, H100-80GB"),
+        ("8xH10", r"unknown GPU H10 \(did you mean H"),
+        ("8xTPU", "unknown GPU TPU. Fix: use one of A100-80GB, H100-80GB"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text, problem):

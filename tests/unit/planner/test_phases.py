@@ -65,8 +65,8 @@ def ppo_plan(tmp_path, *overrides, gpus=2):
 def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
     plan = ppo_plan(tmp_path)
     loads = {load.phase: load.parts for load in plan.loads}
-    assert "critic: what stays" in loads[TRAINS]
-    assert "actor: what stays" in loads["while the critic trains"]
+    assert "critic: not offloaded" in loads[TRAINS]
+    assert "actor: not offloaded" in loads["while the critic trains"]
     assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
     assert set(plan.times.training) == {"actor", "critic"}
     assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
@@ -97,7 +97,7 @@ def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
         )
         for c in ("2-3", "0-1")
     )
-    for plan, beside in ((apart, set()), (shared, {"critic: what stays"})):
+    for plan, beside in ((apart, set()), (shared, {"critic: not offloaded"})):
         loads = {load.phase: load.parts for load in plan.loads}
         assert {
             part

@@ -66,7 +66,7 @@ def test_235b_on_128_h20_with_a_bad_split():
         "--gpus 128xH20-96GB: while the actor computes log-probs, on pipeline stage 1, a GPU"
     )
     assert "28.3 (actor: parameters) + 56.7 (actor: gradients) + 2" in plan.problem
-    assert plan.problem.endswith("give actor.layout more tp, pp or ep, or dp to share the optimizer over")
+    assert plan.problem.endswith("increase tp, pp or ep of actor.layout, or dp to shard the optimizer further")
     good = layout_keys(tp=2, pp=8, ep=8, etp=1, dp=8, first_stage_layers=11, last_stage_layers=11)
     engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", "actor.offload=[gradients]")
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None

@@ -34,7 +34,7 @@ def computed_s() -> float:
 def test_what_these_tests_run_on_is_as_a_run_needs_it(tmp_path):
     done = doctor("--folder", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "all is as a run needs it"
+    assert done.stdout.splitlines()[-1] == "no problems found"
 
 
 def test_findings_as_json(tmp_path):
@@ -53,7 +53,7 @@ def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1
     assert "! torch" in done.stdout and "→ pip install 'torch" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("to be changed: torch, megatron-core, vllm, ray, transformers")
+    assert done.stdout.splitlines()[-1].startswith("problems: torch, megatron-core, vllm, ray, transformers")
 
 
 @pytest.mark.parametrize("state", ["ok", "note", "problem"])
@@ -61,4 +61,4 @@ def test_a_fix_is_a_line_below(state):
     lines = table([Finding("a", state, "1", ">2", "do this"), Finding("long", "ok", "22")]).splitlines()
     assert lines[0].split() == [*({"ok": [], "note": ["·"], "problem": ["!"]}[state]), "a", "1", "(>2)"]
     assert lines[1].strip() == "→ do this"
-    assert lines[-1] == ("to be changed: a" if state == "problem" else "all is as a run needs it")
+    assert lines[-1] == ("problems: a" if state == "problem" else "no problems found")

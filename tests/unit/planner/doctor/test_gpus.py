@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, driver, links, look_at_gpus
+from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, driver, links, check_gpus
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, 580.82.07\n"
 TWO = """\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
@@ -25,18 +25,18 @@ def answers(query: str | None, topology: str | None = None):
 
 @pytest.mark.parametrize("said", [None, "", "\n"])
 def test_without_gpus_runs_compute_on_the_cpu(said):
-    [finding] = look_at_gpus("2.13.0+cpu", None, answers(said))
+    [finding] = check_gpus("2.13.0+cpu", None, answers(said))
     assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
 
 
 def test_eight_gpus_are_counted_and_one_driver_is_told():
-    found = look_at_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
+    found = check_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
     assert [each.found for each in found[:2]] == ["8 × NVIDIA H100 80GB HBM3, 80 GiB", "580.82.07"]
     assert [each.state for each in found] == ["ok", "ok", "note"]
 
 
 def test_one_gpu_has_no_links():
-    assert [each.name for each in look_at_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
+    assert [each.name for each in check_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
 
 
 @pytest.mark.parametrize(

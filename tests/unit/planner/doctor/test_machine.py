@@ -14,7 +14,7 @@ from megarl.planner.doctor.machine import (
     cgroup_bytes,
     disk,
     locked_memory,
-    look_at_machine,
+    check_machine,
     memory,
     open_files,
     ports,
@@ -95,7 +95,7 @@ def test_the_limit_of_locked_memory():
 
 
 def test_this_machine_is_looked_at(tmp_path):
-    names = [finding.name for finding in look_at_machine(tmp_path)]
+    names = [finding.name for finding in check_machine(tmp_path)]
     assert names == [
         *("processors", "memory", "shared memory", "disk of runs", "temporary files", "ports", "open files"),
         "locked memory",

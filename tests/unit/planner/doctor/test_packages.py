@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl.planner.doctor import packages
-from megarl.planner.doctor.packages import apex, installed, look_at, look_at_packages, python
+from megarl.planner.doctor.packages import apex, installed, check_package, check_packages, python
 from megarl.planner.doctor.ranges import PACKAGES, PYTHON, Package
 from tests.paths import ROOT
 
@@ -23,7 +23,7 @@ TESTED = {tested.name: tested for tested in PACKAGES}
 
 @pytest.mark.parametrize("name", [tested.name for tested in PACKAGES if not tested.on_gpu])
 def test_the_tested_range_has_what_these_tests_run_with(name):
-    found = look_at(TESTED[name], has_gpu=False)
+    found = check_package(TESTED[name], has_gpu=False)
     assert found.state == "ok"
     assert found.found == version(next(d for d in TESTED[name].distributions if installed((d,))))
 
@@ -58,14 +58,14 @@ def test_pyproject_asks_for_the_tested_ranges():
 )
 def test_a_version_is_compared_with_the_range(monkeypatch, found, state):
     monkeypatch.setattr(packages, "installed", lambda names: found)
-    finding = look_at(Package("thing", ">=2.0,<3", ("thing",), "pip install thing"), has_gpu=False)
+    finding = check_package(Package("thing", ">=2.0,<3", ("thing",), "pip install thing"), has_gpu=False)
     assert (finding.state, finding.fix) == (state, "" if state == "ok" else "pip install thing")
     assert finding.found == (found or "not installed")
 
 
 @pytest.mark.parametrize(("has_gpu", "state"), [(True, "problem"), (False, "note")])
 def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
-    finding = look_at(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
+    finding = check_package(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
     assert finding.state == state
     assert bool(finding.fix) == has_gpu
 
@@ -89,7 +89,7 @@ def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, st
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(packages, "installed", lambda names: "1.2")
     tested = Package("kernels", ">=1", ("kernels",), "build it", on_gpu=True, compiled=("kernels", "of_torch"))
-    finding = look_at(tested, has_gpu=True)
+    finding = check_package(tested, has_gpu=True)
     assert (finding.state, finding.fix) == (state, "" if state == "ok" else "build it")
     assert finding.found == ("1.2" if state == "ok" else "1.2 without of_torch")
 
@@ -131,7 +131,7 @@ def test_apex_is_not_needed():
 
 def test_nothing_is_imported(monkeypatch):
     before = set(sys.modules)
-    look_at_packages(has_gpu=True)
+    check_packages(has_gpu=True)
     assert {name.partition(".")[0] for name in set(sys.modules) - before}.isdisjoint(
         {"torch", "vllm", "ray", "megatron", "transformers", "apex"}
     )
