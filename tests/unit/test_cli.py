@@ -358,7 +358,7 @@ def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str, t
     command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html"), "--simulate"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n1  " in done.stdout and "most of it" in done.stdout
+    assert "\n1  " in done.stdout and "mostly" in done.stdout
     assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
@@ -380,7 +380,7 @@ def test_plan_writes_a_recipe_that_is_the_plan(
         line for line in first.splitlines() if line.startswith("time")
     ]
     assert run(monkeypatch, *command) == 2
-    assert "already there, and nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
 
@@ -405,7 +405,7 @@ def test_plan_as_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             ("rollout.replicas=2",),
             "rollout.replicas=2: colocated, each GPU has a rank of the actor and one of an engine",
         ),
-        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe's ranks are on 16 GPUs; give --gpus 16xH100-80GB"),
+        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe needs 16 GPUs. Fix: use --gpus 16xH100-80GB"),
     ],
 )
 def test_plan_refuses_a_recipe_that_cannot_fit(

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.planner.doctor.finding import Finding
 from megarl.planner.doctor.gpus import check_gpus
 from megarl.planner.doctor.machine import check_machine
-from megarl.planner.doctor.packages import installed, check_packages
+from megarl.planner.doctor.packages import check_packages, installed
 from megarl.planner.doctor.ranges import CUDA_RUNTIME
 
 MARKS = {"ok": " ", "note": "·", "problem": "!"}
@@ -27,7 +27,9 @@ def table(findings: Sequence[Finding]) -> str:
     lines = []
     for each in findings:
         wanted = f"  ({each.wanted})" if each.wanted else ""
-        lines.append(f"{MARKS[each.state]} {each.name.ljust(name_width)}  {each.found.ljust(found_width)}{wanted}".rstrip())
+        lines.append(
+            f"{MARKS[each.state]} {each.name.ljust(name_width)}  {each.found.ljust(found_width)}{wanted}".rstrip()
+        )
         if each.fix:
             lines.append(f"  {' ' * name_width}  → {each.fix}")
     problems = [each.name for each in findings if each.state == "problem"]

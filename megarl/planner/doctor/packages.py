@@ -69,6 +69,8 @@ def apex(has_gpu: bool) -> Finding:
     if any((folder / NVIDIA_APEX_FOLDER).is_dir() for folder in folders):
         return Finding(APEX, "ok", installed(("apex",)) or "built from source")
     found = (
-        f"a different project named apex, {distribution('apex').version}" if installed(("apex",)) else "a different module named apex"
+        f"a different project named apex, {distribution('apex').version}"
+        if installed(("apex",))
+        else "a different module named apex"
     )
     return Finding(APEX, "problem", found, "NVIDIA Apex, or no apex", APEX_FIX)

@@ -55,5 +55,5 @@ def test_the_page_shows_every_phase_and_loads_nothing(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     found = planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=4), "rollout.replicas=8")
     write(found, tmp_path / "plan.html")
-    with pytest.raises(UserError, match=r"plan.html: already there, and nothing is overwritten"):
+    with pytest.raises(UserError, match=r"plan.html: already exists and is not overwritten"):
         write(found, tmp_path / "plan.html")

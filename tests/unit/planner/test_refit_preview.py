@@ -74,19 +74,22 @@ def test_the_transport_is_the_recipes(model: Path) -> None:
     """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
-        "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"
+        "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"
     )
     assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
-        "in shared memory; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
+        "in shared memory; sent between nodes over NCCL or gloo if an engine's node lacks them"
     )
-    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
+    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent over NCCL or gloo")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads do not divide by 4"),
-        (["model.path=nobody/nothing"], r"^model.path=nobody/nothing: .* not been downloaded; give a folder that has"),
+        (
+            ["model.path=nobody/nothing"],
+            r"^model.path=nobody/nothing: .* not been downloaded. Fix: use a folder that contains",
+        ),
         (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
     ],
 )

@@ -105,4 +105,4 @@ def test_every_recipe_is_planned(name, cache_with_config, monkeypatch):
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
     planned = plan_recipe(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
     assert planned.best.problem is None
-    assert ", as if products were in bfloat16:" in table(planned)
+    assert ", with matrix products in bfloat16:" in table(planned)

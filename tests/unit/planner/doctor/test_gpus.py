@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, driver, links, check_gpus
+from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, check_gpus, driver, links
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, 580.82.07\n"
 TWO = """\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID

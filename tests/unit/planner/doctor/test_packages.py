@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl.planner.doctor import packages
-from megarl.planner.doctor.packages import apex, installed, check_package, check_packages, python
+from megarl.planner.doctor.packages import apex, check_package, check_packages, installed, python
 from megarl.planner.doctor.ranges import PACKAGES, PYTHON, Package
 from tests.paths import ROOT
 
