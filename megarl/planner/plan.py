@@ -16,7 +16,7 @@ from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.models.folder import NotHere, config_here
+from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_critic_model
 from megarl.models.trained_model import trained_hf_config
 from megarl.planner.hardware import GIB, Cluster
@@ -168,8 +168,8 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:
     """Return a model's config.json without its quantization: trainers and engines hold unquantized weights."""
     try:
-        return {**config_here(path, key=key, revision=revision), "quantization_config": None}
-    except NotHere as reason:
+        return {**read_local_config(path, key=key, revision=revision), "quantization_config": None}
+    except ModelNotLocal as reason:
         raise UserError(f"{key}={path}: {reason}. Fix: use a folder that contains its config.json") from None
 
 
@@ -182,7 +182,7 @@ def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
     count = models.actor.count
     per_gpu = 6 * count / cluster.num_gpus / GIB
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout can fit: weights and gradients alone take {count:,} "
+        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout fits: weights and gradients alone are {count:,} "
         f"parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {per_gpu:.1f} GiB on each GPU with "
         f"{cluster.gpu.memory_gib:g} GiB, if evenly divided"
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.models.folder import NotHere, config_here
+from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
 from megarl.resharding.families import (
     megatron_holders,
@@ -35,8 +35,8 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         )
     speeds = read_speeds(ranks_per_node, bandwidth)
     try:
-        hf_config = config_here(config.model.path, revision=config.model.revision)
-    except NotHere as reason:
+        hf_config = read_local_config(config.model.path, revision=config.model.revision)
+    except ModelNotLocal as reason:
         raise UserError(
             f"model.path={config.model.path}: {reason}. Fix: use a folder that contains config.json"
         ) from None

@@ -121,7 +121,7 @@ CASES = [
         ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"],
     ),
     ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: invalid JSON"]),
-    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported; the known ones are"]),
+    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported. Fix: use a model of type"]),
     (
         "model.path=package:no-such-package",
         ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],

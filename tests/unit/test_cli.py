@@ -75,7 +75,7 @@ def test_config_explain_says_whether_the_keys_fit_the_model(
         return code, out.splitlines()[-1], err
 
     even = "actor.layout.last_stage_layers=null"
-    assert explained(even) == (0, f"model       model.path={model}: the keys fit its config.json", "")
+    assert explained(even) == (0, f"model       model.path={model}: config.json fits the recipe", "")
     code, _, error = explained(even, "actor.layout.pp=40")
     assert code == 2
     assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
@@ -95,7 +95,7 @@ def test_config_explain_of_a_model_that_is_not_here(
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is not a folder on this")
+    assert last.startswith("model       model.path=nobody/no-model: not checked, because it is not a folder on this")
 
 
 def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

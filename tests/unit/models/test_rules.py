@@ -9,7 +9,7 @@ from megarl.models.rules import (
     check_critic_model,
     check_model,
     check_reward_model,
-    engine_cuts_keep_blocks_whole,
+    engine_shards_keep_blocks_whole,
 )
 from megarl.resharding.families import quantised_destinations, vllm_holders
 from tests.published_models import CONFIGS
@@ -83,7 +83,7 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5); choose "
+                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: choose "
                 "pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
                 "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
@@ -92,7 +92,7 @@ def test_model_fits(overrides: list[str]) -> None:
             ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
             [
                 "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
-                "other stages (17 / 2 = 8.5); choose pp"
+                "other stages (17 / 2 = 8.5). Fix: choose pp"
             ],
         ),
         (
@@ -102,19 +102,19 @@ def test_model_fits(overrides: list[str]) -> None:
                 "6.5); choose from 1"
             ],
         ),
-        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
-        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages; choose pp"]),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: choose pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: choose pp"]),
         (
             ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
             ["30 layers over 31 stages (30 / 31 = 0.9677)"],
         ),
         (
             ["rollout.context_length=8193", "actor.tokens_per_microbatch=10000"],
-            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings); set"],
+            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings). Fix: set"],
         ),
         (
             ["rollout.top_k=49153"],
-            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens; set rollout.top_k to"],
+            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens. Fix: set rollout.top_k to"],
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported; the known ones are {', '.join(FAMILIES)}"),
+        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
         (
@@ -166,7 +166,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
     context = window + 1
     overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
     (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
-    assert line.startswith(f"rollout.context_length={context}: with sliding_window {window} the model would not see")
+    assert line.startswith(f"rollout.context_length={context}: longer than the model's sliding_window={window}, while")
     overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
     check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
 
@@ -174,7 +174,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
 def test_incomplete_model_config_is_refused() -> None:
     lines = model_errors({"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 9})
     assert lines == [
-        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads; take the "
+        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads. Fix: use the "
         "config.json of the original model"
     ]
 
@@ -228,7 +228,7 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["actor.layout.tp=2"],
-            "actor.layout.tp=2, sequence_parallel=false: with experts every rank would dispatch all tokens",
+            "actor.layout.tp=2, sequence_parallel=false: every rank would dispatch all tokens",
         ),
         (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
@@ -278,7 +278,7 @@ def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any
 
 def test_router_that_the_engine_would_not_see_is_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
-    assert "its config.json lacks topk_method, and the engine would route by softmax, without the bias; add" in line
+    assert "its config.json lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
 
 
 def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
@@ -314,7 +314,7 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
         ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
         ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a score is one"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: has 2 labels (id2label), but a score is one"),
         ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
     ],
 )
@@ -335,7 +335,7 @@ def test_critic_from_the_actors_model_fits() -> None:
     [
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
         ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
         ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
         ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
     ],
@@ -351,10 +351,10 @@ def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
     judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
-    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without"):
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without a score head"):
         check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
     with pytest.raises(
-        ValueError, match=r"SequenceClassification, and reward_model.input_format=question asks a language"
+        ValueError, match=r"SequenceClassification, but reward_model.input_format=question requires a language"
     ):
         check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
     with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
@@ -369,11 +369,11 @@ def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
     for keys in (whole, steps):
         check_model(recipe(*keys), SMOLLM2)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForSequenceClassification, and .*=process_reward_model trains"
+        ValueError, match=r"it is a \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForTokenClassification, and .*=reward_model trains a \.\.\.ForSeq"
+        ValueError, match=r"it is a \.\.\.ForTokenClassification, but .*=reward_model trains a \.\.\.ForSeq"
     ):
         check_model(recipe(*whole), TOKEN_CLASSIFIER)
 
@@ -387,7 +387,7 @@ VLLM = "reward_model.engine=vllm"
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
         ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
         ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
     ],
 )
 def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -400,7 +400,7 @@ def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], override
 def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
     model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
     check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
-    with pytest.raises(ValueError, match="with sliding_window 64 the model would not see"):
+    with pytest.raises(ValueError, match="longer than the model's sliding_window=64"):
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
@@ -420,7 +420,7 @@ def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores tokens of its own"
+        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"
     ):
         check_reward_model(
             recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
@@ -456,7 +456,7 @@ def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name:
             holders = vllm_holders(model, tp, 1, "bfloat16", whole_experts)
         except ValueError:
             continue
-        message = engine_cuts_keep_blocks_whole(recipe(*keys, experts), model)
+        message = engine_shards_keep_blocks_whole(recipe(*keys, experts), model)
         try:
             quantised_destinations(model, holders)
         except ValueError:
@@ -467,14 +467,14 @@ def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name:
 
 def test_the_remedies_of_a_split_block() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
-    message = engine_cuts_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
+    message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine's rank has 192 MLP rows of an expert, no multiple "
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, no multiple "
         "of 128, and blocks cannot be cut; choose rollout.tp from 1, 2, or "
         "rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
-    message = engine_cuts_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
+    message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
         "has 576 query rows, no multiple of 128, and blocks cannot be cut; set rollout.quantization=null"
     )

@@ -125,7 +125,7 @@ def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_node
     sent = 2 * tokens * active * hidden * 2 * layers * 4  # there and back; forward, again, and twice backward
     assert near.volume["expert"] == pytest.approx(sent * 7 / 8, rel=0.1)
     assert far.volume["expert"] == pytest.approx(sent * 31 / 32, rel=0.1)
-    assert far.update["expert-parallel all-to-all"] > 5 * near.update["tokens to experts"]
+    assert far.update["expert-parallel all-to-all"] > 5 * near.update["expert-parallel all-to-all"]
 
 
 def test_the_kv_cache_of_a_token():

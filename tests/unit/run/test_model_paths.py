@@ -48,7 +48,7 @@ def begin(given: Config) -> tuple[str, Mapping[str, str]]:
 
 
 def test_the_same_command_goes_on_after_the_link_has_moved_to_the_run(before: Path, capsys) -> None:
-    said = f"model.path={LATEST}: the run goes on with {before}, where this led when it began\n"
+    said = f"model.path={LATEST}: uses {before}, to which it resolved when the run started\n"
     assert begin(recipe("resume=auto"))[0] == str(before)
     assert Path("runs/latest").resolve().name == "a"
     assert said not in capsys.readouterr().out
