@@ -138,7 +138,7 @@ CASES = [
     ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; near to it"]),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
-        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings); set"],
+        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings). Fix: set"],
     ),
     (
         "rollout.context_length=512",

@@ -83,8 +83,8 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: choose "
-                "pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
+                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: "
+                "choose pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
                 "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
         ),
@@ -208,7 +208,7 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
-            "between two of them model.path=smollm2 may send a token to other experts; set algorithm.trust_region",
+            "model.path=smollm2 may route a token to other experts in each pass. Fix: set algorithm.trust_region",
         ),
         (
             MIXTRAL,
@@ -278,7 +278,7 @@ def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any
 
 def test_router_that_the_engine_would_not_see_is_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
-    assert "its config.json lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
+    assert "lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
 
 
 def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
@@ -469,12 +469,12 @@ def test_the_remedies_of_a_split_block() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
     message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, no multiple "
-        "of 128, and blocks cannot be cut; choose rollout.tp from 1, 2, or "
-        "rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, not a "
+        "multiple of 128, and blocks cannot be split. Fix: choose rollout.tp from 1, 2, or set "
+        "rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
     message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
-        "has 576 query rows, no multiple of 128, and blocks cannot be cut; set rollout.quantization=null"
+        "has 576 query rows, not a multiple of 128, and blocks cannot be split. Fix: set rollout.quantization=null"
     )

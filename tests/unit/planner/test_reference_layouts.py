@@ -81,7 +81,7 @@ def test_30b_on_32_h200_with_everything_resident():
     resident = plan_of("Qwen3-30B-A3B", "32xH200", *keys)
     assert resident.problem.startswith("--gpus 32xH200-141GB: while the engine samples, a GPU would hold")
     assert "(actor: optimizer) + " in resident.problem
-    assert resident.problem.endswith("lower rollout.kv_cache_gib, or move more by actor.offload")
+    assert resident.problem.endswith("lower rollout.kv_cache_gib, or add parts to actor.offload")
     offloaded = plan_of(
         "Qwen3-30B-A3B",
         "32xH200",
