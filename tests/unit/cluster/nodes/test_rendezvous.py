@@ -95,8 +95,8 @@ def test_nodes_that_are_missing_in_time_are_counted_and_those_on_the_way_named(
     rendezvous.report(report(3))
     alive += [1, 2]
     message = (
-        r"nodes: of 3 other nodes 1 joined in cluster.timeouts.start=0 s \(n2\); n3 began to, see their ray-\*.log in "
-        "the logs; run megarl join runs/r on each of the others"
+        r"nodes: 1 of 3 other nodes joined within cluster.timeouts.start=0 s \(n2\); n3 tried to join, see their "
+        r"ray-\*.log in the logs. Fix: run megarl join runs/r on each of the others"
     )
     with pytest.raises(RunFailure, match=message):
         gather(rendezvous, 3, 0.0, "runs/r")

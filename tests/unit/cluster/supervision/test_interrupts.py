@@ -16,7 +16,7 @@ __all__ = ["signals_are_heard"]
 
 INTERRUPTED = "megarl: error: interrupted; the run ends\n"
 TENTHS = 10 * GRACE_S
-SAVES = "interrupted; saves after the step under way"
+SAVES = "interrupted; saves after the current step"
 
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=True):
