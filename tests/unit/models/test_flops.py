@@ -22,7 +22,7 @@ SIZES = dict(
 HF = SIZES | {"model_type": "llama"}
 
 
-def test_forward_and_backward_as_torch_counts_them():
+def test_flops_match_torchs_counts():
     """torch counts every pair of query and key, which eager attention computes, and no gradient of the embedding."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))

@@ -30,18 +30,18 @@ def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: s
     return find_models(load(BASE, [*required, *keys])).reward_model
 
 
-def test_ids_are_read_with_the_actors_tokenizer_only(actor, tmp_path):
+def test_input_format_ids_requires_the_actors_tokenizer(actor, tmp_path):
     assert find(actor, tmp_path, tiny_tokenizer(300), "ids") == tmp_path
     with pytest.raises(ValueError, match=r"tokenizer differs from that of .* set reward_model.input_format=text"):
         find(actor, tmp_path, merging_tokenizer(), "ids")
 
 
-def test_text_and_conversations_are_read_with_any(actor, tmp_path):
+def test_input_formats_text_and_chat_accept_any_tokenizer(actor, tmp_path):
     for reads in ("text", "chat"):
         assert find(actor, tmp_path, merging_tokenizer(), reads) == tmp_path
 
 
-def test_a_conversation_needs_a_chat_template(actor, tmp_path):
+def test_input_format_chat_requires_a_chat_template(actor, tmp_path):
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"has no chat template. Fix: set reward_model.input_format=text"):
@@ -49,7 +49,7 @@ def test_a_conversation_needs_a_chat_template(actor, tmp_path):
     assert find(actor, tmp_path, tokenizer, "text") == tmp_path
 
 
-def test_a_judge_needs_a_chat_template(actor, tmp_path):
+def test_judge_requires_a_chat_template(actor, tmp_path):
     required = [f"model.path={actor}", "data.source=arithmetic", f"reward_model.path={tmp_path}"]
     keys = ["reward_model={engine: vllm, input_format: question, judge: {max_new_tokens: 16}}"]
     config = load(BASE, [*required, "rollout={context_length: 64, max_new_tokens: 16}", *keys])

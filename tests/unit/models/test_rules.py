@@ -118,7 +118,7 @@ def test_model_fits(overrides: list[str]) -> None:
         ),
     ],
 )
-def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list[str]) -> None:
+def test_layout_that_does_not_fit_the_model_is_refused(overrides: list[str], messages: list[str]) -> None:
     lines = model_errors(SMOLLM2, *overrides)
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
@@ -234,7 +234,7 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
     ],
 )
-def test_experts_that_do_not_fit(model: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: list[str], message: str) -> None:
     (line,) = model_errors(model, *overrides)
     assert message in line
 
@@ -270,18 +270,18 @@ DEEPSEEK = SMOLLM2 | {
         ({"attention_bias": True}, "attention_bias true is not supported"),
     ],
 )
-def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], message: str) -> None:
     check_model(recipe(), DEEPSEEK)
     (line,) = model_errors(DEEPSEEK | changed)
     assert message in line
 
 
-def test_router_that_the_engine_would_not_see_is_refused() -> None:
+def test_missing_router_keys_for_the_engine_are_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
     assert "lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
 
 
-def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
+def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
     odd = QWEN3_MOE | {"intermediate_size": 7}
     check_model(recipe("rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"), odd)
     lines = model_errors(
@@ -290,13 +290,13 @@ def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
     assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
 
 
-def test_heads_without_groups_are_their_own_kv_heads() -> None:
+def test_missing_kv_heads_default_to_attention_heads() -> None:
     ungrouped = {name: value for name, value in SMOLLM2.items() if name != "num_key_value_heads"}
     (line,) = model_errors(ungrouped, "actor.layout.tp=9")
     assert "MLP rows" in line
 
 
-def test_engine_may_repeat_kv_heads() -> None:
+def test_engine_may_replicate_kv_heads() -> None:
     wide = SMOLLM2 | {"num_attention_heads": 12}
     check_model(recipe("rollout.tp=6"), wide)
     assert model_errors(wide, "rollout.tp=4") == [
@@ -318,7 +318,7 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
         ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
     ],
 )
-def test_critic_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_critic_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
     config = recipe(GAE, "critic.path=rm", "critic.layout.pp=1", "critic.tokens_per_microbatch=256", *overrides)
     with pytest.raises(ValueError) as error:
         check_critic_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
@@ -340,14 +340,14 @@ def test_critic_from_the_actors_model_fits() -> None:
         ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
     ],
 )
-def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_reward_model_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
     config = recipe("reward_model.path=rm", *overrides)
     with pytest.raises(ValueError) as error:
         check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
     assert message in str(error.value)
 
 
-def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
+def test_judge_is_a_language_model_of_any_vocabulary() -> None:
     judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
@@ -361,7 +361,7 @@ def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
         check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
 
 
-def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
+def test_trained_classifier_kind_must_fit_the_objective() -> None:
     whole = ["algorithm.objective.name=reward_model", "data.format=preferences"]
     steps = ["algorithm.objective.name=process_reward_model", "data.format=labels"]
     check_model(recipe(*whole), CLASSIFIER)
@@ -390,14 +390,14 @@ VLLM = "reward_model.engine=vllm"
         ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
     ],
 )
-def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_reward_model_that_vllm_cannot_serve_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
     config = recipe("reward_model.path=rm", VLLM, *overrides)
     with pytest.raises(ValueError) as error:
         check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
     assert message in str(error.value)
 
 
-def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
+def test_vllm_supports_attention_windows_unlike_megatron() -> None:
     model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
     check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
     with pytest.raises(ValueError, match="longer than the model's sliding_window=64"):
@@ -416,7 +416,7 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
         ["reward_model.input_format=chat", "algorithm.advantage.estimator=grpo"],
     ],
 )
-def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
+def test_token_scores_must_refer_to_sampled_tokens(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
     with pytest.raises(
@@ -427,7 +427,7 @@ def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
         )
 
 
-def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_its_own() -> None:
+def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     read = ["reward_model.path=rm", "reward_model.input_format=text", "reward_model.aggregation=mean"]
     check_reward_model(recipe(*read), SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
     long = recipe(*read, "reward_model.context_length=9000")
@@ -446,7 +446,7 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
 
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name: str, whole_experts: bool) -> None:
+def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: bool) -> None:
     """Those tensor-parallel sizes, and no others, of which the engine's pieces begin and end where blocks do."""
     model = completed(CONFIGS[name] | {"num_hidden_layers": 4})
     for tp in (1, 2, 4, 8):
@@ -465,7 +465,7 @@ def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name:
             assert message is None
 
 
-def test_the_remedies_of_a_split_block() -> None:
+def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
     message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (

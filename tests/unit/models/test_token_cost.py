@@ -28,7 +28,7 @@ def operations(model: torch.nn.Module, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_costs_are_those_that_torch_counts(name):
+def test_costs_match_torchs_flop_counts(name):
     model_type, changes = MODELS[name]
     config = AutoConfig.for_model(model_type, **COMMON | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -42,7 +42,7 @@ def test_costs_are_those_that_torch_counts(name):
     assert cost.scored == pytest.approx(scored / linear)
 
 
-def test_a_token_goes_through_the_chosen_experts_only():
+def test_token_cost_counts_only_active_experts():
     config = COMMON | dict(model_type="qwen3_moe", head_dim=8, moe_intermediate_size=20, num_experts_per_tok=4)
     few, many = (TokenCost.of_model(config | dict(num_experts=count)) for count in (8, 64))
     dense = TokenCost.of_model(COMMON | dict(model_type="qwen3", head_dim=8))  # 4 · 20 rows of 80

@@ -33,7 +33,7 @@ CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
-def test_ranks_hold_what_the_real_model_holds(recipe: Path) -> None:
+def test_planned_ranks_match_real_models(recipe: Path) -> None:
     """Every pipeline stage of every model that runs in Megatron, each with the head that its workers give it. A reward
     model comes with its head, as another recipe has trained it."""
     config, published = load(recipe), MODELS[CASES[recipe]]

@@ -37,14 +37,14 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("who", PUBLISHED)
-def test_a_published_layout_fits(who):
+def test_published_layout_fits(who):
     gpus, *overrides = PUBLISHED[who]
     plan = plan_of(QWEN, gpus, *CONTEXT, "actor.recompute=full", *overrides)
     assert plan.problem is None
     assert plan.fullest.total > 0.5 * plan.cluster.memory_bytes
 
 
-def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
+def test_verls_tp8_engines_require_offloaded_gradients():
     """verl's own recipe has engines of 8, and moves gradients out before they take weights."""
     gpus, *overrides = PUBLISHED["verl, engines of 16"]
     eight = (*CONTEXT, "actor.recompute=full", "rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=8")
@@ -56,7 +56,7 @@ def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
     assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
 
-def test_235b_on_128_h20_with_a_bad_split():
+def test_bad_split_of_235b_on_128_h20_is_refused():
     """ms-swift#7125 ran out of memory on these GPUs with engines of 8 beside a model that was not shared out enough. In
     two stages it is refused; in as many as NeMo-RL's, beside engines of 16 and without gradients, it fits."""
     bad = layout_keys(tp=4, pp=2, ep=8, etp=1, dp=16)
@@ -72,7 +72,7 @@ def test_235b_on_128_h20_with_a_bad_split():
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None
 
 
-def test_30b_on_32_h200_with_everything_resident():
+def test_30b_on_32_h200_fits_only_with_offloading():
     """verl#3364 ran out of memory on these GPUs. An engine that is given most of each, while nothing of the model is
     offloaded, is refused; with optimizer and gradients away it fits."""
     split = layout_keys(tp=4, pp=2, dp=4, ep=2, etp=1)

@@ -33,7 +33,7 @@ def recipe(model: Path, placement: str, *overrides: str) -> Config:
     return load(BASE, [*keys, *LAYOUT, *overrides])
 
 
-def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
+def test_colocated_preview_equals_reshard(model: Path) -> None:
     """The bytes by hand: what stays on the devices, what moves inside nodes and between them."""
     for ranks_per_node in (8, 4):
         found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
@@ -42,7 +42,7 @@ def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
         assert found.bytes_by_link["local"] > 0 == found.bytes_wasted
 
 
-def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
+def test_disaggregated_preview_equals_reshard(model: Path) -> None:
     """GPUs are numbered over trainers and engines: a node of 8 holds the trainers, the next one the engines; one of 12
     holds all."""
     config = recipe(model, "disaggregated", "rollout.replicas=2")
@@ -52,7 +52,7 @@ def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
     assert together.bytes_by_link == {"inter": 0, "intra": apart.bytes_total, "local": 0}
 
 
-def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
+def test_fp8_refit_sends_one_byte_per_element(model: Path) -> None:
     sizes = dict(hidden_size=1536, head_dim=256, intermediate_size=1536, num_key_value_heads=6, vocab_size=64)
     (model / "config.json").write_text(json.dumps(config_of(**sizes) | {"max_position_embeddings": 4096}))
     keys = "rollout.quantization=fp8_block", "model.dtype=bfloat16", "rollout.replicas=4"
@@ -63,14 +63,14 @@ def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
     assert found.bytes_wasted == 0
 
 
-def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> None:
+def test_colocated_preview_accepts_fewer_engines_than_ranks(model: Path) -> None:
     """A recipe for CPUs, where all are on one machine, may have fewer engines than ranks."""
     found = preview_refit(recipe(model, "colocated", "rollout.replicas=1"), 8, SPEEDS)
     assert (found.ranks_source, found.ranks_destination) == (8, 2)
     assert found.bytes_by_link["local"] > 0 == found.bytes_by_link["inter"]
 
 
-def test_the_transport_is_the_recipes(model: Path) -> None:
+def test_transport_description_follows_the_placement(model: Path) -> None:
     """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
@@ -93,6 +93,6 @@ def test_the_transport_is_the_recipes(model: Path) -> None:
         (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
     ],
 )
-def test_what_cannot_be_planned_is_named(model: Path, overrides: list[str], message: str) -> None:
+def test_unplannable_recipe_is_refused(model: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         preview_refit(recipe(model, "colocated", *overrides), 8, SPEEDS)

@@ -16,7 +16,7 @@ from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import layout_keys, plan_of
 
 
-def test_a_save_of_70_billion_parameters(tmp_path: Path) -> None:
+def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
     """Llama-3.1-70B has 70,553,706,496 parameters, of 2 + 12 bytes. Its 64 ranks on 8 nodes write alike."""
     [recipe] = [recipe for recipe in RECIPES if "70b" in recipe.name]
     config = load(recipe.file, recipe.overrides(tmp_path))
@@ -37,11 +37,11 @@ def test_a_save_of_70_billion_parameters(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nodes_write_what_a_checkpoint_has(model: str, gpus: int, sizes: dict[str, int], dtype: str) -> None:
+def test_written_bytes_match_the_checkpoint_size(model: str, gpus: int, sizes: dict[str, int], dtype: str) -> None:
     plan = plan_of(model, f"{gpus}xH100", *layout_keys(**sizes), f"model.dtype={dtype}")
     size = checkpoint_bytes(plan.config, {"actor": CONFIGS[model]})
     assert plan.save.node_bytes * gpus / 8 == pytest.approx(size, rel=0.01)
 
 
-def test_what_is_not_saved_takes_no_time() -> None:
+def test_no_checkpoint_has_no_save_time() -> None:
     assert plan_of("Qwen2.5-7B", "8xH100", *layout_keys(dp=8), "checkpoint.every_steps=null").save is None

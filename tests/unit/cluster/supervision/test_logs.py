@@ -16,7 +16,7 @@ print("c\\ud800d", file=sys.stderr)
 """
 
 
-def test_it_holds_text_that_utf8_cannot_carry(tmp_path: Path) -> None:
+def test_log_accepts_lone_surrogates(tmp_path: Path) -> None:
     """A user's function may print an answer."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "log")])
     assert done.returncode == 0

@@ -99,7 +99,7 @@ with supervisor.supervised() as scratch:
 """
 
 
-def test_processes_that_may_not_be_read_end_like_the_others() -> None:
+def test_unreadable_descendants_are_ended() -> None:
     """Processes like setuid helpers of an ordinary user, beside one that has become another user's."""
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=WAIT_S)
     *foreign, scratch, first, hidden, last = done.stdout.split()
@@ -111,7 +111,7 @@ def test_processes_that_may_not_be_read_end_like_the_others() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_proc_does_not_tell_of_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_proc_entries_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's list of children has the hidden 13, as nothing else has, and not 12, a child of the child 11."""
     this_process = os.getpid()
     parents = {11: this_process, 12: 11, 14: 1, 15: 14}
@@ -185,7 +185,7 @@ def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("hidepid", [1, 2], ids=["unreadable", "invisible"])
-def test_processes_that_proc_hides_end_too(hidepid: int) -> None:
+def test_descendants_hidden_by_proc_are_ended(hidepid: int) -> None:
     """The processes are in a namespace, of a user other than root from whom /proc hides what is not hers."""
     if in_namespace(hidepid, "true").returncode:
         pytest.skip("mounting /proc takes root; the test before has a stand-in")
@@ -232,7 +232,7 @@ print(psutil.pid_exists(tracker))
 """
 
 
-def test_a_tracker_has_time_to_remove_what_killed_processes_left(tmp_path: Path) -> None:
+def test_resource_tracker_has_time_to_clean_up(tmp_path: Path) -> None:
     """One that gets no processor time while the others end."""
     file = tmp_path / "names"
     (tmp_path / "child.py").write_text(WITH_TRACKER)
@@ -266,7 +266,7 @@ sum(iter(int, 1))  # in one call that never returns to the interpreter
 """
 
 
-def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> None:
+def test_stuck_process_writes_stacks_of_all_threads(tmp_path: Path) -> None:
     log, ready = tmp_path / "trainer-0.log", tmp_path / "ready"
     stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(ready)])
     wait_until(ready.exists)
@@ -285,7 +285,7 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
     assert "in <module>" in log.read_text()
 
 
-def test_stacks_of_all_processes_that_share_a_log_are_waited_for(tmp_path: Path) -> None:
+def test_stacks_of_processes_with_a_shared_log_are_awaited(tmp_path: Path) -> None:
     """A busy machine lets one of them write long after the other."""
     log, names = tmp_path / "rewards-0.log", ("first", "second")
     pair = [subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(tmp_path / name)]) for name in names]
@@ -316,7 +316,7 @@ def test_memory_counts_this_process_and_its_descendants() -> None:
     assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
 
 
-def test_memory_of_a_process_that_has_ended_is_none() -> None:
+def test_zombie_has_no_memory() -> None:
     alone, _ = processes.memory_gb()
     child = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays as a zombie

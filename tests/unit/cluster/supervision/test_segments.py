@@ -33,7 +33,7 @@ def paths() -> Iterator[list[Path]]:
         path.unlink(missing_ok=True)
 
 
-def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: list[Path]) -> None:
+def test_segments_of_a_killed_process_are_removed(tmp_path: Path, paths: list[Path]) -> None:
     """Segments that it had merely mapped stay: those of programs that were there before, or that still use theirs."""
     unlinked, noted, late, earlier, served, unmapped = paths
     earlier.touch()
@@ -55,7 +55,7 @@ def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: lis
     assert [path for path in paths if path.exists()] == [earlier, served, unmapped]
 
 
-def test_one_that_uses_a_name_again_is_another(tmp_path: Path, paths: list[Path]) -> None:
+def test_reused_segment_name_is_a_different_segment(tmp_path: Path, paths: list[Path]) -> None:
     made, renewed, *_ = paths
     segments.note_earlier(tmp_path)
     for path in (made, renewed):
@@ -83,7 +83,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
+def test_semaphore_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     """Its process was killed before anything could be noted, and the process's tracker did not remove it."""
     scratch = tmp_path / f"megarl-test-{uuid4().hex}"
     scratch.mkdir()
@@ -95,7 +95,7 @@ def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
     assert segments.made(scratch) == set()
 
 
-def test_nothing_was_made_by_a_run_whose_folder_is_gone(tmp_path: Path, paths: list[Path]) -> None:
+def test_missing_scratch_folder_has_no_segments(tmp_path: Path, paths: list[Path]) -> None:
     paths[0].touch()
     assert segments.made(tmp_path / "gone", segments._existing([paths[0].name])) == set()
     segments.remove({segments.Segment(1, "megarl-no-such-segment")})

@@ -101,7 +101,7 @@ def program(
         ("raise ValueError('no')", 1, "ValueError: no"),
     ],
 )
-def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) -> None:
+def test_parent_exits_with_the_childs_status(body: str, code: int, last_line: str) -> None:
     with program(body) as run:
         status, errors = run.end()
     assert status == code
@@ -109,14 +109,14 @@ def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_parent_interrupts(number: int) -> None:
+def test_signal_to_the_parent_interrupts(number: int) -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, number)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
+def test_signal_to_all_processes_interrupts_once(number: int) -> None:
     """Slurm sends signals so."""
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
@@ -129,14 +129,14 @@ def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
         assert run.process.stdout.read() == "clean\n"
 
 
-def test_a_signal_before_the_child_can_handle_it_interrupts() -> None:
+def test_signal_during_start_interrupts() -> None:
     with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); wait()") as run:
         run.process.stdout.readline()
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
-def test_an_impatient_ctrl_c_interrupts_once() -> None:
+def test_repeated_ctrl_c_interrupts_once() -> None:
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up, repeat_s=WAIT_S) as run:
@@ -148,7 +148,7 @@ def test_an_impatient_ctrl_c_interrupts_once() -> None:
         assert run.process.stdout.read() == "clean\n"
 
 
-def test_a_child_that_does_not_end_is_killed() -> None:
+def test_hanging_child_is_killed() -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
     with program(deaf, deadline_s=SHORT_S) as run:
         run.process.stdout.readline()
@@ -158,7 +158,7 @@ def test_a_child_that_does_not_end_is_killed() -> None:
     assert errors == f"megarl: error: the driver process {run.child} was ended by SIGKILL; the run ends\n"
 
 
-def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
+def test_child_has_the_grace_period_before_the_deadline() -> None:
     late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2 * SHORT_S)"))
     with program(late, deadline_s=SHORT_S, grace_s=WAIT_S) as run:
         run.process.stdout.readline()
@@ -167,7 +167,7 @@ def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
         assert run.process.returncode == 0, "it was not killed"
 
 
-def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_grace_time() -> None:
+def test_second_signal_cancels_the_grace_period() -> None:
     deaf = "signal.signal(signal.SIGINT, lambda *_: print('told', flush=True)); print(flush=True); wait()"
     with program(deaf, deadline_s=SHORT_S, grace_s=GRACE_S, repeat_s=0.0) as run:
         run.process.stdout.readline()
@@ -178,7 +178,7 @@ def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_g
     assert (code, "was ended by SIGKILL" in errors) == (1, True)
 
 
-def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
+def test_signal_to_the_process_group_spares_descendants() -> None:
     """Ray's processes end by it, and with them what is to be saved."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
@@ -190,7 +190,7 @@ def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
         assert run.process.stdout.read() == "None True\n"
 
 
-def test_it_stops_and_goes_on_as_one_under_job_control() -> None:
+def test_job_control_stops_and_resumes_both_processes() -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, signal.SIGTSTP)
         _wait_for(run, psutil.STATUS_STOPPED)
@@ -204,7 +204,7 @@ def _wait_for(run: Program, status: str) -> None:
     wait_until(lambda: {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} == {status})
 
 
-def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
+def test_ctrl_c_works_with_tostop_terminals() -> None:
     """The child is one: it writes all the same, and gets no more than an error where it reads."""
     reading = "\n    ".join(("try: os.read(0, 1)", "except OSError as error: print('cannot read', flush=True)"))
     body = "\n    ".join((reading, "wait()"))
@@ -227,7 +227,7 @@ def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
     assert output.endswith(b"megarl: error: interrupted; the run ends\r\n")
 
 
-def test_loss_of_the_child() -> None:
+def test_loss_of_the_child_ends_the_run() -> None:
     with program("wait()") as run:
         os.kill(run.child, signal.SIGSEGV)
         code, errors = run.end()
@@ -236,7 +236,7 @@ def test_loss_of_the_child() -> None:
 
 
 @pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_shared_memory_of_others_stays(last: str) -> None:
+def test_foreign_shared_memory_is_kept(last: str) -> None:
     foreign, made = (Path("/dev/shm", f"megarl-test-{uuid4().hex}") for _ in range(2))
     foreign.write_bytes(bytes(16))
     opening = f"maps = [mmap.mmap(os.open(p, os.O_RDWR | os.O_CREAT), 16) for p in {[str(foreign), str(made)]}]"
@@ -251,13 +251,13 @@ def test_shared_memory_of_others_stays(last: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_loss_of_the_parent() -> None:
+def test_loss_of_the_parent_ends_the_run() -> None:
     with program("wait()") as run:
         run.process.kill()
         assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; the run ends\n")
 
 
-def test_an_ignored_hangup_stays_ignored() -> None:
+def test_ignored_sighup_stays_ignored() -> None:
     """The signal is ignored from the start, as under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

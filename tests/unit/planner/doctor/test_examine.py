@@ -31,19 +31,19 @@ def computed_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_what_these_tests_run_on_is_as_a_run_needs_it(tmp_path):
+def test_doctor_finds_no_problems_in_test_environment(tmp_path):
     done = doctor("--folder", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "no problems found"
 
 
-def test_findings_as_json(tmp_path):
+def test_findings_are_printed_as_json(tmp_path):
     findings = json.loads(doctor("--json", "--folder", str(tmp_path)).stdout)
     assert {"name", "state", "found", "wanted", "fix"} == set(findings[0])
     assert {"Python", "torch", "GPUs", "shared memory"} <= {finding["name"] for finding in findings}
 
 
-def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
+def test_missing_packages_are_problems_with_fixes(tmp_path):
     """The site's packages are left out: the core's own come from the path."""
     code = (
         "import sys, importlib.metadata as m; from megarl.planner.doctor import packages\n"
@@ -57,7 +57,7 @@ def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["ok", "note", "problem"])
-def test_a_fix_is_a_line_below(state):
+def test_fix_is_printed_below_its_finding(state):
     lines = table([Finding("a", state, "1", ">2", "do this"), Finding("long", "ok", "22")]).splitlines()
     assert lines[0].split() == [*({"ok": [], "note": ["·"], "problem": ["!"]}[state]), "a", "1", "(>2)"]
     assert lines[1].strip() == "→ do this"

@@ -24,18 +24,18 @@ def answers(query: str | None, topology: str | None = None):
 
 
 @pytest.mark.parametrize("said", [None, "", "\n"])
-def test_without_gpus_runs_compute_on_the_cpu(said):
+def test_no_gpus_is_a_note(said):
     [finding] = check_gpus("2.13.0+cpu", None, answers(said))
     assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
 
 
-def test_eight_gpus_are_counted_and_one_driver_is_told():
+def test_eight_gpus_are_counted_with_their_driver():
     found = check_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
     assert [each.found for each in found[:2]] == ["8 × NVIDIA H100 80GB HBM3, 80 GiB", "580.82.07"]
     assert [each.state for each in found] == ["ok", "ok", "note"]
 
 
-def test_one_gpu_has_no_links():
+def test_one_gpu_has_no_links_finding():
     assert [each.name for each in check_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
 
 
@@ -54,23 +54,23 @@ def test_one_gpu_has_no_links():
         ("580.65.06", None, None, "ok"),
     ],
 )
-def test_the_driver_is_compared_with_torchs_cuda(found, torch, runtime, state):
+def test_driver_is_compared_with_torchs_cuda(found, torch, runtime, state):
     finding = driver(found, torch, runtime)
     assert finding.state == state
     assert bool(finding.fix) == (state == "problem")
 
 
-def test_links_of_all_pairs():
+def test_links_between_all_pairs_are_ok():
     assert links(2, TWO).found == "NVLink between all 2 GPUs"
 
 
-def test_links_of_some_pairs():
+def test_links_between_some_pairs_are_a_note():
     rows = ["GPU0 X NV4 SYS SYS", "GPU1 NV4 X SYS SYS", "GPU2 SYS SYS X NV4", "GPU3 SYS SYS NV4 X"]
     finding = links(4, "\n".join(rows))
     assert (finding.state, finding.found) == ("note", "NVLink between 2 of 6 pairs of GPUs")
 
 
-def test_a_command_that_is_missing_fails_or_hangs_says_nothing(monkeypatch):
+def test_missing_failing_or_hanging_command_returns_none(monkeypatch):
     assert ask(["no-such-command-here"]) is None
     assert ask(["false"]) is None
     monkeypatch.setattr("megarl.planner.doctor.gpus.TIMEOUT_S", 0.05)

@@ -22,19 +22,19 @@ TESTED = {tested.name: tested for tested in PACKAGES}
 
 
 @pytest.mark.parametrize("name", [tested.name for tested in PACKAGES if not tested.on_gpu])
-def test_the_tested_range_has_what_these_tests_run_with(name):
+def test_installed_versions_are_in_the_tested_ranges(name):
     found = check_package(TESTED[name], has_gpu=False)
     assert found.state == "ok"
     assert found.found == version(next(d for d in TESTED[name].distributions if installed((d,))))
 
 
-def test_the_newest_megatron_that_tests_run_with_is_in_its_range():
+def test_newest_locked_megatron_is_in_the_tested_range():
     lock = (ROOT / "tools/environment/newest-megatron.lock").read_text()
     newest = re.search(r"^megatron-core==(\S+)$", lock, re.MULTILINE)[1]
     assert newest in SpecifierSet(TESTED["megatron-core"].versions)
 
 
-def test_pyproject_asks_for_the_tested_ranges():
+def test_pyproject_requires_the_tested_ranges():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = {r.name: r.specifier for r in map(Requirement, (*extras["run"], *extras["gpu"]))}
@@ -56,7 +56,7 @@ def test_pyproject_asks_for_the_tested_ranges():
         (None, "problem"),
     ],
 )
-def test_a_version_is_compared_with_the_range(monkeypatch, found, state):
+def test_version_is_compared_with_the_tested_range(monkeypatch, found, state):
     monkeypatch.setattr(packages, "installed", lambda names: found)
     finding = check_package(Package("thing", ">=2.0,<3", ("thing",), "pip install thing"), has_gpu=False)
     assert (finding.state, finding.fix) == (state, "" if state == "ok" else "pip install thing")
@@ -64,7 +64,7 @@ def test_a_version_is_compared_with_the_range(monkeypatch, found, state):
 
 
 @pytest.mark.parametrize(("has_gpu", "state"), [(True, "problem"), (False, "note")])
-def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
+def test_missing_gpu_package_is_a_problem_only_with_gpus(has_gpu, state):
     finding = check_package(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
     assert finding.state == state
     assert bool(finding.fix) == has_gpu
@@ -80,7 +80,7 @@ def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
     ],
     ids=["missing", "not compiled", "beside it", "in it"],
 )
-def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, state):
+def test_missing_compiled_module_is_a_problem(tmp_path, monkeypatch, file, state):
     """The package is laid out in a folder, with the compiled module as a wheel of its own or a build of all has it."""
     suffix = next(suffix for suffix in EXTENSION_SUFFIXES if suffix.startswith(".cpython"))
     for name in ("kernels/__init__.py", *([file.replace(".cpython-312-x86_64-linux-gnu.so", suffix)] if file else [])):
@@ -95,7 +95,7 @@ def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, st
 
 
 @pytest.mark.parametrize(("found", "state"), [("3.10.14", "problem"), ("3.12.1", "ok"), ("3.13.0", "problem")])
-def test_pythons_version(found, state):
+def test_python_version_is_compared_with_the_range(found, state):
     assert python(found).state == state
 
 
@@ -109,7 +109,7 @@ def test_pythons_version(found, state):
     ],
     ids=["NVIDIA's", "PyPI's", "a folder of one's own", "NVIDIA's, without metadata"],
 )
-def test_apex_of_pypi_is_told_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, said):
+def test_pypi_apex_is_distinguished_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, said):
     """Both are laid out in a folder as pip would."""
     for folder in ("apex", *(f"apex/{name}" for name in folders)):
         (tmp_path / folder).mkdir()
@@ -125,11 +125,11 @@ def test_apex_of_pypi_is_told_from_nvidias(tmp_path, monkeypatch, folders, metad
     sys.modules.pop("apex", None)
 
 
-def test_apex_is_not_needed():
+def test_missing_apex_is_a_note():
     assert apex(has_gpu=False).state == apex(has_gpu=True).state == "note"
 
 
-def test_nothing_is_imported(monkeypatch):
+def test_package_checks_import_none_of_the_packages(monkeypatch):
     before = set(sys.modules)
     check_packages(has_gpu=True)
     assert {name.partition(".")[0] for name in set(sys.modules) - before}.isdisjoint(
@@ -137,7 +137,7 @@ def test_nothing_is_imported(monkeypatch):
     )
 
 
-def test_fixes_name_the_range():
+def test_fixes_name_the_tested_range():
     for tested in PACKAGES:
         assert tested.versions in tested.fix or tested.name == "NCCL"
     assert Path(packages.__file__).parent.name == "doctor"
