@@ -1,4 +1,4 @@
-"""A run that a machine's devices do not allow is refused in one line, before anything starts."""
+"""Runs that do not fit the machine's devices are refused with one line, before any process starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the machine eight GPUs."""
+    """Give the machine eight GPUs."""
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
@@ -184,7 +184,7 @@ def test_overfull_gpu_error_shows_the_sum() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_memory_of_every_shared_gpu_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last one has 1 MiB less than the others, which have just enough."""
+    """The last GPU has 1 MiB less than the others, which have just enough."""
     settings = config(*SHARING, "model.dtype=float32", "rollout.kv_cache_gib=1")
     folder = write_tiny_llama(tmp_path, num_kv_heads=2)
     models = ModelFolders(folder, None, None, None)
@@ -201,9 +201,7 @@ def test_memory_of_every_shared_gpu_is_checked(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("cuda")
-def test_gpu_without_room_for_reserves_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpu_without_room_for_reserves_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = config(*SHARING, "rollout.kv_cache_gib=1")
     models = ModelFolders(write_tiny_llama(tmp_path, num_kv_heads=2), None, None, None)
     load = fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0, gpus_per_node=8)
@@ -222,7 +220,7 @@ EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(("sizes", "refused"), [({}, False), (EXPERTS, True), (EXPERTS | dict(hidden_size=64), False)])
 def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
-    """Whatever their intermediate size, which it pads."""
+    """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
     with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():

@@ -1,4 +1,4 @@
-"""The addresses of this machine, as the kernel has them."""
+"""Addresses and interfaces of this machine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> 
 
 
 def layout(**sizes: int) -> str:
-    """Returns the override that sets the actor's layout."""
+    """Return the override for the actor's layout."""
     return f"actor.layout={{{', '.join(f'{k}: {v}' for k, v in sizes.items())}, last_stage_layers: null}}"
 
 
@@ -104,7 +104,7 @@ def test_engine_sees_its_gpus_then_those_of_the_weights(where: str, visible: lis
         {"CUDA_VISIBLE_DEVICES": numbers} for numbers in visible
     ]
     assert [process.environment("")["CUDA_VISIBLE_DEVICES"] for process in placement.trainers] == ["0", "1", "2", "3"]
-    # The run itself may have been given some of the machine's.
+    # The run itself may be restricted to some of the machine's GPUs.
     of_run = "GPU-a,GPU-b,GPU-c,GPU-d,4,5,6,7"
     assert placement.trainers[2].environment(of_run) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
     assert placement.rewards.environment(of_run) == {}
@@ -132,7 +132,7 @@ def test_1024_ranks_share_1024_gpus(sizes: dict[str, int], tp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "engine_tp"), [(1, 1), (2, 2), (2, 1)])
 def test_engine_reads_weights_from_its_own_gpu(tp: int, engine_tp: int) -> None:
-    """Its rank needs all that the trainer's rank beside it has, and takes nothing of that from the replicas of it."""
+    """The engine rank reads everything that it needs from the trainer rank on its GPU, not from that rank's replicas."""
     hf_config = config_of(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     rollout = f"rollout={{replicas: {8 // engine_tp}, tp: {engine_tp}}}"
     placement = placed(layout(pp=1, tp=tp, dp=8 // tp), rollout, on_gpus=True)
@@ -167,7 +167,7 @@ def test_ranks_fill_the_nodes_in_order() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees its GPUs by their numbers on its node, and of the weights those that are there.
+    # A process sees GPUs by their indices on its node, and only those weights' GPUs that are on the node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]
@@ -236,7 +236,7 @@ def test_engine_over_nodes_has_a_process_on_each() -> None:
 @pytest.mark.parametrize("rollout", ["8-11", "node 2"])
 @pytest.mark.parametrize("actor", ["0-7", "nodes 0-1"])
 def test_roles_are_on_their_assigned_devices(actor: str, rollout: str) -> None:
-    """Actor and critic share two nodes, and a third has the engines."""
+    """Actor and critic share two nodes, and the engines are on a third."""
     roles = f"cluster.roles={{actor: {actor}, critic: 4-7, rollout: {rollout}}}"
     overrides = ("algorithm.advantage.estimator=gae", "critic.layout.dp=4", layout(pp=1, tp=2, dp=4))
     config = load(
@@ -254,7 +254,7 @@ def test_roles_are_on_their_assigned_devices(actor: str, rollout: str) -> None:
 
 @pytest.mark.parametrize("roles", ["{actor: nodes 0-1, rollout: nodes 2-3}", "{actor: node 0, rollout: node 4}"])
 def test_role_devices_must_match_the_runs_nodes(roles: str) -> None:
-    """Eight ranks each, and four nodes of eight GPUs: half nodes, and one too many."""
+    """Each role has eight ranks on four nodes of eight GPUs: half nodes, and one node too many."""
     keys = [layout(pp=1, dp=8), "rollout={tp: 2, replicas: 4}", "cluster.nodes=4", "cluster.placement=disaggregated"]
     config = load(QUICKSTART, [*keys, f"cluster.roles={roles}"])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The waiting of a session, with a stand-in for Ray whose calls are answered at given times."""
+"""Waiting for results in a session, with a stand-in for Ray whose calls finish at given times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUTS = Timeouts(**SECONDS)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Answered at a time of the stand-in's clock, with a result or an error."""
+    """A call that finishes at a time of the stand-in's clock with a result or an error."""
 
     at: float
     answer: Any = None
@@ -60,7 +60,7 @@ class FakeRay:
 
 @dataclass
 class FakeActor:
-    """Alive until a time of the clock."""
+    """A process that is alive until a time of the clock."""
 
     ray: FakeRay
     until: float = NEVER
@@ -114,9 +114,7 @@ def test_results_are_in_the_order_of_the_calls(session: Session) -> None:
 
 
 @pytest.mark.parametrize(("limit", "seconds"), SECONDS.items())
-def test_timeout_names_missing_processes_and_its_key(
-    session: Session, ray: FakeRay, limit: str, seconds: int
-) -> None:
+def test_timeout_names_missing_processes_and_its_key(session: Session, ray: FakeRay, limit: str, seconds: int) -> None:
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
     message = f"a phase: no answer from trainer-1, engine-0 in {seconds} s; see /logs; if they only need longer, raise "
     with pytest.raises(RunFailure, match=f"^{message}cluster.timeouts.{limit}$"):
@@ -177,7 +175,7 @@ def test_process_that_may_fail_may_be_lost(session: Session, ray: FakeRay, loss:
 
 
 def test_peer_errors_after_a_tolerated_loss_are_ignored(session: Session) -> None:
-    """The others' errors count for nothing even where they are seen before the loss itself."""
+    """Errors of peers are ignored even if they arrive before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
     assert session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result() == Answers({}, {"engine-0"})
@@ -186,7 +184,7 @@ def test_peer_errors_after_a_tolerated_loss_are_ignored(session: Session) -> Non
 def test_loss_on_another_node_may_be_noticed_late(
     session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes during the wait for news of a lost node."""
+    """The loss is noticed while the session waits for Ray to report a lost node."""
     monkeypatch.setattr(session, "_others", ("another node",))
     monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
@@ -246,7 +244,7 @@ def test_follow_up_calls_belong_to_the_pending_result(session: Session, ray: Fak
 
 
 def test_empty_pending_result_may_have_follow_up_calls(session: Session, ray: FakeRay) -> None:
-    """A step without a pair to train on has no updates, and an end all the same."""
+    """A step without any pair has no updates, but still ends."""
     ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step", "update")
     assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
     assert ray.now == 3
@@ -291,9 +289,7 @@ STEP = (
         ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
     ],
 )
-def test_object_store_fits_the_batch_within_shared_memory(
-    monkeypatch, overrides, free, expected
-):
+def test_object_store_fits_the_batch_within_shared_memory(monkeypatch, overrides, free, expected):
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     expected = object_store_mib(config, None) * 2**20 if expected is None else expected

@@ -1,4 +1,4 @@
-"""The stores where ranks meet."""
+"""Stores for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_ports_are_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tm
         first = int(network.EPHEMERAL.read_text().split()[0])
         port = ours.getsockname()[1]
         assert 1024 <= port < first <= given.getsockname()[1]
-    # Of two ports, one is taken.
+    # One of two ports is taken.
     monkeypatch.setattr(network, "EPHEMERAL", tmp_path / "range")
     monkeypatch.setattr(network, "LOWEST_PORT", port)
     network.EPHEMERAL.write_text(f"{port + 2}\t60999\n")

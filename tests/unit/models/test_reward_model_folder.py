@@ -1,4 +1,4 @@
-"""A reward model whose tokenizer cannot read the samples is refused before anything starts."""
+"""Reward models whose tokenizer does not fit their input format are refused before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def actor(tmp_path_factory) -> Path:
 
 
 def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> Path | None:
-    """Writes a reward model with the actor's shapes and this tokenizer, and finds it."""
+    """Write a reward model with the actor's shapes and this tokenizer, and return its folder as found."""
     config = json.loads((actor / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -390,7 +390,9 @@ VLLM = "reward_model.engine=vllm"
         ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
     ],
 )
-def test_reward_model_that_vllm_cannot_serve_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_reward_model_that_vllm_cannot_serve_is_refused(
+    changed: dict[str, Any], overrides: list[str], message: str
+) -> None:
     config = recipe("reward_model.path=rm", VLLM, *overrides)
     with pytest.raises(ValueError) as error:
         check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
@@ -419,9 +421,7 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
 def test_token_scores_must_refer_to_sampled_tokens(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
-    with pytest.raises(
-        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"
-    ):
+    with pytest.raises(ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"):
         check_reward_model(
             recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
         )
@@ -447,7 +447,7 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: bool) -> None:
-    """Those tensor-parallel sizes, and no others, of which the engine's pieces begin and end where blocks do."""
+    """The rule accepts exactly the tensor-parallel sizes whose shards start and end at block boundaries."""
     model = completed(CONFIGS[name] | {"num_hidden_layers": 4})
     for tp in (1, 2, 4, 8):
         keys = ("rollout.quantization=fp8_block", f"rollout.tp={tp}")

@@ -1,4 +1,4 @@
-"""The models of a run, which are found and named before it starts."""
+"""Models of a run, found and identified before it starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(path: Path, **changes: object) -> Path:
 
 
 def test_model_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's folder moves the link `latest` before its workers load the model."""
+    """The link `latest` moves to the new run before its workers load the model."""
     real = folder(tmp_path / "first")
     (tmp_path / "latest").symlink_to("first")
     monkeypatch.chdir(tmp_path)

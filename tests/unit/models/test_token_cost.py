@@ -1,4 +1,4 @@
-"""Relative costs against the floating point operations that torch counts in transformers' models."""
+"""Relative costs compared with torch's FLOP counts for models of transformers."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_costs_match_torchs_flop_counts(name):
     config = AutoConfig.for_model(model_type, **COMMON | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     cost = TokenCost.of_model(config.to_dict())
-    # The trunk's count is linear · T + pair · T², and the head's scored · T; eager attention computes all pairs.
+    # The backbone takes linear · T + pair · T², the head scored · T operations; eager attention computes all pairs.
     few, many = operations(model.model, 8), operations(model.model, 16)
     pair = (many - 2 * few) / (16**2 - 2 * 8**2)
     linear = (few - 8**2 * pair) / 8

@@ -1,4 +1,4 @@
-"""The recipes for H100s are held to what can be known without one. `test_recipe_parameters.py` builds their models."""
+"""Checks of the H100 recipes that need no GPU. `test_recipe_parameters.py` builds their models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.benchmarks.figures import RESULTS
 from tools.benchmarks.recipes import predict
 
 LEAST_FREE = 0.05
-"""The share of a GPU's memory that a recipe leaves free, by the arithmetic."""
+"""Minimum share of a GPU's memory that a recipe must leave free in the plan."""
 
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
@@ -54,9 +54,11 @@ def test_recipe_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: 
         if not load(recipe.file).is_offline
     ],
 )
-def test_recipe_refit_writes_every_element_once(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colocated, nothing crosses nodes; else every element comes once into a node of engines, or into the nodes of
-    one."""
+def test_recipe_refit_writes_every_element_once(
+    recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colocated refits send nothing between nodes. Otherwise every element enters each node with engines once, or the
+    nodes of each engine once if it spans several."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     config = load(recipe.file, recipe.overrides(tmp_path))
     found = preview_refit(config, 8, "inter=50GB/s,intra=400GB/s")
@@ -68,6 +70,6 @@ def test_recipe_refit_writes_every_element_once(recipe: H100Recipe, tmp_path: Pa
 
 
 def test_recorded_predictions_are_current() -> None:
-    """`python tools/benchmarks/recipes.py --out …` records them anew."""
+    """`python tools/benchmarks/recipes.py --out …` updates the record."""
     recorded = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))["runs"]
     assert json.loads(json.dumps([predict(recipe) for recipe in RECIPES])) == recorded

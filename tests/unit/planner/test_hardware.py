@@ -1,4 +1,4 @@
-"""GPUs as they are given on the command line, and the links of groups of ranks."""
+"""Parsing of clusters, and link bandwidths of process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of phases, each by itself, and of a node's host."""
+"""GPU memory of each phase, and host memory of a node."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_critic_stays_on_the_gpu_while_the_actor_trains(tmp_path):
 
 
 def test_offloaded_critic_states_free_memory_for_the_actor(tmp_path):
-    """Each gains the bytes of the other's optimizer, and the steps take the time to move both."""
+    """Each model gains the bytes of the other's optimizer, and steps include the time to move both."""
     stay, leave = (
         ppo_plan(tmp_path, *keys) for keys in ((), [f"{m}.offload=[optimizer]" for m in ("actor", "critic")])
     )
@@ -87,7 +87,7 @@ def test_offloaded_critic_states_free_memory_for_the_actor(tmp_path):
 
 
 def test_only_models_on_the_same_devices_share_memory(tmp_path):
-    """The critic has two GPUs, then shares those of the actor; the engines have two others."""
+    """The critic has its own two GPUs or shares the actor's; the engines have two others."""
     apart, shared = (
         ppo_plan(
             tmp_path,
@@ -140,7 +140,7 @@ ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
     ],
 )
 def test_sleeping_engines_keep_weights_if_no_refit_follows(keys, kept):
-    """Engines sleep between rounds for a reward model on their GPUs only."""
+    """Between rounds, engines sleep only if a reward model shares their GPUs."""
     host = plan_of(DENSE, "16xH100", *KEYS, *keys).host
     assert ("sleeping engines: weights" in host) == kept
 

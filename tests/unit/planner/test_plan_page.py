@@ -1,4 +1,4 @@
-"""The page of a plan: everything is on it, and nothing is loaded by it."""
+"""The HTML page of a plan: its content, and that it loads no external resources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Layouts that others have published fit on their GPUs; ones like those of reports that ran out of memory do not, and
-the reason is said."""
+"""Published layouts fit on their GPUs. Layouts that ran out of memory in bug reports do not, for the right reason."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def test_published_layout_fits(who):
 
 
 def test_verls_tp8_engines_require_offloaded_gradients():
-    """verl's own recipe has engines of 8, and moves gradients out before they take weights."""
+    """verl's own recipe has engines with tp=8 and offloads gradients before a refit."""
     gpus, *overrides = PUBLISHED["verl, engines of 16"]
     eight = (*CONTEXT, "actor.recompute=full", "rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=8")
     assert plan_of(QWEN, gpus, *overrides, *eight).problem is None
@@ -57,8 +56,8 @@ def test_verls_tp8_engines_require_offloaded_gradients():
 
 
 def test_bad_split_of_235b_on_128_h20_is_refused():
-    """ms-swift#7125 ran out of memory on these GPUs with engines of 8 beside a model that was not shared out enough. In
-    two stages it is refused; in as many as NeMo-RL's, beside engines of 16 and without gradients, it fits."""
+    """ms-swift#7125 ran out of memory on these GPUs with engines of tp=8 and a model sharded over too few GPUs. Two
+    pipeline stages are refused; as many as in NeMo-RL, with engines of tp=16 and offloaded gradients, fit."""
     bad = layout_keys(tp=4, pp=2, ep=8, etp=1, dp=16)
     engines = ("rollout.tp=8", "rollout.replicas=16", "rollout.kv_cache_gib=8")
     plan = plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *bad, *engines)
@@ -73,8 +72,8 @@ def test_bad_split_of_235b_on_128_h20_is_refused():
 
 
 def test_30b_on_32_h200_fits_only_with_offloading():
-    """verl#3364 ran out of memory on these GPUs. An engine that is given most of each, while nothing of the model is
-    offloaded, is refused; with optimizer and gradients away it fits."""
+    """verl#3364 ran out of memory on these GPUs. An engine with most of the memory is refused if nothing of the model is
+    offloaded, and fits if optimizer and gradients are."""
     split = layout_keys(tp=4, pp=2, dp=4, ep=2, etp=1)
     cache = ("rollout.tp=4", "rollout.replicas=8", "rollout.kv_cache_gib=98")
     keys = (*CONTEXT, "actor.recompute=full", *split, *cache)

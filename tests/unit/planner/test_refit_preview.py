@@ -1,4 +1,4 @@
-"""Figures of a recipe's refit."""
+"""Refit figures of a recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recipe(model: Path, placement: str, *overrides: str) -> Config:
 
 
 def test_colocated_preview_equals_reshard(model: Path) -> None:
-    """The bytes by hand: what stays on the devices, what moves inside nodes and between them."""
+    """The bytes per link equal those of `megarl reshard` for the same layouts."""
     for ranks_per_node in (8, 4):
         found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
         sides = "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4"
@@ -43,8 +43,8 @@ def test_colocated_preview_equals_reshard(model: Path) -> None:
 
 
 def test_disaggregated_preview_equals_reshard(model: Path) -> None:
-    """GPUs are numbered over trainers and engines: a node of 8 holds the trainers, the next one the engines; one of 12
-    holds all."""
+    """GPUs are numbered over trainers and engines: with 8 GPUs per node, trainers and engines are on two nodes; with 12,
+    all are on one."""
     config = recipe(model, "disaggregated", "rollout.replicas=2")
     apart, together = (preview_refit(config, ranks, SPEEDS) for ranks in (8, 12))
     expected = reshard(str(model), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=2", 8, SPEEDS)
@@ -64,14 +64,14 @@ def test_fp8_refit_sends_one_byte_per_element(model: Path) -> None:
 
 
 def test_colocated_preview_accepts_fewer_engines_than_ranks(model: Path) -> None:
-    """A recipe for CPUs, where all are on one machine, may have fewer engines than ranks."""
+    """A recipe for CPUs may have fewer engine ranks than trainer ranks."""
     found = preview_refit(recipe(model, "colocated", "rollout.replicas=1"), 8, SPEEDS)
     assert (found.ranks_source, found.ranks_destination) == (8, 2)
     assert found.bytes_by_link["local"] > 0 == found.bytes_by_link["inter"]
 
 
 def test_transport_description_follows_the_placement(model: Path) -> None:
-    """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
+    """With two devices per node, each node holds one pipeline stage, and engines receive the other from another node."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
         "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"

@@ -1,4 +1,4 @@
-"""The seconds of a save at sizes whose answer is known."""
+"""Save times of models with known sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.planner.plan_cases import layout_keys, plan_of
 
 
 def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
-    """Llama-3.1-70B has 70,553,706,496 parameters, of 2 + 12 bytes. Its 64 ranks on 8 nodes write alike."""
+    """Llama-3.1-70B has 70,553,706,496 parameters of 2 + 12 bytes. Its 64 ranks on 8 nodes write equal amounts."""
     [recipe] = [recipe for recipe in RECIPES if "70b" in recipe.name]
     config = load(recipe.file, recipe.overrides(tmp_path))
     planned = plan_recipe(config, read_cluster("64xH100"), as_it_is=True)

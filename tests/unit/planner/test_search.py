@@ -1,4 +1,4 @@
-"""The layouts that a search proposes: all keep the rules and fit, the fastest is first."""
+"""Layouts that the search proposes: all keep the rules and fit, and the fastest comes first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_proposed_plans_fit_and_keep_the_rules(model, gpus, overrides):
 
 
 def test_search_offloads_models_that_fit_only_in_turns():
-    """Actor and critic of 7B on two GPUs: each alone has room there."""
+    """Actor and critic of 7B on two GPUs fit only one at a time."""
     models, config = dict.fromkeys(("actor", "critic"), CONFIGS["Qwen2.5-7B"]), recipe(GAE)
     assert config.actor.offload == config.critic.offload == []
     result = search(config, models["actor"], Models.of(models), Workload.of(config), read_cluster("2xH100"))
@@ -97,7 +97,7 @@ def test_recomputation_is_chosen_only_if_needed():
 RECIPES = sorted(
     path.name for path in CONFIGS_FOLDER.glob("*.yaml") if path.name not in ("base.yaml", "smollm2-cpu-rlhf.yaml")
 )
-"""The recipes that come with megarl, but for the one whose model is what two others trained."""
+"""megarl's recipes, except one whose models are trained by two other recipes."""
 
 
 @pytest.mark.parametrize("name", RECIPES)

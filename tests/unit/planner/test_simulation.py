@@ -1,4 +1,4 @@
-"""Simulated steps against what follows by hand."""
+"""Simulated steps compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.planner.simulation import Speeds, log_normal_lengths, recorded_lengt
 
 
 def speeds(train: float, refit: float = 1.0, replicas: int = 1, concurrent: int = 64) -> Speeds:
-    """Engines that take 0.1 s for a token of each of their sequences, however many these are."""
+    """Return speeds with engine steps of 0.1 s at any batch size."""
     return Speeds(replicas, concurrent, lambda _: 0.1, train, refit)
 
 
@@ -21,7 +21,7 @@ def test_synchronous_step_is_the_sum_of_its_phases():
 
 @pytest.mark.parametrize("train", [30, 8])
 def test_one_step_off_takes_the_slower_side(train):
-    """The samples of one step have room at a time, and take 20 s."""
+    """The engine fits exactly the samples of one step, which take 20 s."""
     found = simulate(speeds(train, concurrent=8), 4, 1, lambda: [200, 200])
     assert found.step_seconds == pytest.approx(max(train, 20) + 1)
     assert found.largest_age == 1
@@ -51,7 +51,7 @@ def test_drawn_lengths_have_the_requested_distribution():
 
 
 def test_colocated_overlap_saves_only_the_tail():
-    """Eight have room at a time. In turn the short ones of a step leave theirs unused until the long ones end."""
+    """Eight sequences fit at once. Synchronously, slots of short responses stay empty until the long ones finish."""
     alike = [simulate(speeds(train=20, concurrent=8), 4, n, lambda: [200, 200], is_colocated=True) for n in (0, 1)]
     assert [found.step_seconds for found in alike] == pytest.approx([20 + 21, 20 + 21])
     in_turn, ahead = (
@@ -59,7 +59,7 @@ def test_colocated_overlap_saves_only_the_tail():
     )
     assert in_turn.step_seconds == pytest.approx(30 + 21)
     assert ahead.step_seconds == pytest.approx(20 + 21, rel=0.05) and ahead.largest_age == 1
-    assert ahead.engines_idle == pytest.approx(21 / 41, rel=0.05), "nobody samples while the models train"
+    assert ahead.engines_idle == pytest.approx(21 / 41, rel=0.05), "engines pause while the models train"
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_colocated_overlap_saves_only_the_tail():
         (4, True, lambda _: 3, 20 + 4 + 3),
         (10, False, lambda tokens: 0.05 * tokens, 20 + 0.05 * 100),
     ],
-    ids=["in turns", "half of the response is there when weights come"],
+    ids=["in turns", "half of the response is sampled before the refit"],
 )
 def test_engines_recompute_running_sequences_after_a_refit(train, is_colocated, recompute, seconds):
-    """One response at a time, of 20 s, the next of which has begun when the step before ends."""
+    """The engine samples one response of 20 s at a time and has started the next one when a step ends."""
     given = Speeds(1, 1, lambda _: 0.1, train, 0.0, recompute)
     assert simulate(given, 1, 1, lambda: [200], is_colocated=is_colocated).step_seconds == pytest.approx(seconds)

@@ -1,4 +1,4 @@
-"""The seconds of a step at sizes whose answer is known, and against plans and published runs that were recorded."""
+"""Step times at sizes with known answers, and compared with recorded plans and published runs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_update_time_follows_from_flops():
 
 
 def test_recompute_costs_as_much_as_prefill():
-    """The seconds of a rollout are those of eight engines, which read 64 prompts together."""
+    """The rollout's time is that of eight engines, which prefill 64 prompts in total."""
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH, prompt_tokens=3000)
     seconds = recompute_seconds(plan.config, ModelParameters(CONFIGS[DENSE]), plan.cluster, prompt_tokens=1000)
     assert seconds(2000) == pytest.approx(plan.times.rollout.parts["prompts"] / 64 * 8)
 
 
 def test_samples_share_prompts_only_without_cp():
-    """Computes the tokens of a long prompt of 16 samples once, or 16 times."""
+    """Compute the tokens of a long prompt of 16 samples once, or 16 times."""
     lengths = dict(prompt_tokens=4096.0, response_tokens=256.0)
     shared, apart = (
         plan_of(
@@ -110,7 +110,7 @@ def test_trpo_product_costs_two_passes_and_a_gradient():
     region = "algorithm.trust_region={kl_limit: 0.01, iterations: 4}"
     plain, trpo = (plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"] for more in ((), (region,)))
     assert trpo.update["matrix products"] == pytest.approx(5 * plain.update["matrix products"])
-    # The pass of the old policy, two for each product, and a trial; a gradient is three.
+    # One old-policy pass, two passes per product, and one trial pass; an update costs as much as three passes.
     assert trpo.passes["matrix products"] == pytest.approx(10 * plain.update["matrix products"] / 3)
 
 
@@ -129,7 +129,7 @@ def test_expert_all_to_all_over_nodes_uses_the_network():
 
 
 def test_kv_cache_bytes_match_published_sizes():
-    """Published: 128 KiB a token of Llama-3.1-8B, about 69 kB of DeepSeek-V3's latents, on each rank."""
+    """Published sizes per token and rank: 128 KiB for Llama-3.1-8B, about 69 kB for DeepSeek-V3's latents."""
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10  # repeated
@@ -209,7 +209,7 @@ PLANS = {
 
 @pytest.mark.parametrize("case", PLANS)
 def test_refit_time_matches_the_simulated_plan(case):
-    """Those of `megarl reshard`, as recorded, over 50 and 400 GB/s."""
+    """The plans are recorded by `megarl reshard` for links of 50 and 400 GB/s."""
     model, text, engines, colocated = PLANS[case]
     layout = Layout(
         **{**ONE_PROCESS, **{k: int(v) for k, v in _fields(text, ONE_PROCESS).items()}}, sequence_parallel=False
@@ -226,7 +226,7 @@ PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 
 def test_recorded_published_steps_are_current():
-    """`python tools/benchmarks/published_steps.py --out …` records them anew."""
+    """`python tools/benchmarks/published_steps.py --out …` updates the record."""
     assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED
 
 
@@ -237,7 +237,7 @@ def test_published_steps_are_within_the_stated_factor():
 
 
 def test_refit_inside_a_node_uses_nvlink():
-    """Two ranks share what they send to an engine of the same node, over NVLink."""
+    """Two trainer ranks each send half of the weights to an engine on the same node over NVLink."""
     keys = ("cluster.placement=disaggregated", "rollout.tp=2", *layout_keys(tp=2))
     plan = plan_of("Qwen3-0.6B", "4xH100", *keys)
     assert plan.problem is None
@@ -245,7 +245,7 @@ def test_refit_inside_a_node_uses_nvlink():
 
 
 def test_fp8_engines_read_one_byte_per_matrix_element():
-    """Each block has a scale of four bytes. The rest is in bfloat16."""
+    """Each block has a scale of four bytes. All other parameters are in bfloat16."""
     keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
     whole, quantised = (
         plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))

@@ -1,4 +1,4 @@
-"""The folder by which nodes meet, and the driver's wait for them, with a stand-in for Ray's list of nodes."""
+"""The rendezvous folder, and the driver's wait for other nodes with a stand-in for Ray's list of nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rendezvous(tmp_path: Path) -> NodeRendezvous:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the nodes that Ray has."""
+    """Return the numbers of the nodes that are alive in Ray; tests may change the list."""
     numbers: list[int] = []
     monkeypatch.setattr(gathering, "alive_nodes", lambda: {f"10.0.0.{number}": f"id {number}" for number in numbers})
     return numbers
@@ -88,9 +88,7 @@ def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive:
     ]
 
 
-def test_missing_and_joining_nodes_are_named(
-    rendezvous: NodeRendezvous, alive: list[int]
-) -> None:
+def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: list[int]) -> None:
     rendezvous.report(report(2))
     rendezvous.report(report(3))
     alive += [1, 2]
@@ -103,7 +101,7 @@ def test_missing_and_joining_nodes_are_named(
 
 
 def test_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: list[int]) -> None:
-    rendezvous.report(replace(report(2), problem="node n2: 4 GPUs, and the run takes 8 of each node"))
+    rendezvous.report(replace(report(2), problem="node n2: 4 GPUs, but the run uses 8 per node"))
     with pytest.raises(UserError, match="n2: 4 GPUs"):
         gather(rendezvous, 1, 100.0, "runs/r")
 

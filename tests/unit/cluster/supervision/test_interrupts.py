@@ -1,4 +1,4 @@
-"""The time that a run has from a signal to its end, and what cuts it short."""
+"""The grace period of a run after a signal, and what ends it early."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begin(run: Program) -> None:
 
 
 def check_end(run: Program, code: int = 130) -> list[str]:
-    """Checks that it ends before its grace time does, with this status. Returns what it said."""
+    """Check that the program ends with this status before its grace period does. Return its output lines."""
     assert run.process.wait(WAIT_S) == code
     run.end()
     return run.process.stdout.read().splitlines()
@@ -82,7 +82,7 @@ def test_second_signal_interrupts_awaited_body() -> None:
 
 
 def test_signal_repeated_at_once_counts_once() -> None:
-    """GNU timeout, for one, sends it to the process and to its group."""
+    """GNU timeout, for example, signals both the process and its group."""
     with program(AWAITED.format(seconds=GRACE_S, tenths=10), grace_s=GRACE_S, repeat_s=WAIT_S) as run:
         begin(run)
         for _ in range(3):
@@ -109,7 +109,7 @@ def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
 
 
 def test_lost_parent_interrupts_awaited_body() -> None:
-    """Nobody would end a process that hangs."""
+    """Without the parent, no process would end a hanging driver."""
     with program(AWAITED.format(seconds=GRACE_S, tenths=TENTHS), grace_s=GRACE_S) as run:
         begin(run)
         run.process.kill()

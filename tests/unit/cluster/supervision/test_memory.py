@@ -1,4 +1,4 @@
-"""The sampler of a run's memory."""
+"""The memory sampler of a run."""
 
 import threading
 

@@ -18,7 +18,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def begin_and_be_killed(place: Path) -> None:
-    """Makes a folder and shared memory in a process that then waits, and kills it."""
+    """Create a scratch folder and shared memory in a process, and kill the process."""
     child = os.fork()
     if not child:
         folder = make_scratch()

@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def paths() -> Iterator[list[Path]]:
-    """Segments that do not exist yet."""
+    """Yield paths of segments that do not exist yet."""
     paths = [segments.SHARED_MEMORY / f"megarl-test-{uuid4().hex}" for _ in range(6)]
     yield paths
     for path in paths:
@@ -34,7 +34,7 @@ def paths() -> Iterator[list[Path]]:
 
 
 def test_segments_of_a_killed_process_are_removed(tmp_path: Path, paths: list[Path]) -> None:
-    """Segments that it had merely mapped stay: those of programs that were there before, or that still use theirs."""
+    """Segments that the process only mapped stay: those of earlier programs, and those still used by others."""
     unlinked, noted, late, earlier, served, unmapped = paths
     earlier.touch()
     segments.note_earlier(tmp_path)
@@ -78,13 +78,13 @@ from tests.timing import HANG_S
 segments.name_semaphores(Path(sys.argv[1]))
 context = multiprocessing.get_context("spawn")
 lock = context.Lock()
-os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # as at the end of a run, before it came to it
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # as at the end of a run, before it cleans up
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_semaphore_of_a_killed_process_is_removed(tmp_path: Path) -> None:
-    """Its process was killed before anything could be noted, and the process's tracker did not remove it."""
+    """The process was killed before it recorded the semaphore, and its resource tracker did not remove it."""
     scratch = tmp_path / f"megarl-test-{uuid4().hex}"
     scratch.mkdir()
     segments.note_earlier(scratch)

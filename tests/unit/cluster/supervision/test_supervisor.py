@@ -1,4 +1,4 @@
-"""`supervised` in a program of its own: its exit status and stderr, and what it leaves."""
+"""`supervised` in a separate program: exit status, stderr and leftovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
 
 def wait():
-    # Not in one call: a signal that comes just before it sleeps would be handled when it has slept.
+    # Sleep in short calls: a signal just before a long sleep would be handled only after it.
     while True:
         time.sleep(0.1)
 
@@ -51,7 +51,7 @@ class Program:
     scratch: Path
 
     def end(self) -> tuple[int, str]:
-        """Exit status and stderr, once nothing is left."""
+        """Wait until the program and its descendants have ended. Return exit status and stderr."""
         code = self.process.wait(WAIT_S)
         wait_until(lambda: not (_runs(self.child) or _runs(self.helper) or self.scratch.exists()), self.left)
         return code, self.process.stderr.read()
@@ -69,8 +69,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def signals_are_heard() -> Iterator[None]:
-    """Restores the default of signals that whoever starts the tests may ignore, as nohup does: processes inherit
-    that."""
+    """Restore the default action of signals that are ignored, for example under nohup, because processes inherit it."""
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in previous.items():
@@ -117,7 +116,7 @@ def test_signal_to_the_parent_interrupts(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_to_all_processes_interrupts_once(number: int) -> None:
-    """Slurm sends signals so."""
+    """Slurm sends signals in this way."""
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up, repeat_s=WAIT_S) as run:
@@ -164,7 +163,7 @@ def test_child_has_the_grace_period_before_the_deadline() -> None:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         run.end()
-        assert run.process.returncode == 0, "it was not killed"
+        assert run.process.returncode == 0, "it must not be killed"
 
 
 def test_second_signal_cancels_the_grace_period() -> None:
@@ -179,7 +178,7 @@ def test_second_signal_cancels_the_grace_period() -> None:
 
 
 def test_signal_to_the_process_group_spares_descendants() -> None:
-    """Ray's processes end by it, and with them what is to be saved."""
+    """The signal would end Ray's processes and lose the state that is to be saved."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"
@@ -205,7 +204,7 @@ def _wait_for(run: Program, status: str) -> None:
 
 
 def test_ctrl_c_works_with_tostop_terminals() -> None:
-    """The child is one: it writes all the same, and gets no more than an error where it reads."""
+    """The child is in the background. It may still write, and reading only raises an error."""
     reading = "\n    ".join(("try: os.read(0, 1)", "except OSError as error: print('cannot read', flush=True)"))
     body = "\n    ".join((reading, "wait()"))
     pid, terminal = pty.fork()
@@ -220,7 +219,7 @@ def test_ctrl_c_works_with_tostop_terminals() -> None:
         assert select.select([terminal], [], [], WAIT_S)[0], output
         output += os.read(terminal, 1000)
     os.write(terminal, b"\x03")
-    with suppress(OSError):  # all that wrote have ended
+    with suppress(OSError):  # all writers have ended
         while part := os.read(terminal, 1000):
             output += part
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
@@ -258,7 +257,7 @@ def test_loss_of_the_parent_ends_the_run() -> None:
 
 
 def test_ignored_sighup_stays_ignored() -> None:
-    """The signal is ignored from the start, as under nohup."""
+    """The parent ignores the signal from the start, as under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with program("time.sleep(1)") as run:

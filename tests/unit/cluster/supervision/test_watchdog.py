@@ -24,7 +24,7 @@ watchdog.phase = "update"
 
 
 def run(body: str, folder: Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the body, run beside processes that are called like Ray's."""
+    """Run the body next to processes named like Ray's. Return exit status, stdout and stderr."""
     for name in ("raylet", "gcs_server"):
         shutil.copy(shutil.which("sleep"), folder / name)
     output, errors = folder / "output", folder / "errors"
@@ -56,7 +56,7 @@ try:
 except KeyboardInterrupt:
     for process in ray.values():
         process.wait()
-    time.sleep(0.3)  # it ends one thing after the other
+    time.sleep(0.3)  # the signal handler takes a while
     watchdog.stop()
     time.sleep(2)
     print("interrupted")

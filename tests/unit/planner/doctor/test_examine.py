@@ -1,4 +1,4 @@
-"""`megarl doctor` as a whole: what it prints, its exit code, and that it needs nothing that it looks for."""
+"""`megarl doctor` end to end: output, exit code, and independence of the packages that it checks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.paths import ROOT
 from tests.timing import WAIT_S
 
 CPU_S = 10
-"""The seconds of computation that it may take, and those until it is taken for hung on a busy machine."""
+"""Maximum CPU time of the command in seconds."""
 
 
 def doctor(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
     command = [*python, "-m", "megarl.cli", "doctor", *arguments]
-    before = computed_s()
+    before = cpu_seconds()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert computed_s() - before < CPU_S
+    assert cpu_seconds() - before < CPU_S
     return done
 
 
-def computed_s() -> float:
+def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -44,7 +44,7 @@ def test_findings_are_printed_as_json(tmp_path):
 
 
 def test_missing_packages_are_problems_with_fixes(tmp_path):
-    """The site's packages are left out: the core's own come from the path."""
+    """Site packages are hidden; the core's dependencies come from the path."""
     code = (
         "import sys, importlib.metadata as m; from megarl.planner.doctor import packages\n"
         "packages.installed = lambda names: None\n"

@@ -1,10 +1,10 @@
-"""What is said of GPUs, from outputs of nvidia-smi in its own format."""
+"""Checks of GPUs, on recorded output of nvidia-smi."""
 
 from __future__ import annotations
 
 import pytest
 
-from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, ask, check_gpus, driver, links
+from megarl.planner.doctor.gpus import QUERY, TOPOLOGY, check_gpus, driver, links, run_command
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, 580.82.07\n"
 TWO = """\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
@@ -19,24 +19,24 @@ Legend:
 """
 
 
-def answers(query: str | None, topology: str | None = None):
+def outputs(query: str | None, topology: str | None = None):
     return lambda command: {QUERY: query, TOPOLOGY: topology}[tuple(command)]
 
 
-@pytest.mark.parametrize("said", [None, "", "\n"])
-def test_no_gpus_is_a_note(said):
-    [finding] = check_gpus("2.13.0+cpu", None, answers(said))
+@pytest.mark.parametrize("output", [None, "", "\n"])
+def test_no_gpus_is_a_note(output):
+    [finding] = check_gpus("2.13.0+cpu", None, outputs(output))
     assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
 
 
 def test_eight_gpus_are_counted_with_their_driver():
-    found = check_gpus("2.13.0+cu130", "13.0.96", answers(8 * H100, None))
+    found = check_gpus("2.13.0+cu130", "13.0.96", outputs(8 * H100, None))
     assert [each.found for each in found[:2]] == ["8 × NVIDIA H100 80GB HBM3, 80 GiB", "580.82.07"]
     assert [each.state for each in found] == ["ok", "ok", "note"]
 
 
 def test_one_gpu_has_no_links_finding():
-    assert [each.name for each in check_gpus("2.13.0+cu130", "13.0.96", answers(H100))] == ["GPUs", "driver"]
+    assert [each.name for each in check_gpus("2.13.0+cu130", "13.0.96", outputs(H100))] == ["GPUs", "driver"]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_links_between_some_pairs_are_a_note():
 
 
 def test_missing_failing_or_hanging_command_returns_none(monkeypatch):
-    assert ask(["no-such-command-here"]) is None
-    assert ask(["false"]) is None
+    assert run_command(["no-such-command-here"]) is None
+    assert run_command(["false"]) is None
     monkeypatch.setattr("megarl.planner.doctor.gpus.TIMEOUT_S", 0.05)
-    assert ask(["sleep", "5"]) is None
-    assert ask(["echo", "here"]) == "here\n"
+    assert run_command(["sleep", "5"]) is None
+    assert run_command(["echo", "here"]) == "here\n"

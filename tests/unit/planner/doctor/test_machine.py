@@ -1,4 +1,4 @@
-"""What is said of the machine, from files in the kernel's format and folders of the test."""
+"""Checks of the machine, on files in the kernel's format and temporary folders."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megarl.planner.doctor.machine import (
 
 
 def test_quota_below_the_core_count_is_a_note():
-    finding = processors(allowed=64, quota=8.0, there=128)
-    assert (finding.state, finding.found) == ("note", "8 of 128 by the cgroup's quota, on 64 of them")
+    finding = processors(allowed=64, quota=8.0, installed=128)
+    assert (finding.state, finding.found) == ("note", "cgroup quota of 8 cores, on 64 of 128")
     assert "8 cores" in finding.fix
     assert processors(64, None, 128).found == "64 of 128"
     assert processors(64, 80.0, 64).found == "64"
@@ -59,9 +59,9 @@ def test_unwritable_disk_is_a_problem(tmp_path, monkeypatch):
     assert finding.state == "problem" and "run.folder" in finding.fix
 
 
-@pytest.mark.parametrize(("told", "state"), [("32768\t60999\n", "ok"), ("32768\t33000\n", "note"), ("", "ok")])
-def test_small_port_range_is_a_note(told, state):
-    assert ports(told, True).state == state
+@pytest.mark.parametrize(("local_range", "state"), [("32768\t60999\n", "ok"), ("32768\t33000\n", "note"), ("", "ok")])
+def test_small_port_range_is_a_note(local_range, state):
+    assert ports(local_range, True).state == state
 
 
 def test_forbidden_listening_is_a_problem(monkeypatch):

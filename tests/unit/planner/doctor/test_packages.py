@@ -1,4 +1,4 @@
-"""What is said of installed packages: found, tested range, and what to do."""
+"""Checks of installed packages against the tested ranges."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_missing_gpu_package_is_a_problem_only_with_gpus(has_gpu, state):
     ids=["missing", "not compiled", "beside it", "in it"],
 )
 def test_missing_compiled_module_is_a_problem(tmp_path, monkeypatch, file, state):
-    """The package is laid out in a folder, with the compiled module as a wheel of its own or a build of all has it."""
+    """The compiled module is next to the package, as a separate wheel installs it, or inside the package, as a build
+    from source does."""
     suffix = next(suffix for suffix in EXTENSION_SUFFIXES if suffix.startswith(".cpython"))
     for name in ("kernels/__init__.py", *([file.replace(".cpython-312-x86_64-linux-gnu.so", suffix)] if file else [])):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,17 +101,17 @@ def test_python_version_is_compared_with_the_range(found, state):
 
 
 @pytest.mark.parametrize(
-    ("folders", "metadata", "state", "said"),
+    ("folders", "metadata", "state", "found"),
     [
         (["optimizers"], "0.1", "ok", "0.1"),
-        ([], "0.9.10.dev0", "problem", "another project of that name, 0.9.10.dev0"),
-        ([], None, "problem", "another module"),
+        ([], "0.9.10.dev0", "problem", "a different project named apex, 0.9.10.dev0"),
+        ([], None, "problem", "a different module named apex"),
         (["optimizers"], None, "ok", "built from source"),
     ],
-    ids=["NVIDIA's", "PyPI's", "a folder of one's own", "NVIDIA's, without metadata"],
+    ids=["NVIDIA's", "PyPI's", "a local folder", "NVIDIA's without metadata"],
 )
-def test_pypi_apex_is_distinguished_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, said):
-    """Both are laid out in a folder as pip would."""
+def test_pypi_apex_is_distinguished_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, found):
+    """Both packages are laid out as pip would install them."""
     for folder in ("apex", *(f"apex/{name}" for name in folders)):
         (tmp_path / folder).mkdir()
     (tmp_path / "apex/__init__.py").touch()
@@ -120,7 +121,7 @@ def test_pypi_apex_is_distinguished_from_nvidias(tmp_path, monkeypatch, folders,
         (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {metadata}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     finding = apex(has_gpu=True)
-    assert (finding.state, finding.found) == (state, said)
+    assert (finding.state, finding.found) == (state, found)
     assert ("pip uninstall apex" in finding.fix) == (state == "problem")
     sys.modules.pop("apex", None)
 
