@@ -259,7 +259,7 @@ def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
         a (h + 4f) · b    dispatched tokens; the experts' MLPs and their weighted activations
         3s · b            the shared experts' MLP
-        9e + 20a          the router's scores (twice) and its selection as a mask; the selected indices and scores (twice)
+        9e + 20a          the router's scores (twice) and selection mask; the selected indices and scores (twice)
 
     Ranks that share a sequence split its tokens; ranks that share an expert gather the expert's tokens.
     """

@@ -19,7 +19,7 @@ from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
 
 DEADLINE_S = 15
-"""Seconds after an interrupt and the grace period after which the child is killed, because one of its calls may hang."""
+"""Seconds after an interrupt and the grace period until the child is killed, because one of its calls may hang."""
 
 INTERRUPTED = "interrupted; the run ends"
 

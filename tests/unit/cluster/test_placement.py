@@ -132,7 +132,7 @@ def test_1024_ranks_share_1024_gpus(sizes: dict[str, int], tp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "engine_tp"), [(1, 1), (2, 2), (2, 1)])
 def test_engine_reads_weights_from_its_own_gpu(tp: int, engine_tp: int) -> None:
-    """The engine rank reads everything that it needs from the trainer rank on its GPU, not from that rank's replicas."""
+    """The engine rank reads all weights from the trainer rank on its GPU, not from that rank's replicas."""
     hf_config = config_of(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     rollout = f"rollout={{replicas: {8 // engine_tp}, tp: {engine_tp}}}"
     placement = placed(layout(pp=1, tp=tp, dp=8 // tp), rollout, on_gpus=True)

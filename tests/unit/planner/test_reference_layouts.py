@@ -72,8 +72,8 @@ def test_bad_split_of_235b_on_128_h20_is_refused():
 
 
 def test_30b_on_32_h200_fits_only_with_offloading():
-    """verl#3364 ran out of memory on these GPUs. An engine with most of the memory is refused if nothing of the model is
-    offloaded, and fits if optimizer and gradients are."""
+    """verl#3364 ran out of memory on these GPUs. An engine with most of the memory fits only if the model's optimizer
+    and gradients are offloaded."""
     split = layout_keys(tp=4, pp=2, dp=4, ep=2, etp=1)
     cache = ("rollout.tp=4", "rollout.replicas=8", "rollout.kv_cache_gib=98")
     keys = (*CONTEXT, "actor.recompute=full", *split, *cache)

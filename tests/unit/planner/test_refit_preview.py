@@ -43,8 +43,8 @@ def test_colocated_preview_equals_reshard(model: Path) -> None:
 
 
 def test_disaggregated_preview_equals_reshard(model: Path) -> None:
-    """GPUs are numbered over trainers and engines: with 8 GPUs per node, trainers and engines are on two nodes; with 12,
-    all are on one."""
+    """GPUs are numbered over trainers and engines. With 8 GPUs per node, both are on separate nodes; with 12, all are on
+    one."""
     config = recipe(model, "disaggregated", "rollout.replicas=2")
     apart, together = (preview_refit(config, ranks, SPEEDS) for ranks in (8, 12))
     expected = reshard(str(model), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=2", 8, SPEEDS)
@@ -71,7 +71,7 @@ def test_colocated_preview_accepts_fewer_engines_than_ranks(model: Path) -> None
 
 
 def test_transport_description_follows_the_placement(model: Path) -> None:
-    """With two devices per node, each node holds one pipeline stage, and engines receive the other from another node."""
+    """With two devices per node, each node holds one pipeline stage, and engines receive the other over the network."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
         "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"

@@ -50,7 +50,7 @@ def test_recompute_costs_as_much_as_prefill():
 
 
 def test_samples_share_prompts_only_without_cp():
-    """Compute the tokens of a long prompt of 16 samples once, or 16 times."""
+    """A long prompt of 16 samples is computed once, or 16 times with context parallelism."""
     lengths = dict(prompt_tokens=4096.0, response_tokens=256.0)
     shared, apart = (
         plan_of(
