@@ -10,9 +10,9 @@ from megarl.run.folder import RunFolder
 
 
 def write(folder: Path) -> Path:
-    """Writes report.html of the run in `folder`, which may be unfinished or cut short by a crash; returns its path.
+    """Write report.html of the run in `folder`, which may be unfinished or cut short by a crash; returns its path.
 
-    Raises UserError if `folder` is not a run folder.
+    Raise UserError if `folder` is not a run folder.
     """
     page, out = render(read_contents(folder)), RunFolder(Path(folder)).report
     # Decoded text may hold lone surrogates, which UTF-8 cannot carry.

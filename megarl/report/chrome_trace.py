@@ -19,8 +19,8 @@ MICROSECONDS = 1e6
 
 
 def write(run: Path, out: Path | None = None) -> Path:
-    """Writes the trace of all attempts of the run in this folder; returns its path, trace.json in the folder where none
-    is given. Raises UserError where there is no trace."""
+    """Write the trace of all attempts of the run in this folder; returns its path, trace.json in the folder where none
+    is given. Raise UserError where there is no trace."""
     attempts = {
         number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
     }
@@ -32,13 +32,13 @@ def write(run: Path, out: Path | None = None) -> Path:
 
 
 def read_spans(file: Path) -> list[Span]:
-    """Returns the spans of an attempt. The last line of one that was killed may be torn, and is left out."""
+    """Return the spans of an attempt. The last line of one that was killed may be torn, and is left out."""
     rows = read_objects(file)[0] if file.exists() else []
     return [Span(**row) for row in rows]
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
-    """Yields a line of slices for each process, the driver's first, and marks where each attempt begins. Tasks of a
+    """Yield a line of slices for each process, the driver's first, and marks where each attempt begins. Tasks of a
     process that ran side by side have lines of their own below it."""
     everything = [span for spans in attempts.values() for span in spans]
     origin = min(span.begin for span in everything)
@@ -66,7 +66,7 @@ def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Returns the spans in lines in which each two are nested or apart, as a line of slices shows them."""
+    """Return the spans in lines in which each two are nested or apart, as a line of slices shows them."""
     found: list[list[Span]] = []
     open_spans: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
@@ -80,7 +80,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _has_room(stack: list[Span], span: Span) -> bool:
-    """Returns whether a span that begins now is inside of the last that is open, if one is. stack: the open ones."""
+    """Return whether a span that begins now is inside of the last that is open, if one is. stack: the open ones."""
     while stack and stack[-1].end <= span.begin:
         stack.pop()
     return not stack or span.end <= stack[-1].end
@@ -91,5 +91,5 @@ def _named(what: str, pid: int, tid: int = 0, **arguments: Any) -> dict[str, Any
 
 
 def _natural(name: str) -> Sequence[tuple[int, str]]:
-    """Returns a key by which rank 10 comes after rank 9."""
+    """Return a key by which rank 10 comes after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -21,7 +21,7 @@ NAMES = ("run.name", "run.folder", "run.replace", "resume")
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Writes the comparison of runs into the folder of the first; returns its path. Raises UserError for a folder that
+    """Write the comparison of runs into the folder of the first; returns its path. Raise UserError for a folder that
     is not a run's, and for more runs than there are colours."""
     if len(folders) > len(SERIES):
         raise UserError(f"{len(folders)} runs: at most {len(SERIES)} can be told apart in a chart; give fewer")
@@ -33,7 +33,7 @@ def write(folders: Sequence[Path]) -> Path:
 
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
-    """Returns the page, which loads nothing and has no script."""
+    """Return the page, which loads nothing and has no script."""
     names = labels([run.name for run in runs], folders)
     configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
@@ -51,7 +51,7 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
 
 
 def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Returns what the runs are told apart by: their names, else those of their folders, else the folders' paths."""
+    """Return what the runs are told apart by: their names, else those of their folders, else the folders' paths."""
     tried = (names, [Path(folder).resolve().name for folder in folders], folders)
     return list(next((found for found in tried if len(set(found)) == len(found)), folders))
 
@@ -87,7 +87,7 @@ def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tu
 
 
 def _charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
-    """Returns a figure for each metric that a run's own report has in a chart."""
+    """Return a figure for each metric that a run's own report has in a chart."""
     histories = dict(zip(names, (run.history for run in runs), strict=True))
     found = []
     for chart in (REWARD, *CHARTS):

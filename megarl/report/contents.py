@@ -16,7 +16,7 @@ from megarl.run.folder import RunFolder
 
 
 def read_contents(folder: Path) -> Contents:
-    """Reads the run in `folder`, which may be unfinished or cut short by a crash. Raises UserError if it is not a run
+    """Read the run in `folder`, which may be unfinished or cut short by a crash. Raise UserError if it is not a run
     folder."""
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):

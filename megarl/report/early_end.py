@@ -13,7 +13,7 @@ from megarl.run.folder import RunFolder
 
 @contextmanager
 def early_end(folder: RunFolder) -> Iterator[None]:
-    """Prints how to go on after an error or an interrupt inside, and writes the report if a step is done. The error
+    """Print how to go on after an error or an interrupt inside, and writes the report if a step is done. The error
     goes its way."""
     try:
         yield
@@ -25,7 +25,7 @@ def early_end(folder: RunFolder) -> Iterator[None]:
 
 
 def way_on(folder: RunFolder) -> str:
-    """Returns a line that says which step is saved, and the command that goes on. It names the run's own config, which
+    """Return a line that says which step is saved, and the command that goes on. It names the run's own config, which
     has what the command line gave too."""
     command = f"megarl train {shlex.quote(str(folder.config))}"
     if not folder.num_steps:

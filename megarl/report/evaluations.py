@@ -44,7 +44,7 @@ class SetSamples:
 
 
 def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples]:
-    """Reads samples of all sets. files: by the set's name and by step."""
+    """Read samples of all sets. files: by the set's name and by step."""
     return [
         SetSamples(name, {step: _read(by_step[step]) for step in spread(sorted(by_step), MAX_STEPS)}, len(by_step))
         for name, by_step in files.items()
@@ -52,7 +52,7 @@ def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples
 
 
 def render_evaluations(history: History, sets: list[SetSamples], figure: Figure) -> str:
-    """Returns the section, which needs no script; empty for a run without evaluations."""
+    """Return the section, which needs no script; empty for a run without evaluations."""
     charts = "".join(
         figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)
     )
@@ -67,7 +67,7 @@ def render_evaluations(history: History, sets: list[SetSamples], figure: Figure)
 
 
 def charts_of(history: History) -> list[tuple[Chart, History]]:
-    """Returns the charts of each set, each with the history of the steps after which it was evaluated: its mean score,
+    """Return the charts of each set, each with the history of the steps after which it was evaluated: its mean score,
     and pass@k and pass^k of all of its samples."""
     found = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
     most = {match[1]: int(match[4]) for match in found if match[3] == "avg@"}
@@ -86,14 +86,14 @@ def _band(metric: str) -> Band:
 
 
 def _where(history: History, metric: str) -> History:
-    """Returns the history of the steps that have the metric."""
+    """Return the history of the steps that have the metric."""
     has = np.isfinite(history[metric])
     columns = {name: values[has] for name, values in history.columns.items() if name.startswith(metric)}
     return History(history.steps[has], columns, {}, [])
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """Reads some samples of a step, evenly spaced by score, those without one first."""
+    """Read some samples of a step, evenly spaced by score, those without one first."""
     records, _ = read_objects(file, keep=_shown)
     records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
     return spread(records, MAX_SAMPLES)
@@ -133,7 +133,7 @@ def _text(value: Any) -> str:
 
 
 def _conversation(sample: Mapping[str, Any]) -> str:
-    """Returns a block for each message of a rollout in an environment, as the viewer has them."""
+    """Return a block for each message of a rollout in an environment, as the viewer has them."""
     blocks = []
     for turn in sample["turns"]:
         content = turn["content"]

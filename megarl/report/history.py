@@ -28,17 +28,17 @@ class History:
     unreadable: list[int]
 
     def __getitem__(self, metric: str) -> np.ndarray:
-        """Returns float64 [S], all NaN for a metric that the run does not have."""
+        """Return float64 [S], all NaN for a metric that the run does not have."""
         return self.columns.get(metric, np.full(len(self.steps), np.nan))
 
     def finite(self, metric: str) -> np.ndarray:
-        """Returns the metric's finite values, in the order of steps."""
+        """Return the metric's finite values, in the order of steps."""
         values = self[metric]
         return values[np.isfinite(values)]
 
 
 def read_history(path: Path) -> History:
-    """Reads metrics.jsonl; a file that does not exist is a run without steps. Of a repeated step the last counts."""
+    """Read metrics.jsonl; a file that does not exist is a run without steps. Of a repeated step the last counts."""
     objects, unreadable = read_objects(path) if path.exists() else ([], [])
     by_step = {record["step"]: record for record in objects if isinstance(record.get("step"), int)}
     steps = sorted(by_step)

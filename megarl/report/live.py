@@ -30,14 +30,14 @@ class LiveReport:
     """The page of a run as it is, made anew when the run's files have changed."""
 
     def __init__(self, folder: Path):
-        """Raises UserError if `folder` is not a run folder."""
+        """Raise UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
         self._state, self._page = "", ""
         self.page()
 
     def state(self) -> str:
-        """Returns a text that differs when the page does: sizes and times of the files that it is made from."""
+        """Return a text that differs when the page does: sizes and times of the files that it is made from."""
         rollouts = list(self._folder.rollout_files().values())[-2:]
         files = (self._folder.metrics, self._folder.manifest, *rollouts)
         facts = [(file.name, file.stat()) for file in files if file.exists()]
@@ -53,8 +53,8 @@ class LiveReport:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields the address of the report and the function that answers requests until it is interrupted. port: 0 for a
-    free one. Raises UserError if `folder` is not a run folder."""
+    """Yield the address of the report and the function that answers requests until it is interrupted. port: 0 for a
+    free one. Raise UserError if `folder` is not a run folder."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever

@@ -54,7 +54,7 @@ SCRIPTS = ("tokens.js", "page.js")
 
 
 def render(run: Contents, state: str | None = None) -> str:
-    """Returns the page. It loads nothing, and no script but its own can run in it.
+    """Return the page. It loads nothing, and no script but its own can run in it.
 
     state: of the run, where the page is served live: it then asks its server whether this is still so."""
     is_live = state is not None
@@ -82,7 +82,7 @@ def render(run: Contents, state: str | None = None) -> str:
 
 
 def summary(run: Contents) -> list[tuple[str, str]]:
-    """Returns (label, value) of the table at the top; "–" for what the run does not have."""
+    """Return (label, value) of the table at the top; "–" for what the run does not have."""
     history = run.history
     reward = history.finite("reward/mean")
     times = history.finite("time/step")
@@ -101,7 +101,7 @@ def summary(run: Contents) -> list[tuple[str, str]]:
 
 
 def notes(run: Contents) -> list[str]:
-    """Returns what a reader must know before reading the charts."""
+    """Return what a reader must know before reading the charts."""
     history = run.history
     found = []
     if run.target_steps and _last_step(history) < run.target_steps:
@@ -172,7 +172,7 @@ def figure(title: str, explanation: str, svg: str | None, wide: bool = False) ->
 
 
 def _script_json(value: object) -> str:
-    """Returns JSON in which nothing can end the script element that holds it."""
+    """Return JSON in which nothing can end the script element that holds it."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -190,7 +190,7 @@ def _mean(values: np.ndarray, specification: str) -> str:
 
 
 def _listed(noun: str, numbers: list[int]) -> str:
-    """Returns the numbers in words: "step 7", "steps 7, 9, 12", or the first few and how many more."""
+    """Return the numbers in words: "step 7", "steps 7, 9, 12", or the first few and how many more."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     shown = ", ".join(str(number) for number in numbers[:LISTED_STEPS])

@@ -171,14 +171,14 @@ WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
 
 
 def charted_metrics() -> set[str]:
-    """Returns the metrics that a chart of this module shows."""
+    """Return the metrics that a chart of this module shows."""
     lines = {metric for chart in (REWARD, *CHARTS) for metric, _ in chart.lines}
     bands = {"reward/std", "response/length_min", "response/length_max"}
     return lines | bands | {"time/step"} | {f"time/{phase}" for phase in PHASES}
 
 
 def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the chart as an <svg> element; None if the run has none of its values."""
+    """Draw the chart as an <svg> element; None if the run has none of its values."""
     if not any(len(history.finite(metric)) for metric, _ in chart.lines):
         return None
     with matplotlib.rc_context(STYLE):
@@ -203,7 +203,7 @@ def draw_over_each_other(
     chart: Chart | None = None,
     size: tuple[float, float] = NARROW,
 ) -> str | None:
-    """Draws a metric of several runs, by their names, as an <svg> element; None if none has it. chart: the one that a
+    """Draw a metric of several runs, by their names, as an <svg> element; None if none has it. chart: the one that a
     run's own report shows it in."""
     present = {name: history for name, history in histories.items() if len(history.finite(metric))}
     if not present:
@@ -225,7 +225,7 @@ def draw_over_each_other(
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the time of the phases, stacked per step; None if the run has no times."""
+    """Draw the time of the phases, stacked per step; None if the run has no times."""
     phases = {phase: np.nan_to_num(history[f"time/{phase}"]) for phase in PHASES}
     other = np.nan_to_num(history["time/step"]) - sum(phases.values())
     phases["other"] = np.maximum(other, 0.0)  # phases that overlap may sum to more than the step
@@ -235,7 +235,7 @@ def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | N
 
 
 def draw_ages(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the shares of samples of each age, stacked per step, the oldest together; None if none could be old."""
+    """Draw the shares of samples of each age, stacked per step, the oldest together; None if none could be old."""
     shares = {int(match[1]): np.nan_to_num(history[name]) for name in history.columns if (match := AGE.fullmatch(name))}
     if not shares:
         return None
@@ -262,13 +262,13 @@ def _draw_stack(title: str, parts: Mapping[str, np.ndarray], steps: np.ndarray, 
 
 
 def bin_starts(num_steps: int) -> np.ndarray:
-    """Returns the first index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
+    """Return the first index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
     num_bins = min(num_steps, MAX_POINTS)
     return np.arange(num_bins) * num_steps // max(num_bins, 1)
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns the mean of each bin's finite values, NaN where there is none; float64 [B]."""
+    """Return the mean of each bin's finite values, NaN where there is none; float64 [B]."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
     counts = np.add.reduceat(finite.astype(np.int64), starts)
@@ -283,7 +283,7 @@ def _draw_line(
     label: str,
     colour: str,
 ) -> None:
-    """Draws the mean of each bin as a line, the extremes of the band in it as a shade."""
+    """Draw the mean of each bin as a line, the extremes of the band in it as a shade."""
     starts = bin_starts(len(steps))
     x, means = steps[starts], bin_means(values, starts)
     low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
@@ -304,7 +304,7 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
 
 
 def _legend(axes: Axes) -> None:
-    """Draws the legend in one row above the axes."""
+    """Draw the legend in one row above the axes."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
 
 

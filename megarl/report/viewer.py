@@ -60,12 +60,12 @@ class Rollouts:
 
 
 def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
-    """Reads the rollouts of evenly spaced steps. `files`: step -> its rollout file."""
+    """Read the rollouts of evenly spaced steps. `files`: step -> its rollout file."""
     return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """Returns at most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
+    """Return at most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
     if len(items) <= limit:
         return list(items)
     return [items[index * (len(items) - 1) // (limit - 1)] for index in range(limit)]
@@ -88,7 +88,7 @@ def _reward(record: Mapping[str, Any]) -> float:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the page shows of a sample: of its log-probs, their mean."""
+    """Return what the page shows of a sample: of its log-probs, their mean."""
     sample = {field: record.get(field) for field in FIELDS}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
@@ -101,7 +101,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_turn(message: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Returns what is shown of a message: of its text, so many characters."""
+    """Return what is shown of a message: of its text, so many characters."""
     content = message.get("content")
     shown = {
         "role": str(message.get("role")),
@@ -111,7 +111,7 @@ def shown_turn(message: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first tokens of a sample with what is known of each."""
+    """Return the first tokens of a sample with what is known of each."""
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
@@ -128,7 +128,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
-    """Returns the mean, None where there is none, or one of the values is not finite."""
+    """Return the mean, None where there is none, or one of the values is not finite."""
     return fmean(values) if values and None not in values else None
 
 

@@ -35,15 +35,15 @@ class Checkpoints:
         return len(self.steps())
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names; None before the first one."""
+        """Return the checkpoint that `latest` names; None before the first one."""
         return self._pointed_to(POINTER)
 
     def best(self) -> Path | None:
-        """Returns the checkpoint that `best` names; None before there is one."""
+        """Return the checkpoint that `best` names; None before there is one."""
         return self._pointed_to(BEST)
 
     def _pointed_to(self, name: str) -> Path | None:
@@ -51,7 +51,7 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raises UserError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
+        """Raise UserError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
         checkpoint.keep, for the message."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
@@ -63,7 +63,7 @@ class Checkpoints:
             )
 
     def begin(self, step: int) -> Path:
-        """Makes an empty folder to write the checkpoint of `step` into."""
+        """Make an empty folder to write the checkpoint of `step` into."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         folder = self._hidden(step)
@@ -71,7 +71,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Makes a checkpoint of what was written for `step`, and points to it.
+        """Make a checkpoint of what was written for `step`, and points to it.
 
         files: all files that were written, already on the disk.
         """
@@ -96,14 +96,14 @@ class Checkpoints:
         sync(self.path)
 
     def point_to_best(self, step: int | None) -> None:
-        """Points `best` to the checkpoint of this step; None: to none."""
+        """Point `best` to the checkpoint of this step; None: to none."""
         if step is None:
             (self.path / BEST).unlink(missing_ok=True)
         elif self._named(step) != self.best():
             self.point_to(self._named(step), BEST)
 
     def keep(self, number: int) -> None:
-        """Removes all but the newest `number` checkpoints; never one that is pointed to, nor one later than `latest`.
+        """Remove all but the newest `number` checkpoints; never one that is pointed to, nor one later than `latest`.
         That which `best` names is kept beside the newest."""
         steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
@@ -111,18 +111,18 @@ class Checkpoints:
                 self._remove(self._named(step))
 
     def go_back_to(self, step: int) -> None:
-        """Points to the checkpoint of `step`, and removes those after it."""
+        """Point to the checkpoint of `step`, and removes those after it."""
         self.point_to(self._named(step))
         for later in [other for other in self.steps() if other > step]:
             self._remove(self._named(later))
 
     def sweep(self) -> None:
-        """Removes what was being written, or removed, when its run was killed."""
+        """Remove what was being written, or removed, when its run was killed."""
         for leftover in self.path.glob(f".{PREFIX}*"):
             shutil.rmtree(leftover)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Removes a checkpoint. It loses its name first, because a folder with a checkpoint's name is complete."""
+        """Remove a checkpoint. It loses its name first, because a folder with a checkpoint's name is complete."""
         if checkpoint.exists():
             hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
             shutil.rmtree(hidden, ignore_errors=True)

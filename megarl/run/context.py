@@ -52,7 +52,7 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Calls `run`, with temporary files in scratch. Returns 0 only if the last step was reached and the model
+    """Call `run`, with temporary files in scratch. Return 0 only if the last step was reached and the model
     written."""
     try:
         run(config, scratch)
@@ -87,7 +87,7 @@ class RunContext:
         given: Mapping[str, str] = NONE_GIVEN,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises UserError
+        """Lock and opens the run's folder and prints the run's summary, before any process is started. Raise UserError
         for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next checkpoint.
 
         given        the paths of models as the user gave them, by key, where they may not be the config's
@@ -113,16 +113,16 @@ class RunContext:
         return self.resume_point.folder
 
     def stopwatch(self) -> Stopwatch:
-        """Returns the clock of a step that begins, whose phases are in the run's trace."""
+        """Return the clock of a step that begins, whose phases are in the run's trace."""
         return Stopwatch(Trace(self.folder.logs).record)
 
     def take(self, n: int) -> list[Any]:
-        """Returns the next n rows of the data."""
+        """Return the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Takes up the share of samples that solved each prompt of a step, by its id, where prompts are drawn by it.
-        Returns metrics of it."""
+        """Take up the share of samples that solved each prompt of a step, by its id, where prompts are drawn by it.
+        Return metrics of it."""
         cursor = self.state.cursor
         if not isinstance(cursor, WeightedCursor):
             return {}
@@ -130,7 +130,7 @@ class RunContext:
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
-        """Does all steps up to run.steps, and evaluates before the first and after each what is due then.
+        """Do all steps up to run.steps, and evaluates before the first and after each what is due then.
 
         trained: the models that checkpoints hold, with their weights loaded. write: writes what else checkpoints hold
         beside the driver's state.
@@ -172,7 +172,7 @@ class RunContext:
         memory: MemorySampler,
         trackers: Sequence[Tracker],
     ) -> Iterator[int]:
-        """Yields the number of each step when its metrics are written, those of its evaluation among them."""
+        """Yield the number of each step when its metrics are written, those of its evaluation among them."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
         console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
@@ -195,14 +195,14 @@ class RunContext:
             yield state.step
 
     def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
-        """Ends the run between two steps, saved, if a signal has told it to."""
+        """End the run between two steps, saved, if a signal has told it to."""
         if interrupts.is_told:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Ends the run after its last step: writes the trained model by `write`, if run.export asks for it; else
+        """End the run after its last step: writes the trained model by `write`, if run.export asks for it; else
         removes the one of an earlier step."""
         if self.config.run.export:
             with self.folder.new_model() as path:

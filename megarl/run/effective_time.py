@@ -32,7 +32,7 @@ class EffectiveTime:
 
 
 def effective_time(run: Path) -> EffectiveTime:
-    """Returns it for a run in a job, by its folder, until now."""
+    """Return it for a run in a job, by its folder, until now."""
     return EffectiveTime(_lasted_s(run), allocated_s(run, time.time()))
 
 
@@ -45,7 +45,7 @@ class EffectiveShare:
         self._lasted = _lasted_s(run)
 
     def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metric at the end of a step. of_step: its other metrics."""
+        """Return the metric at the end of a step. of_step: its other metrics."""
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += of_step["time/step"]
@@ -53,7 +53,7 @@ class EffectiveShare:
 
 
 def _lasted_s(run: Path) -> float:
-    """Returns the seconds of the steps in a run's metrics."""
+    """Return the seconds of the steps in a run's metrics."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
     whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
@@ -62,7 +62,7 @@ def _lasted_s(run: Path) -> float:
 
 
 def allocated_s(run: Path, now: float) -> float:
-    """Returns the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
+    """Return the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
     way, the newest one now."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     for attempt, seen in Attempts(run).all():

@@ -49,12 +49,12 @@ ONE_RANK = Layout(
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
-    """Evaluates config.model. Returns the exit code. out: the folder that is made for samples and results."""
+    """Evaluate config.model. Return the exit code. out: the folder that is made for samples and results."""
     return exit_status(lambda config, scratch: run(config, out, scratch), config, scratch)
 
 
 def run(config: Config, out: Path, scratch: Path) -> None:
-    """Raises UserError, before anything starts, for what is wrong with the recipe, the model or the folder, and
+    """Raise UserError, before anything starts, for what is wrong with the recipe, the model or the folder, and
     RunFailure for a set of which nothing could be scored, after the results are written."""
     if not config.evaluation.sets:
         raise UserError("evaluation.sets=[]: there is nothing to evaluate; list some in the recipe")
@@ -97,7 +97,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
 
 
 def with_engines_alone(config: Config) -> Config:
-    """Returns the recipe of engines that load the model's own weights, on the first devices, with no model beside
+    """Return the recipe of engines that load the model's own weights, on the first devices, with no model beside
     them. The functions and the environment of training are not needed, but for sets that take them over."""
     own = {
         "functions": config.rewards.functions,
@@ -137,7 +137,7 @@ def with_engines_alone(config: Config) -> Config:
 
 
 def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
-    """Returns the results as JSON values. folder: that of the model."""
+    """Return the results as JSON values. folder: that of the model."""
     return {
         "model": {"folder": str(folder), "hash": weights_hash(folder)},
         "sets": {
@@ -153,12 +153,12 @@ def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
 
 
 def _finite(estimate: Estimate) -> dict[str, float | None]:
-    """Returns its fields, null for an end of an interval without end, which JSON lacks."""
+    """Return its fields, null for an end of an interval without end, which JSON lacks."""
     return {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}
 
 
 def table(results: list[SetResult]) -> str:
-    """Returns a row for each estimate, with its 95 % interval."""
+    """Return a row for each estimate, with its 95 % interval."""
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.given.samples_per_prompt}"

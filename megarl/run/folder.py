@@ -48,7 +48,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Returns the folder run.folder/run.name, whether it exists or not. Raises UserError for a name that is not for
+        """Return the folder run.folder/run.name, whether it exists or not. Raise UserError for a name that is not for
         runs."""
         if config.run.name == "latest":
             raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
@@ -57,7 +57,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
+        """Make run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
 
         An earlier folder of that name in which no step was done is used again, as this run's next attempt, and so is
         that of a job, whose steps before its first checkpoint are lost. Another one is kept under the first free of
@@ -75,7 +75,7 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Raises UserError where the name is an earlier run's that is neither gone on with nor replaced."""
+        """Raise UserError where the name is an earlier run's that is neither gone on with nor replaced."""
         if config.run.name == "latest":
             raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
         folder = cls.of(config)
@@ -90,7 +90,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
+        """Open the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
         manifest of the attempt before are kept with its logs."""
         path = cls.of(config).path
         before = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # somebody may have removed the logs
@@ -111,8 +111,8 @@ class RunFolder:
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
-        """Returns the lines of metrics.jsonl up to `step`. The last line may be torn, if the run was killed while it
-        wrote it. Raises UserError for another that is not a step's."""
+        """Return the lines of metrics.jsonl up to `step`. The last line may be torn, if the run was killed while it
+        wrote it. Raise UserError for another that is not a step's."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -127,7 +127,7 @@ class RunFolder:
         return kept
 
     def values_of(self, metric: str) -> dict[int, float]:
-        """Returns the values of a metric by step, of those steps that have it."""
+        """Return the values of a metric by step, of those steps that have it."""
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
         return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
@@ -166,7 +166,7 @@ class RunFolder:
         return json.loads(self.manifest.read_text(encoding="utf-8")).get("finished_after_step")
 
     def finish(self, step: int) -> None:
-        """Notes in the manifest that the run is finished."""
+        """Note in the manifest that the run is finished."""
         manifest = json.loads(self.manifest.read_text(encoding="utf-8")) | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
@@ -218,7 +218,7 @@ class RunFolder:
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """Gives a path for a folder, which at the end takes the place of the model of an attempt before."""
+        """Give a path for a folder, which at the end takes the place of the model of an attempt before."""
         hidden = self.path / ".model"
         shutil.rmtree(hidden, ignore_errors=True)  # left by a run that was killed here
         hidden.mkdir()
@@ -236,23 +236,23 @@ class RunFolder:
         return self.path / "report.html"
 
     def profile(self, step: int) -> Path:
-        """Returns the folder with the profiles of `step`, a file for each rank."""
+        """Return the folder with the profiles of `step`, a file for each rank."""
         return self.path / "profiles" / PROFILE.format(step)
 
     def rollouts(self, step: int) -> Path:
-        """Returns the JSONL file with the samples of `step`, one object each."""
+        """Return the JSONL file with the samples of `step`, one object each."""
         return self.path / "rollouts" / ROLLOUTS.format(step)
 
     def rollout_files(self) -> dict[int, Path]:
-        """Returns the rollout files that exist, by ascending step."""
+        """Return the rollout files that exist, by ascending step."""
         return numbered(self.path / "rollouts", ROLLOUTS)
 
     def evaluation(self, name: str, step: int) -> Path:
-        """Returns the JSONL file with the samples of an evaluation set after `step`."""
+        """Return the JSONL file with the samples of an evaluation set after `step`."""
         return self.path / EVALUATIONS / name / ROLLOUTS.format(step)
 
     def evaluation_files(self) -> dict[str, dict[int, Path]]:
-        """Returns the files of samples that exist, by the set's name and by ascending step."""
+        """Return the files of samples that exist, by the set's name and by ascending step."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
 
@@ -268,7 +268,7 @@ def _move_aside(path: Path, config: Config) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Points the link `latest` to the folder. It is made beside its place and renamed over it, so that a reader always
+    """Point the link `latest` to the folder. It is made beside its place and renamed over it, so that a reader always
     finds one."""
     new = path.with_name(f".latest.{os.getpid()}")
     new.unlink(missing_ok=True)
@@ -295,7 +295,7 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Returns the commit of the checkout with root `source`, and whether files differ from it; None if it is no
+    """Return the commit of the checkout with root `source`, and whether files differ from it; None if it is no
     checkout."""
     if not (source / ".git").exists():  # an installed package may lie inside somebody else's checkout
         return None

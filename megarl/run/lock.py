@@ -21,11 +21,11 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
+    """Give this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
     because the lock's file lies beside it. The kernel releases the lock however the process ends; that of a node that
     is lost is known to be free on others after a while only, which patience_s may bridge.
 
-    Raises UserError that names who has it, and for a place where no file can be made.
+    Raise UserError that names who has it, and for a place where no file can be made.
     """
     file = folder.with_name(f".{folder.name}.lock")
     try:
@@ -53,7 +53,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str]) -> bool:
-    """Returns whether the file is this process's now; so it is taken to be on a disk without locks."""
+    """Return whether the file is this process's now; so it is taken to be on a disk without locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

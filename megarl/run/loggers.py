@@ -108,7 +108,7 @@ class ConsoleSink:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in at most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
+    """Return a duration in at most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
     if not math.isfinite(seconds):
         return "–"
     whole = round(seconds)

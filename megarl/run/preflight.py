@@ -65,8 +65,8 @@ class Preflight:
 
 
 def preflight(config: Config) -> Preflight:
-    """Checks machine, folder, models, reward functions, data, checkpoint and disk, and changes nothing but the cache of
-    models. Raises UserError with a line for each thing that is wrong. A reward function that fails on the first row is
+    """Check machine, folder, models, reward functions, data, checkpoint and disk, and changes nothing but the cache of
+    models. Raise UserError with a line for each thing that is wrong. A reward function that fails on the first row is
     a warning: it may need more than a bare answer."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
@@ -91,7 +91,7 @@ def preflight(config: Config) -> Preflight:
 
 
 def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
-    """Returns the prompts of each evaluation set, by its name. Raises UserError with a line for each thing that is
+    """Return the prompts of each evaluation set, by its name. Raise UserError with a line for each thing that is
     wrong."""
     with _all_errors() as attempt:
         return {
@@ -100,8 +100,8 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 
 def _load_evaluation_set(config: Config, given: EvaluationSet, model_folder: Path) -> PromptSet:
-    """Returns the prompts of an evaluation set, with the columns that its environment or its functions ask for, which
-    are tried on the first of them. Raises UserError that names the set."""
+    """Return the prompts of an evaluation set, with the columns that its environment or its functions ask for, which
+    are tried on the first of them. Raise UserError that names the set."""
     of_set = config_of_set(config, given)
     try:
         pool = _function_pool(of_set)
@@ -122,7 +122,7 @@ def _load_evaluation_set(config: Config, given: EvaluationSet, model_folder: Pat
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yields a function that calls another with its arguments, and returns None where that raises UserError. Raises
+    """Yield a function that calls another with its arguments, and returns None where that raises UserError. Raises
     UserError with the lines of all of them at the end."""
     lines: list[str] = []
 
@@ -150,7 +150,7 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Returns the rows, prompts with the columns that reward functions ask for, or all of them for an environment."""
+    """Return the rows, prompts with the columns that reward functions ask for, or all of them for an environment."""
     if config.is_offline:
         return load_offline_data(config, model_folder)
     columns = NO_COLUMNS if pool is None else pool.columns
@@ -158,8 +158,8 @@ def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) ->
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
-    """Looks, in a process of its own, whether the environment's class is one, and whether the model's chat template can
-    go on with what it says. Raises UserError where they are not."""
+    """Look, in a process of its own, whether the environment's class is one, and whether the model's chat template can
+    go on with what it says. Raise UserError where they are not."""
 
     async def find_tools() -> Sequence[Mapping[str, Any]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -170,7 +170,7 @@ def _check_environment(config: Config, model_folder: Path) -> None:
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
-    """Returns a process with the user's functions, None for a run without any."""
+    """Return a process with the user's functions, None for a run without any."""
     rewards = config.rewards
     if config.is_offline or not (rewards.functions or rewards.judge):
         return None
@@ -178,7 +178,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Returns the run's folder, which may have to be made. Raises UserError where it cannot, or is another run's."""
+    """Return the run's folder, which may have to be made. Raise UserError where it cannot, or is another run's."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     there = next(path for path in folder.path.parents if os.path.lexists(path))
@@ -202,14 +202,14 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
 
 
 def _num_there(config: Config, checkpoints: Checkpoints) -> int:
-    """Returns the number of checkpoints, complete or not, whose room is that of new ones."""
+    """Return the number of checkpoints, complete or not, whose room is that of new ones."""
     if config.resume == "never" or not checkpoints.path.is_dir():
         return 0
     return sum(entry.is_dir() for entry in checkpoints.path.iterdir())
 
 
 def print_checks(config: Config, _scratch: Path) -> None:
-    """Prints what a run of this config would be, and what the checks found."""
+    """Print what a run of this config would be, and what the checks found."""
     config = find_model_paths(config)
     found = preflight(config)
     rows = {"model": str(found.models.actor), "data": _first_row(config, found.data)}

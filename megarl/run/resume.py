@@ -35,7 +35,7 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises UserError, and
+    """Open the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raise UserError, and
     leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
     room for those to come."""
     checkpoint = find_checkpoint(config, data, models)
@@ -66,7 +66,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Returns the checkpoint from which the run goes on, as the key `resume` says; None if it begins anew. Raises
+    """Return the checkpoint from which the run goes on, as the key `resume` says; None if it begins anew. Raises
     UserError for one that is missing, damaged, or of another run."""
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
@@ -80,7 +80,7 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Returns whether the checkpoint is one of this run's. Raises UserError for one that would be moved aside with the
+    """Return whether the checkpoint is one of this run's. Raise UserError for one that would be moved aside with the
     run's folder."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
@@ -124,7 +124,7 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
-    """Raises UserError for a model whose weights are not those that the run started from: the reference, a reward model
+    """Raise UserError for a model whose weights are not those that the run started from: the reference, a reward model
     and an implicit reward's start are read from its folder again."""
     for key, saved in _saved_models(checkpoint).items():
         if key in models and (found := models[key])["hash"] != saved["hash"]:

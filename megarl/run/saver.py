@@ -60,10 +60,10 @@ class Saver:
         at_once: bool = False,
         write: Write = no_files,
     ) -> dict[str, float]:
-        """Copies everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
+        """Copy everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
         run: the driver's state, as JSON values. write: writes what else belongs to it into its folder, at once.
 
-        Returns the metrics since the last call: the seconds that training waited and, of a checkpoint that was
+        Return the metrics since the last call: the seconds that training waited and, of a checkpoint that was
         completed, its bytes and the seconds since its beginning.
         """
         if not self._has(step) if at_once else self._due(step):
@@ -81,18 +81,18 @@ class Saver:
         return metrics
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes note of the value of an evaluation by which its checkpoint may be the best."""
+        """Take note of the value of an evaluation by which its checkpoint may be the best."""
         name = self._config.evaluation.best.metric
         if name is not None and name in metrics:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Completes the checkpoint if its files are written; without checkpoint.background it waits for that."""
+        """Complete the checkpoint if its files are written; without checkpoint.background it waits for that."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is under way, if any, is complete, and removes the oldest beyond
+        """Wait until the checkpoint that is under way, if any, is complete, and removes the oldest beyond
         checkpoint.keep."""
         if self._unfinished is None:
             return
@@ -103,7 +103,7 @@ class Saver:
             self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Completes the checkpoint that is under way, if any, if its files are written while left_s is above 0. The
+        """Complete the checkpoint that is under way, if any, if its files are written while left_s is above 0. The
         ranks may be in the middle of a step, and are not waited for.
 
         done: the last step whose metrics are written; a run that goes on from a checkpoint needs those of its step."""
@@ -129,7 +129,7 @@ class Saver:
         print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
 
     def keep(self) -> None:
-        """Removes the oldest checkpoints beyond checkpoint.keep, but for that of the best evaluation; of equally good
+        """Remove the oldest checkpoints beyond checkpoint.keep, but for that of the best evaluation; of equally good
         ones, of the first."""
         sign = 1 if self._config.evaluation.best.mode == "max" else -1
         judged = [step for step in self._checkpoints.steps() if step in self._evaluated]
@@ -137,7 +137,7 @@ class Saver:
         self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _has(self, step: int) -> bool:
-        """Returns whether the checkpoint of this step is under way or complete."""
+        """Return whether the checkpoint of this step is under way or complete."""
         latest = self._checkpoints.latest()
         is_under_way = self._unfinished is not None and self._unfinished.step == step
         return is_under_way or (latest is not None and latest.name == NAME.format(step))
@@ -166,11 +166,11 @@ class Unfinished:
     others: Sequence[FileRecord] = ()
 
     def is_written(self) -> bool:
-        """Returns whether all ranks of all groups have written their files, or failed to."""
+        """Return whether all ranks of all groups have written their files, or failed to."""
         asked = [group.checkpoint_written() for group in self.groups]
         return all(join(asked).result())
 
     def files(self) -> list[FileRecord] | None:
-        """Returns the records of all files once they are written, without asking the ranks; until then None."""
+        """Return the records of all files once they are written, without asking the ranks; until then None."""
         parts = [group.written_files(self.folder) for group in self.groups]
         return None if None in parts else [*self.others, *(record for part in parts for record in part)]

@@ -40,7 +40,7 @@ class Stage:
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest over the tokens that both have: of log-probs, |a − b|; of hidden states, ‖a − b‖ / ‖b‖."""
+    """Return the largest over the tokens that both have: of log-probs, |a − b|; of hidden states, ‖a − b‖ / ‖b‖."""
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:
@@ -49,7 +49,7 @@ def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compare(sides: Mapping[str, Outputs], dtype: str) -> list[Stage]:
-    """Returns the stages that all sides have, in the order of computing."""
+    """Return the stages that all sides have, in the order of computing."""
     names = [name for name in sides["trainer"] if all(name in outputs for outputs in sides.values())]
     return [
         Stage(
@@ -66,7 +66,7 @@ def first_different(stages: list[Stage]) -> Stage | None:
 
 
 def table(stages: list[Stage]) -> str:
-    """Returns a row for each stage, with what each two sides differ by."""
+    """Return a row for each stage, with what each two sides differ by."""
     width = max(len(stage.name) for stage in stages)
     titles = [f"{a} – {b}" for a, b in PAIRS]
     rows = [f"{'':<{width}}  {'  '.join(titles)}"]

@@ -47,7 +47,7 @@ class Rollout:
 
 
 def main(folder: Path, step: int | None, sample: str | None, model: Path | None, scratch: Path) -> int:
-    """Diagnoses a run, as `megarl diagnose` does. Returns the exit code: 1 where a stage differs."""
+    """Diagnoses a run, as `megarl diagnose` does. Return the exit code: 1 where a stage differs."""
     config, rollout = read_config(folder), find_rollout(folder, step, sample)
     weights = find_weights(folder, config, model)
     print(
@@ -69,7 +69,7 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
 
     folders   the folder of each side's weights
 
-    Raises RunFailure for a side that fails.
+    Raise RunFailure for a side that fails.
     """
     alone = on_one_rank(config, len(token_ids))
     return compare(
@@ -79,7 +79,7 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
 
 
 def on_one_rank(config: Config, num_tokens: int) -> Config:
-    """Returns the run's config of a trainer and an engine of one rank each, without adapters, which are merged in what
+    """Return the run's config of a trainer and an engine of one rank each, without adapters, which are merged in what
     a run exports, and with the engine's weights as they are in the folder."""
     alone = with_engines_alone(config)
     budget = max(alone.actor.tokens_per_microbatch, num_tokens)
@@ -102,8 +102,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Returns the sample with this id, or the first that has token ids, of this step or of the newest one. One of fewer
-    than three tokens has nothing to compare. Raises UserError where there is none."""
+    """Return the sample with this id, or the first that has token ids, of this step or of the newest one. One of fewer
+    than three tokens has nothing to compare. Raise UserError where there is none."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: it has no rollouts yet; wait for its first step")
@@ -126,7 +126,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
-    """Returns the folder of the weights: the one that is named, the model that the run has exported, or the one that it
+    """Return the folder of the weights: the one that is named, the model that the run has exported, or the one that it
     started from."""
     if model is not None:
         if not (model / "config.json").is_file():

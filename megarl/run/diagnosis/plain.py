@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
+    """Return by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
     hidden], and as the last stage the log-probs of the tokens after the first, float32 [T − 1]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found: dict[str, np.ndarray] = {}

@@ -28,7 +28,7 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Returns what comes out of each stage of the model. What each side needs is imported here."""
+    """Return what comes out of each stage of the model. What each side needs is imported here."""
     if side == "trainer":
         from megarl.megatron.layer_outputs import layer_outputs as of_trainer
 

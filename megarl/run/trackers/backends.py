@@ -50,7 +50,7 @@ class Settings:
         return self.config["trackers"]["project"]
 
     def read_id(self) -> str | None:
-        """Returns what names the run to the tracker since an attempt before."""
+        """Return what names the run to the tracker since an attempt before."""
         file = self._id_file
         return file.read_text(encoding="utf-8") if file.exists() else None
 
@@ -68,15 +68,15 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, settings: Settings):
-        """Opens the run."""
+        """Open the run."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes in the metrics of a step."""
+        """Take in the metrics of a step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the run there, when all that was taken in is written."""
+        """End the run there, when all that was taken in is written."""
 
 
 class TensorBoard(Backend):
@@ -189,13 +189,13 @@ BACKENDS: Mapping[str, type[Backend]] = {
 
 
 def mlflow_name(metric: str) -> str:
-    """Returns the name of a metric in MLflow, where it may be a path of a file, and have no other characters: a reward
+    """Return the name of a metric in MLflow, where it may be a path of a file, and have no other characters: a reward
     function of a user's own is in the name of its metric, with its path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of everything that is not a mapping."""
+    """Yield dotted key and value of everything that is not a mapping."""
     for name, value in section.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

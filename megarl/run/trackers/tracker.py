@@ -59,7 +59,7 @@ class Tracker:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Puts a step's metrics into the queue, without NaN and infinities, which not all trackers know."""
+        """Put a step's metrics into the queue, without NaN and infinities, which not all trackers know."""
         self._num_rows += 1
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._queue.qsize() < QUEUED_ROWS:
@@ -68,11 +68,11 @@ class Tracker:
             self._warn(f"it is {QUEUED_ROWS} steps behind")
 
     def begin_close(self) -> None:
-        """Lets the tracker end behind the rows that wait."""
+        """Let the tracker end behind the rows that wait."""
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
-        """Waits for its end until the deadline, and ends its process then. Says how many rows are lost."""
+        """Wait for its end until the deadline, and ends its process then. Says how many rows are lost."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_over = True
@@ -92,7 +92,7 @@ class Tracker:
             self._attempt({"close": True})
 
     def _attempt(self, request: Mapping[str, Any]) -> bool:
-        """Makes a request of the process, which is started where there is none. Returns whether it was granted."""
+        """Make a request of the process, which is started where there is none. Return whether it was granted."""
         try:
             if self._process is None:
                 if time.monotonic() < self._starts_at:
@@ -127,7 +127,7 @@ class Tracker:
         self._connection = own
 
     def _ask(self, request: Mapping[str, Any]) -> str:
-        """Returns the answer, which is empty if all went well."""
+        """Return the answer, which is empty if all went well."""
         connection, deadline = self._connection, time.monotonic() + self._timeout_s
         connection.settimeout(self._timeout_s)
         connection.sendall(json.dumps(request).encode() + b"\n")
@@ -162,7 +162,7 @@ class Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises UserError with a line for each tracker of the config that is not installed."""
+    """Raise UserError with a line for each tracker of the config that is not installed."""
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
@@ -176,7 +176,7 @@ def check_trackers(config: Config) -> None:
 
 @contextmanager
 def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list[Tracker]]:
-    """Yields the trackers of a run, and ends them with it, all within trackers.timeout_s. step: the one after which the
+    """Yield the trackers of a run, and ends them with it, all within trackers.timeout_s. step: the one after which the
     run goes on."""
     timeout_s = config.trackers.timeout_s
     trackers = [
