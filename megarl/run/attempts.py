@@ -51,7 +51,7 @@ class Attempts:
         return [(Attempt(**json.loads(file.read_text(encoding="utf-8"))), file.stat().st_mtime) for file in files]
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
-        """Return the trailing attempts of a job that started from the checkpoint of `step`, newest first. None of them
-        but the newest can have saved a later one."""
+        """Return a job's trailing attempts that started from the checkpoint of `step`, newest first. If that is the
+        newest checkpoint, none of them has made progress."""
         attempts = [attempt for attempt, _ in self.all() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))

@@ -16,8 +16,11 @@ from megarl.run.folder import RunFolder
 
 
 def check_beginning(config: Config) -> str | None:
-    """Return a line where resume=auto finds the run finished, so that there is nothing to do; else None. Raises
-    UserError where an earlier run has the name, or the finished one is of another recipe."""
+    """Return a message if resume=auto finds the run finished, else None.
+
+    Raises:
+        UserError: an earlier run has the same name, or the finished run used an incompatible recipe.
+    """
     folder = RunFolder.of(config)
     if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
         RunFolder.require_free(config)
