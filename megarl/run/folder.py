@@ -58,15 +58,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Make run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
+        """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it.
 
-        An earlier folder of that name in which no step was done is used again, as this run's next attempt, and so is
-        that of a job, whose steps before its first checkpoint are lost. Another one is kept under the first free of
-        NAME.1, NAME.2 … Raises UserError as require_free does.
+        An existing folder without completed steps is reused as this run's next attempt. So is the folder of a Slurm
+        job, whose steps before the first checkpoint are lost. Any other folder is renamed to the first free NAME.1,
+        NAME.2, … Raise UserError under the conditions of `require_free`.
         """
         cls.require_free(config)
         earlier = cls.of(config)
-        in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()        if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
+        in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
+        if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
             return cls.reopen(config, 0, data_hash, models)
         folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
         (folder.path / "rollouts").mkdir(parents=True)
