@@ -100,7 +100,8 @@ class Saver:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Complete the checkpoint in progress if its files are written. Without checkpoint.background, wait for them."""
+        """Complete the checkpoint in progress if its files are written. Wait for them unless checkpoint.background is
+        set."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 

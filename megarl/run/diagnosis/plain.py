@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the outputs of each stage for all tokens but the last, float32 [T − 1, hidden], in the order of the forward
-    pass. The last stage is the log-probs of all tokens but the first, float32 [T − 1]."""
+    """Return the outputs of each stage in the order of the forward pass, for all tokens but the last, float32 [T − 1,
+    hidden]. The last stage is the log-probs of all tokens but the first, float32 [T − 1]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs: dict[str, np.ndarray] = {}
 
