@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import megarl
+from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import UserError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Inspect a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+app.add_typer(convert.app, name="convert")
 
 MAX_GRACE_S = 3600.0
 """Maximum seconds that `megarl join` waits after a signal for the run to finish. The run itself has

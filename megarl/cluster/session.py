@@ -278,7 +278,7 @@ class Session:
         seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
         return (
             f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "
-            f"longer, raise cluster.timeouts.{pending.limit}"
+            f"longer, raise cluster.timeouts.{pending.timeout}"
         )
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:

@@ -9,6 +9,7 @@ from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
+from megarl.core.checkpoint import checked_format
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models, moved_models, with_earlier_folders, with_present_paths
 from megarl.models.weights_hash import weights_hash
@@ -30,7 +31,7 @@ def check_beginning(config: Config) -> str | None:
     saved = document.parse(folder.config.read_text(encoding="utf-8"), str(folder.config)).values
     manifest = json.loads(folder.manifest.read_text(encoding="utf-8"))
     config = find_model_paths(config)
-    saved = complete(saved, manifest["format"])
+    saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
     check_continues(config, with_present_paths(config, saved, moved), step, str(folder.path))
     return f"{folder.path}: already at step {step} of {config.run.steps}"

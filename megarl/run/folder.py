@@ -20,7 +20,7 @@ import megarl
 from megarl.cluster.nodes.rendezvous import NODES
 from megarl.config.load import dump
 from megarl.config.schema import Config
-from megarl.core.checkpoint import FORMAT
+from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
 from megarl.core.files import numbered, replace_text, sync
 from megarl.core.versions import installed_versions
@@ -141,7 +141,7 @@ class RunFolder:
                 self.code.mkdir(exist_ok=True)
                 shutil.copyfile(file, self.code / f"{content[:12]}-{file.name}")
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
-        manifest = _manifest(config, data_hash) | {"models": models, "format": FORMAT} | attempt
+        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 

@@ -15,7 +15,7 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.models.folder import MODEL_SECTIONS, is_hub_id, model_paths, real_path
+from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, with_present_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -115,15 +115,11 @@ def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dic
 
 
 def _saved_models(checkpoint: Checkpoint) -> Models:
-    return checkpoint.state.get("models", {})  # format 1 has none
+    return checkpoint.state["models"]
 
 
 def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    saved = complete(checkpoint.state["config"], checkpoint.format)
-    if checkpoint.format == 1:  # with unresolved paths
-        for section in (saved[name] for name in MODEL_SECTIONS):
-            section["path"] = section["path"] and real_path(section["path"])
-    return saved
+    return complete(checkpoint.state["config"], checkpoint.format)
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:

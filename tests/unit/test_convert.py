@@ -1,19 +1,20 @@
-"""tools/convert.py: its arguments, and what a person sees."""
+"""`megarl convert`: its arguments and its output."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from megarl.convert import app
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import ROOT
@@ -21,15 +22,13 @@ from tests.timing import RUN_S
 from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
 
-TOOL = ROOT / "tools" / "convert.py"
+CLI = ROOT / "megarl" / "cli.py"
 
 
 def convert(*arguments: str | Path) -> str:
-    """Runs the tool and returns what it prints."""
-    specification = importlib.util.spec_from_file_location("convert", TOOL)
-    tool = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(tool)
-    return CliRunner().invoke(tool.app, list(map(str, arguments)), catch_exceptions=False).stdout
+    """Run the command in this process, which stays as it is, and return its output."""
+    with patch("megarl.convert.prepare_process"):
+        return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +72,10 @@ def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
 
 def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
     arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
-    done = run_script(TOOL, "hf-to-megatron", *arguments, cwd=ROOT)
-    expected = "convert: error: --tp=2: 3 num_key_value_heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3\n"
+    done = run_script(CLI, "convert", "hf-to-megatron", *arguments, cwd=ROOT)
+    expected = "megarl: error: --tp=2: 3 num_key_value_heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3\n"
     assert (done.returncode, done.stderr) == (2, expected)
-    with pytest.raises(ValueError, match=r"^vpp=2: virtual stages .* and pp=1 is a single one"):
+    with pytest.raises(ValueError, match=r"^--vpp=2: virtual stages .* and --pp=1 is a single one"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
     assert names_in(tmp_path) == set()
 
@@ -86,13 +85,12 @@ def with_command(body: str) -> str:
     lines = "\n    ".join(body.splitlines())
     return f"""
 import os, signal, sys
-sys.path.insert(0, "tools")
-import convert
+from megarl import cli, convert
 @convert.app.command("another")
 def another():
     {lines}
-sys.argv = ["convert.py", "another"]
-convert.main()
+sys.argv = ["megarl", "convert", "another"]
+cli.main()
 """
 
 

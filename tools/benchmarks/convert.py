@@ -1,4 +1,4 @@
-"""tools/convert.py on a random model of about 3B parameters: seconds and memory, against reading and writing its bytes.
+"""megarl convert on a random model of about 3B parameters: seconds and memory, against reading and writing its bytes.
 
 .venv/bin/python tools/benchmarks/convert.py --out tools/benchmarks/results/convert.json
 """
@@ -143,7 +143,7 @@ def run(command: list[Any], source: Path) -> tuple[float, float, float]:
     without pages of files."""
     forget(source)
     start, start_cpu, peak = time.perf_counter(), children_cpu_seconds(), 0
-    tool = [sys.executable, ROOT / "tools" / "convert.py", *command]
+    tool = [sys.executable, "-m", "megarl.cli", "convert", *command]
     with subprocess.Popen([str(part) for part in tool], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             peak = max(peak, anonymous_bytes(process.pid))

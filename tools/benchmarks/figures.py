@@ -333,7 +333,7 @@ def saving() -> str:
 
 def converting() -> str:
     found = result("convert")
-    lead = f"""`tools/convert.py` on a model of {found["num_parameters"] / 1e9:.1f}B parameters in bfloat16
+    lead = f"""`megarl convert` on a model of {found["num_parameters"] / 1e9:.1f}B parameters in bfloat16
         ({found["gb"]:.1f} GB), to TP2·PP2 and back, against reading its bytes from the disk and writing as many, by
         `python tools/benchmarks/convert.py`"""
     rows = []

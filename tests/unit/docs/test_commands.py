@@ -19,7 +19,7 @@ from tests.unit.resharding.cases import config_of
 from tests.unit.test_convert import convert
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
-CONVERTER = ".venv/bin/python tools/convert.py "
+CONVERTER = ".venv/bin/megarl convert "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
 PLANNING = [command for command in commands() if command.startswith(".venv/bin/megarl plan")]

@@ -65,6 +65,7 @@ def test_checkpoints_that_a_killed_run_did_not_come_to_are_removed_when_the_mode
         for first.state.step in (1, 2, 3):
             checkpoints.begin(first.state.step)
             state = {"config": first.config.model_dump(), "data_hash": PROMPTS.data_hash, "run": first.state.dump()}
+            state["models"] = {}
             checkpoints.commit(first.state.step, state, [])
     with loop(tmp_path, "checkpoint.keep=1", "resume=auto") as again:
         assert checkpoints.steps() == [1, 2, 3]

@@ -1,4 +1,7 @@
-"""Converts between Hugging Face folders and Megatron checkpoints. Run it with --help."""
+"""`megarl convert`: convert between Hugging Face folders and Megatron checkpoints.
+
+The commands import torch and Megatron themselves, so that `megarl --help` does not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megarl.core.errors import UserError
-from megarl.resharding.selection import ONE_PROCESS
 
 if TYPE_CHECKING:
     from megarl.megatron.checkpoint.conversion import Options
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Convert between Hugging Face folders and Megatron checkpoints, in one process, a tensor at a time.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
@@ -70,8 +70,8 @@ def hf_to_megatron(
     """Write a Megatron checkpoint, as ranks of the layout would. It loads under any other one."""
     from megarl.megatron.checkpoint.conversion import huggingface_to_megatron, layout_of_files
 
-    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
+        layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
         _report(out, huggingface_to_megatron(hf, out, layout, options))
 
 
@@ -137,8 +137,8 @@ def reshape(
     """Write a Megatron checkpoint as ranks of another layout would, the optimizer's state included."""
     from megarl.megatron.checkpoint.conversion import layout_of_files, reshape
 
-    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
+        layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
         _report(out, reshape(checkpoint, out, layout, hf, options))
 
 
@@ -154,32 +154,34 @@ def inspect(
     typer.echo(json.dumps(found.__dict__, indent=1) if as_json else found.text())
 
 
-def main() -> None:
-    """Exits with the command's code; a UserError is one line on stderr, and the exit code 2."""
-    # An interrupted conversion removes what it has written.
+@app.callback()
+def _callback() -> None:
+    prepare_process()
+
+
+def prepare_process() -> None:
+    """Set up this process before torch and Megatron are imported."""
+    # An interrupted conversion removes its output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Megatron says at import what it lacks on this machine, and nothing here needs it.
+    # Importing Megatron warns about optional packages, none of which a conversion uses.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    # Tensors in large pages of memory: getting it page by page takes longer than filling it. torch reads this once.
+    # Allocate tensors in huge pages: page faults would take longer than filling them. torch reads this once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # All is done on the CPU, whichever machine this is: no GPU's memory is taken, and Megatron loads no compiler.
+    # Conversions run on the CPU: no GPU memory is used, and Megatron does not load a compiler.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        app()
-    except UserError as error:
-        print(f"convert: error: {_with_options(str(error))}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _with_options(text: str) -> str:
-    """Returns the text with options in place of the keys that the checks of layouts name."""
+    """Return an error message with options in place of the layout's keys."""
+    from megarl.resharding.selection import ONE_PROCESS
+
     return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda found: f"--{found[1].replace('_', '-')}=", text)
 
 
 @contextmanager
 def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
-    """Yields options of conversions, with a progress bar for each thing that is done."""
+    """Yield the options of a conversion, with a progress bar per task. Errors name options instead of keys."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from megarl.megatron.checkpoint.conversion import Options
@@ -193,12 +195,11 @@ def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
                 tasks[done] = bar.add_task(done, total=total)
             bar.advance(tasks[done], num_bytes)
 
-        yield Options(dtype, verify, progress)
+        try:
+            yield Options(dtype, verify, progress)
+        except UserError as error:
+            raise UserError(_with_options(str(error))) from None
 
 
 def _report(out: Path, num_bytes: int) -> None:
     typer.echo(f"{out}: {num_bytes / 1e9:.3f} GB of tensors")
-
-
-if __name__ == "__main__":
-    main()
