@@ -65,7 +65,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def error_lines(command: str, recipe: Path, root: Path, overrides: str, capfd: pytest.CaptureFixture) -> list[str]:
-    """Returns the lines of stderr of a command that is refused, with FOLDER for the recipe's folder and
+    """Return the lines of stderr of a command that is refused, with FOLDER for the recipe's folder and
     RUNS for run.folder."""
     folder = str(recipe.parent)
     arguments = overrides.replace("FOLDER", folder).split("  ")

@@ -134,7 +134,7 @@ def changed_shares(store, rank, options, folder, batch, rate) -> list[float]:
 
 @pytest.mark.parametrize("rate", [1e-5, 1e-6])
 def test_no_option_has_learned_more_than_megarls_own(rate):
-    """Reads the recorded result, of five models and languages. Seeds differ by a percent or two."""
+    """Read the recorded result, of five models and languages. Seeds differ by a percent or two."""
     runs = {run["option"]: run["learned"] for run in figures.result("lost_updates")["runs"] if run["lr"] == rate}
     learned = {option: sum(values) / len(values) for option, values in runs.items()}
     assert {len(values) for values in runs.values()} == {5}

@@ -45,7 +45,7 @@ class Repository:
         self.commit(".ci/verified", self.git("rev-parse", "HEAD") + "\n")
 
     def ci(self) -> list[list[str]]:
-        """Returns the arguments of each call of make."""
+        """Return the arguments of each call of make."""
         make = self._bin / "make"
         make.write_text('#!/bin/sh\necho "$@"\n')
         make.chmod(0o755)
@@ -66,7 +66,7 @@ class Repository:
         return due
 
     def test_all(self, passes: bool = True) -> str:
-        """Runs `make test-all` with a recursive make that passes or fails."""
+        """Run `make test-all` with a recursive make that passes or fails."""
         done = subprocess.run(
             [shutil.which("make"), "test-all", f"MAKE={'true' if passes else 'false'}"],
             cwd=self.folder,

@@ -316,7 +316,7 @@ def cpu_seconds_of_children() -> float:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
-    """Puts a stand-in in the place of the module megarl.NAME."""
+    """Put a stand-in in the place of the module megarl.NAME."""
     stand_in = SimpleNamespace(**functions)
     monkeypatch.setitem(sys.modules, f"megarl.{name}", stand_in)
     monkeypatch.setattr(megarl, name, stand_in, raising=False)

@@ -35,7 +35,7 @@ exit 1
 
 @pytest.fixture
 def build(tmp_path):
-    """Returns what builds with the indexes that have torch: its end, the calls of pip, and the environment's folder."""
+    """Return what builds with the indexes that have torch: its end, the calls of pip, and the environment's folder."""
     for name, stub in (("python", PYTHON), ("pip", PIP)):
         (tmp_path / name).write_text(stub)
         (tmp_path / name).chmod(0o755)

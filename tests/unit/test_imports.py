@@ -89,7 +89,7 @@ DEVICE_FILES = (
 
 
 def violations(file: str, source: str) -> list[str]:
-    """Returns the breaches of the rules in a file. `file` is its path from the root, such as
+    """Return the breaches of the rules in a file. `file` is its path from the root, such as
     megarl/ops/linear_head.py."""
     module = module_of(file)
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
@@ -213,7 +213,7 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Returns the groups of modules that import each other, directly or through others. sources: text by path."""
+    """Return the groups of modules that import each other, directly or through others. sources: text by path."""
     modules = {module_of(file): file for file in sources}
     graph = TopologicalSorter()
     for module, file in modules.items():
@@ -228,7 +228,7 @@ def circles(sources: Mapping[str, str]) -> list[list[str]]:
 
 
 def known(target: str, modules: Collection[str]) -> str | None:
-    """Returns the module that an imported name is, or is in."""
+    """Return the module that an imported name is, or is in."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None

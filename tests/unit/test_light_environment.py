@@ -26,7 +26,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "megarl", "configs", "launc
 
 
 def closure() -> set[str]:
-    """Returns the names of the distributions that pip would install for megarl without extras."""
+    """Return the names of the distributions that pip would install for megarl without extras."""
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     waiting, found = [(Requirement(line), "") for line in asked], set()
     while waiting:
@@ -62,7 +62,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def build_wheel(source: Path) -> Path:
-    """Returns megarl's wheel, built in a folder to which the checkout is copied: a build leaves files where it runs."""
+    """Return megarl's wheel, built in a folder to which the checkout is copied: a build leaves files where it runs."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -83,7 +83,7 @@ def folder(tmp_path) -> Path:
 
 
 def megarl(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of megarl, with RECIPES for the folder of its recipes, and FOLDER for the one that it runs in."""
+    """Run a command of megarl, with RECIPES for the folder of its recipes, and FOLDER for the one that it runs in."""
     places = {"RECIPES": site / "megarl" / "config" / "recipes", "FOLDER": cwd}
     for word, place in places.items():
         arguments = [argument.replace(word, str(place)) for argument in arguments]
@@ -115,7 +115,7 @@ def test_the_wheel_has_what_the_checkout_has(site):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Returns the contents of a folder's files by their paths in it, without bytecode and what only documents it."""
+    """Return the contents of a folder's files by their paths in it, without bytecode and what only documents it."""
     paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".pyc"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 

@@ -113,7 +113,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def run_until(ours: RunContext, number: int, act: Callable[[], dict]) -> list[int]:
-    """Runs the loop, where step `number` is `act`. Returns the steps whose metrics are written."""
+    """Run the loop, where step `number` is `act`. Return the steps whose metrics are written."""
 
     def step() -> dict:
         return act() if ours.state.step == number else {}

@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_at_once_has_no_metrics(config):
 
 
 def test_a_run_whose_logs_were_removed_goes_on(config):
-    """Logs are large, and people remove them."""
+    """Log are large, and people remove them."""
     folder = RunFolder.create(config)
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     for name in ("logs", "rollouts"):

@@ -40,7 +40,7 @@ def recipe(*overrides: str) -> Config:
 
 
 def begin(given: Config) -> tuple[str, Mapping[str, str]]:
-    """Begins a run as `megarl train` does. Returns the path of its model, and where others lie."""
+    """Begins a run as `megarl train` does. Return the path of its model, and where others lie."""
     settings = find_model_paths(given)
     folders = ModelFolders(Path(settings.model.path), None, None, None)
     with RunContext.prepare(settings, folders, PROMPTS, model_paths(given)):

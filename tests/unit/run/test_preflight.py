@@ -54,7 +54,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> tuple[dict[str, str], str]:
-    """Returns the rows of stdout by their names, and stderr, of a `megarl check` that ends well and leaves nothing."""
+    """Return the rows of stdout by their names, and stderr, of a `megarl check` that ends well and leaves nothing."""
     before = set(psutil.Process().children())
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
     with pytest.raises(SystemExit) as exit:

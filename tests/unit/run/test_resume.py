@@ -44,7 +44,7 @@ def config(root: Path, *overrides: str) -> Config:
 
 
 def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
-    """Writes what a run leaves after `step` with three prompts a step: the metrics of one step more, and a
+    """Write what a run leaves after `step` with three prompts a step: the metrics of one step more, and a
     checkpoint."""
     while resume_point.state.step < step:
         resume_point.state.cursor.take(3)

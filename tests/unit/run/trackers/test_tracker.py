@@ -48,7 +48,7 @@ def init(**options):
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Returns a function that puts the module in place, and returns the file of what it was given."""
+    """Return a function that puts the module in place, and returns the file of what it was given."""
 
     def write(**code: str) -> Path:
         modules, out = tmp_path / "modules", tmp_path / "taken"
