@@ -41,7 +41,9 @@ def test_printed_command_starts_over_without_a_checkpoint(tmp_path: Path, capsys
         run.folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
         raise KeyboardInterrupt
     assert run.folder.report.exists()
-    recipe, *keys = command(capsys.readouterr().out, "the run ended after 2 steps without a checkpoint; start over with: ")
+    recipe, *keys = command(
+        capsys.readouterr().out, "the run ended after 2 steps without a checkpoint; start over with: "
+    )
     again = start(load(recipe, keys), PROMPTS)
     assert (again.state.step, again.folder.moved) == (0, tmp_path / "a.1")
 
