@@ -139,8 +139,8 @@ def test_run_reopened_at_step_zero_has_no_metrics(config):
     assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
 
 
-def test_a_run_whose_logs_were_removed_goes_on(config):
-    """Log are large, and people remove them."""
+def test_run_without_logs_can_be_reopened(config):
+    """Users delete logs because they are large."""
     folder = RunFolder.create(config)
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     for name in ("logs", "rollouts"):
