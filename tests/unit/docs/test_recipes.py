@@ -9,6 +9,7 @@ from itertools import groupby
 import pytest
 import yaml
 
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from tests.e2e.learning_cases import CASES
 from tests.paths import BASE, CONFIGS
 from tests.readme import section, text_of
@@ -63,7 +64,11 @@ def test_defaults_that_differ_from_verl_have_existing_keys():
 
 
 def keys() -> set[str]:
-    return set(flatten(yaml.safe_load(BASE.read_text())))
+    """Return the keys of base.yaml and the options of all estimators and objectives."""
+    known = set(flatten(yaml.safe_load(BASE.read_text())))
+    for section_key, specs in (("advantage", ESTIMATORS), ("objective", OBJECTIVES)):
+        known |= {f"algorithm.{section_key}.{option}" for spec in specs.values() for option in spec.options}
+    return known
 
 
 def flatten(tree: dict, prefix: str = ""):
