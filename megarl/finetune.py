@@ -1,4 +1,4 @@
-"""The run on offline data: supervised fine-tuning, reward models, DPO. Nothing is sampled."""
+"""The run on offline data: supervised fine-tuning, reward models, DPO. It has no rollouts."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def main(config: Config, scratch: Path) -> int:
 def run(config: Config, scratch: Path) -> None:
     given, config = model_paths(config), find_model_paths(config)
     found = preflight(config)
-    with RunContext.prepare(config, found.models, found.data, given) as loop, early_end(loop.folder):
+    with RunContext.prepare(config, found.models, found.data, given) as context, early_end(context.folder):
         elapsed = ElapsedTime()
-        with Session(config, loop.folder.logs, scratch, loop.folder.nodes) as session:
+        with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
             elapsed.print("Ray: started")
-            learn(session, config, found.models, loop)
-        print(f"report: {report.write(loop.folder.path)}")
+            learn(session, config, found.models, context)
+        print(f"report: {report.write(context.folder.path)}")
 
 
-def learn(session: Session, config: Config, models: ModelFolders, loop: RunContext) -> None:
-    """Starts the trainer ranks, runs all steps on them, and writes the trained model."""
-    actor = TrainerGroup(session, config, "actor", models.actor, loop.placement.trainers)
+def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
+    """Start the trainer ranks, run all steps on them, and write the trained model."""
+    actor = TrainerGroup(session, config, "actor", models.actor, context.placement.trainers)
     elapsed = ElapsedTime()
     actor.start().result()
     elapsed.print("actor: started")
-    if loop.resume_point.checkpoint is not None:
-        actor.load_checkpoint(loop.resume_point.checkpoint).result()
+    if context.resume_point.checkpoint is not None:
+        actor.load_checkpoint(context.resume_point.checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
     trained = TrainedModels({"actor": actor}, {"actor": ()})
-    loop.run(trained, lambda: step(config, trained, loop))
-    loop.export(lambda out: export(config, actor, models, out))
+    context.run(trained, lambda: step(config, trained, context))
+    context.export(lambda out: export(config, actor, models, out))
     actor.close().result()
 
 
@@ -66,13 +66,13 @@ def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path)
     actor.export(plan, out)
 
 
-def step(config: Config, trained: TrainedModels, loop: RunContext) -> dict[str, float]:
-    """Does one step: one update for every prompts_per_update rows. Returns its metrics."""
-    watch = loop.stopwatch()
-    rows: list[Sequence[Sample]] = loop.take(config.batch.prompts_per_step)
+def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[str, float]:
+    """Do one update for every prompts_per_update rows. Return the metrics."""
+    watch = context.stopwatch()
+    rows: list[Sequence[Sample]] = context.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
-    number = loop.state.step
-    with watch.phase("train"), profiled(config, trained, number, loop.folder.profile(number)):
+    number = context.state.step
+    with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
         metrics = train(config, trained.groups["actor"], groups, number)
     times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
     num_tokens = sum(info.num_tokens for info in infos)
@@ -86,7 +86,7 @@ def step(config: Config, trained: TrainedModels, loop: RunContext) -> dict[str, 
 
 
 def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
-    """Makes the passes that the objective needs, then one optimizer step for every prompts_per_update rows."""
+    """Make the passes that the objective needs, then one optimizer step for every prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     batches = [dispatch(config, samples, actor.packing) for samples in updates]
     make_policy_passes(config, actor, batches).result()

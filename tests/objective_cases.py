@@ -435,7 +435,7 @@ def run_cases(
         all_batches = rank_batches(config, worker.packing, world.groups, "actor", given, greedy, average)
         batch = local_batch(all_batches[worker.data_parallel_rank])
         batches = worker._training_batches(batch)
-        parts = step.accumulate_gradients(worker.chunks, worker.objective, batches)
+        parts = step.accumulate_gradients(worker.chunks, worker.loss, batches)
         metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
         results[name] = RankResult(worker.holder, reduced_gradients(worker), {}, metrics)
     return results

@@ -25,17 +25,17 @@ from megarl.megatron.routes import routed
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]
+    chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
     """Accumulate the gradient of Σ w·ℓ over all microbatches and ranks in the parameters' main_grad. Return the
-    objective's metrics of each microbatch on this rank (empty before the last stage)."""
+    loss's metrics of each microbatch on this rank (empty before the last stage)."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks. Both are undone
     # here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
     def compute_loss(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        loss, sums = objective(item.rows, scored[0])
-        return scale * loss, sums
+        terms = loss.terms(item.rows, scored[0])
+        return scale * terms.loss, loss.metrics(item.rows, terms)
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -77,12 +77,13 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
         return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
 
 
-def evaluate(chunks: Sequence[DistributedDataParallel], objective: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Return the objective's metrics of each microbatch on this rank from a forward-only pass (empty before the last
+def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
+    """Return the loss's metrics of each microbatch on this rank from a forward-only pass (empty before the last
     stage)."""
 
     def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        return objective(item.rows, scored[0])
+        terms = loss.terms(item.rows, scored[0])
+        return terms.loss, loss.metrics(item.rows, terms)
 
     for chunk in chunks:
         chunk.eval()

@@ -6,12 +6,14 @@ Most samples are reported by their means. For a few groups per step, every token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron.losses import Loss
+from megarl.megatron.losses import Loss, PolicyTerms
+from megarl.megatron.metric_sums import Sums
 from megarl.rewards.rollout_file import has_token_details
 
 ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
@@ -40,19 +42,19 @@ class TokenDetails:
                 self._record(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
-        """Wrap the loss so that it records the log-prob differences of a step's first update if no pass computed old
-        log-probs. Microbatches arrive in order. Not supported for rows split over context-parallel ranks, which are
-        skipped."""
+        """Wrap the loss so that its metrics record the log-prob differences of a step's first update if no pass
+        computed old log-probs. Microbatches arrive in order. Not supported for rows split over context-parallel ranks,
+        which are skipped."""
         if not self._num_groups:
             return loss
         numbers = iter(range(len(self._members)))
 
-        def watched(batch: TokenBatch, scored: torch.Tensor):
+        def metrics(batch: TokenBatch, terms: PolicyTerms) -> Sums:
             if batch.old is None:
-                self._record(next(numbers), batch, DIFFERENCES, scored[:, 0].detach() - batch.rollout_logprobs)
-            return loss(batch, scored)
+                self._record(next(numbers), batch, DIFFERENCES, terms.scored[:, 0].detach() - batch.rollout_logprobs)
+            return loss.metrics(batch, terms)
 
-        return watched
+        return replace(loss, metrics=metrics)
 
     def take(self) -> dict[str, dict[str, list[float]]]:
         """Return sample id -> name -> value of each response token, for all updates since the last call."""

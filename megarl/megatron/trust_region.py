@@ -29,7 +29,7 @@ from megarl.core import device
 from megarl.core.metrics import merge
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel, step
-from megarl.megatron.losses import Loss
+from megarl.megatron.losses import Loss, Scalar
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.optimizer import parts_of
 
@@ -178,16 +178,16 @@ class FisherProduct:
         if above:  # only the last stage has a loss
             slopes = [(a - b) / (2 * length) for a, b in zip(above, below, strict=True)]
             batches = [replace(batch, advantage=slope) for batch, slope in zip(batches, slopes, strict=True)]
-        product = self._shards.gradient_of(self._loss, batches)
+        product = self._shards.gradient_of(Loss(self._loss, lambda *_: {}), batches)
         return [part.add_(component, alpha=self._damping) for part, component in zip(product, vector, strict=True)]
 
     def _log_probs(self, factor: float, vector: Vector) -> list[torch.Tensor]:
         self._shards.move(self._start, factor, vector)
         return [scored[:, 0] for scored in step.score(self._shards.chunks, self._batches)]
 
-    def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> Scalar:
         log_prob, slope = (values.where(batch.mask, 0.0) for values in (scored[:, 0], batch.advantage))
-        return (slope * log_prob).sum() / self._num_tokens, {}
+        return Scalar((slope * log_prob).sum() / self._num_tokens)
 
 
 def _read(sums: Sequence[Sums]) -> tuple[float, float]:

@@ -158,16 +158,16 @@ def save(store, rank: int, config: Config, model: Path, folder: Path, before: Ch
         for number in range(SAVED_AFTER):
             update(worker, config, number)
     else:
-        worker.load_checkpoint(before, "actor")
-    worker.save_checkpoint(folder, "actor")
+        worker.load_checkpoint(before)
+    worker.save_checkpoint(folder)
     result = update(worker, config, SAVED_AFTER)
     return Saved(worker.finish_checkpoint(folder), result)
 
 
 def go_on(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.check_checkpoint(checkpoint, "actor")
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.check_checkpoint(checkpoint)
+    worker.load_checkpoint(checkpoint)
     assert worker.num_updates == SAVED_AFTER
     return update(worker, config, SAVED_AFTER)
 
@@ -351,7 +351,7 @@ def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Sa
     torch.distributed.checkpoint.save = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
     worker = ActorWorker(config, model, rank, store, threads=1)
     held = update(worker, config, 0)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     update(worker, config, 1)
     assert not worker.checkpoint_written()
     release.set()
@@ -360,7 +360,7 @@ def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Sa
 
 def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     return {name: p.clone() for name, p in worker.parameters().items()}
 
 
@@ -380,14 +380,14 @@ def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, 
     state away, and still away afterwards."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.offload(AWAY)
-    worker.save_checkpoint(begun, "actor")
+    worker.save_checkpoint(begun)
     assert not _optimizer_bytes(worker)
     worker.finish_checkpoint(begun)
     for number in range(SAVED_AFTER):
         worker.onload(AWAY)
         update(worker, config, number)
         worker.offload(AWAY)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     assert not _optimizer_bytes(worker)
     worker.onload(AWAY)
     result = update(worker, config, SAVED_AFTER)
@@ -417,13 +417,13 @@ def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -
     """Saves before any update, with generators that have moved on, and draws from them once more."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     draw()
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     return worker.finish_checkpoint(folder), draw()
 
 
 def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> list[float]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     assert worker.num_updates == 0
     return draw()
 
@@ -433,13 +433,13 @@ def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) ->
     worker = ActorWorker(config, model, rank, store, threads=1)
     for is_skipped in (True, True, True, False, True, True):
         worker._skipped.add(is_skipped)
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     return Saved(worker.finish_checkpoint(folder), RankResult(worker.holder, {}, {}, {}))
 
 
 def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[float, float]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     return worker._skipped.total, worker._skipped.in_a_row
 
 
@@ -474,7 +474,7 @@ def test_random_generators_go_on_where_they_were(model, tmp_path):
 def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:
     worker = ActorWorker(config, model, rank, store, threads=1)
     try:
-        worker.load_checkpoint(checkpoint, "actor")
+        worker.load_checkpoint(checkpoint)
     except ValueError as error:
         return str(error)
     return ""
@@ -493,7 +493,7 @@ def test_another_models_checkpoint_is_refused(model, tmp_path):
 
 def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:
     worker = worker_class(config, role)(config, model, rank, store, threads=1)
-    worker.save_checkpoint(folder, role)
+    worker.save_checkpoint(folder)
     return worker.finish_checkpoint(folder)
 
 
@@ -524,15 +524,15 @@ def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> Non
     first = 1
     if path := checkpoints.latest():
         checkpoint = Checkpoint.open(path)
-        worker.check_checkpoint(checkpoint, "actor")
-        worker.load_checkpoint(checkpoint, "actor")
+        worker.check_checkpoint(checkpoint)
+        worker.load_checkpoint(checkpoint)
         first = checkpoint.step + 1
     for step in itertools.count(first):
         assert worker.num_updates == step - 1
         update(worker, config, step % len(UPDATES))
         hidden = checkpoints.begin(step)
         (hidden / "actor").mkdir()
-        worker.save_checkpoint(hidden, "actor")
+        worker.save_checkpoint(hidden)
         checkpoints.commit(step, {"config": config.model_dump()}, worker.finish_checkpoint(hidden))
         checkpoints.keep(1)
 
@@ -556,7 +556,7 @@ def test_killed_at_any_moment_of_a_save_the_checkpoint_before_loads(model, tmp_p
 def save_without_space(store, rank: int, config: Config, model: Path, folder: Path) -> str:
     worker = ActorWorker(config, model, rank, store, threads=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     try:
         worker.finish_checkpoint(folder)
     except RuntimeError as error:

@@ -134,7 +134,7 @@ def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
 
     ActorWorker.end_step = end_step
     result = trained(store, rank, config, model, [GROUPS])
-    worker[0].save_checkpoint(folder, "actor")
+    worker[0].save_checkpoint(folder)
     return result, worker[0].finish_checkpoint(folder)
 
 
@@ -194,7 +194,7 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
 
     def end_step(self: CriticWorker) -> None:
         inner(self)
-        self.save_checkpoint(folder, "critic")
+        self.save_checkpoint(folder)
         saved.append(self.finish_checkpoint(folder))
         batch = local_batch(*rank_batches(config, self.packing, GROUPS, "critic"))
         saved.append(self.score_tokens(batch))
@@ -259,7 +259,7 @@ def change_and_save(store, rank: int, config: Config, model: Path, folder: Path,
     generator = torch.Generator().manual_seed(rank)
     for weight in worker.parameters().values():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    worker.save_checkpoint(folder, role)
+    worker.save_checkpoint(folder)
     weights = {name: weight.clone() for name, weight in worker.parameters().items()}
     return RankResult(worker.holder, {}, weights, {}), worker.finish_checkpoint(folder)
 

@@ -260,20 +260,20 @@ def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tenso
 def save_adapters_of(store, rank: int, config: Config, folder: Path, hidden: Path, before: Checkpoint | None):
     worker = ActorWorker(config, folder, rank, store, threads=1)
     if before is not None:
-        worker.load_checkpoint(before, "actor")
+        worker.load_checkpoint(before)
     else:
         for groups in UPDATES:
             worker.update(own_batch(config, worker, groups, None))
             worker.end_step()
-    worker.save_checkpoint(hidden, "actor")
+    worker.save_checkpoint(hidden)
     later = resumed_update(worker, config)
     return worker.finish_checkpoint(hidden), later
 
 
 def go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    worker.check_checkpoint(checkpoint, "actor")
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.check_checkpoint(checkpoint)
+    worker.load_checkpoint(checkpoint)
     return resumed_update(worker, config)
 
 

@@ -116,7 +116,7 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step.accumulate_gradients(worker.chunks, worker.objective, batches)
+        step.accumulate_gradients(worker.chunks, worker.loss, batches)
     worker.optimizer.step()
     offload = Offload(worker.chunks, worker.optimizer)
     merged = worker.adapters.merged.values() if worker.adapters else ()

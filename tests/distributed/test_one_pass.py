@@ -16,6 +16,7 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
+from megarl.megatron.losses import Loss
 from megarl.megatron.model import head
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
@@ -82,7 +83,8 @@ def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, "log_prob_and_entropy", watched(head.log_prob_and_entropy))
         patch.setattr(linear_head, "_add_gradients", watched(linear_head._add_gradients))
-        parts = step.accumulate_gradients(worker.chunks, watched(worker.objective), batches)
+        loss = Loss(watched(worker.loss.terms), watched(worker.loss.metrics))
+        parts = step.accumulate_gradients(worker.chunks, loss, batches)
     hook.remove()
     worker.end_step()
     return waits.found, len(calls), len(batches), {name for part in parts for name in part}

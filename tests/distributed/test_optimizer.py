@@ -4,7 +4,7 @@ skipped."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.megatron.metric_sums import total
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.closeness import TOLERANCE, assert_close, expected
@@ -100,18 +99,19 @@ def state_of(worker: ActorWorker) -> list[torch.Tensor]:
 def updates_with_factors(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[Skipped]:
     """An update for each factor, by which the loss of one sample's microbatch is multiplied."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    plain, outcomes = ActorWorker.objective, []
+    plain, outcomes = ActorWorker.loss, []
     for seed, factor in enumerate(factors):
         batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
         is_spoiled = [any(item.sample.id == SPOILED_SAMPLE for item in members) for members in batch.members]
         multiples = iter([factor if spoiled else 1.0 for spoiled in is_spoiled])
 
         def spoil(batch, scored, multiples=multiples):
-            loss, sums = plain.fget(worker)(batch, scored)
-            loss = loss * next(multiples)
-            return loss, sums | {"policy/loss": total(loss)}
+            terms = plain.fget(worker).terms(batch, scored)
+            loss = terms.loss * next(multiples)
+            return terms._replace(loss=loss, actor_loss=loss)
 
-        ActorWorker.objective = property(lambda _, spoil=spoil: spoil)  # of this forked process alone
+        # Only in this forked process.
+        ActorWorker.loss = property(lambda worker, spoil=spoil: replace(plain.fget(worker), terms=spoil))
         before, message, metrics = state_of(worker), "", {}
         try:
             metrics = worker.update(batch)
@@ -168,18 +168,18 @@ def test_training_goes_on_after_a_skipped_update_as_if_it_had_not_been(folder):
 def train_skipping(store, rank: int, config: Config, folder: Path, updates: list) -> dict[str, torch.Tensor]:
     """The weights after these updates, the first two of which are behind others that are skipped."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    plain = ActorWorker.objective
+    plain = ActorWorker.loss
 
     def spoiled(batch, scored):
-        loss, sums = plain.fget(worker)(batch, scored)
-        return math.inf * loss, sums
+        terms = plain.fget(worker).terms(batch, scored)
+        return terms._replace(loss=math.inf * terms.loss)
 
     for number, groups in enumerate(updates):
         batch = local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank])
         if number < 2:
-            ActorWorker.objective = property(lambda _: spoiled)
+            ActorWorker.loss = property(lambda _: replace(plain.fget(worker), terms=spoiled))
             worker.update(batch)
-            ActorWorker.objective = plain
+            ActorWorker.loss = plain
         worker.update(batch)
         worker.end_step()
     return {name: weight.clone() for name, weight in worker.parameters().items()}

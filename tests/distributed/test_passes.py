@@ -47,7 +47,7 @@ def update_gradients(worker: ActorWorker, config: Config, given: TokenScores, ol
         worker.keep_log_probs("old", batch)
     batches = worker._training_batches(batch)
     assert not parallel.is_last_stage(None) or all((batch.old is not None) == old_pass for batch in batches)
-    step.accumulate_gradients(worker.chunks, worker.objective, batches)
+    step.accumulate_gradients(worker.chunks, worker.loss, batches)
     worker.end_step()
     return reduced_gradients(worker)
 

@@ -38,7 +38,7 @@ def one_step(store, rank: int, config: Config, folder: Path, groups: list[Group]
         worker.keep_log_probs(policy, batch)
     worker.start_profile([0])
     worker.update(batch)
-    worker.stop_profile([0], out, "actor")
+    worker.stop_profile([0], out)
     advantages, details = worker.take_advantages(), worker.take_token_details()
     assert not worker.take_token_details()
     return advantages, details

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ray
 import torch
 
 from megarl.cluster.failure import RunFailure
@@ -36,8 +37,8 @@ BROKEN = {"weights": perturb_a_weight, "kernels": change_an_epsilon}
 
 def in_vllm(workers: Workers, function: Callable) -> None:
     """Runs a function in the workers of the engine."""
-    engines = workers.engines
-    engines._submit("break", "refit", "break", lambda engine: engine._llm.collective_rpc(function) and None).result()
+    for engine in workers.engines.actors.values():
+        ray.get(engine.__ray_call__.remote(lambda actor: actor._worker._llm.collective_rpc(function) and None))
 
 
 def said(config: Config, workers: Workers, loop: RunContext) -> str | None:

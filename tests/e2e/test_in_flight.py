@@ -75,7 +75,8 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
     beside = tokens(others.result()[0])
     engines.abort([[request.sample_id for request in requests]])
     num_tokens = long.result()[0].num_tokens
-    left = engines._submit("left", "rollout", "left", lambda engine: len(engine._pending)).result()
+    actors = engines.actors.values()
+    left = ray.get([engine.__ray_call__.remote(lambda actor: len(actor._worker._pending)) for engine in actors])
     return {
         "tokens": num_tokens,
         "left": left,

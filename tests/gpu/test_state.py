@@ -75,7 +75,7 @@ def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path)
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before = update(worker, config, 0)
     worker.offload(("optimizer",))
-    worker.save_checkpoint(hidden, "actor")
+    worker.save_checkpoint(hidden)
     worker.onload(("optimizer",))
     return worker.finish_checkpoint(hidden), before, update(worker, config, 1)
 
@@ -83,7 +83,7 @@ def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path)
 def load_and_go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> tuple:
     """Returns the weights of a checkpoint, and those after one more update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    worker.load_checkpoint(checkpoint, "actor")
+    worker.load_checkpoint(checkpoint)
     loaded = {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
     return loaded, update(worker, config, 1)
 

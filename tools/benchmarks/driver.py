@@ -27,7 +27,8 @@ from ray import cloudpickle
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
-from megarl.cluster.groups.group import Group, ProcessActor
+from megarl.cluster.groups.group import ProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.session import Session
@@ -100,15 +101,29 @@ class Step(NamedTuple):
 class StubActor(ProcessActor):
     """Answers for many ranks."""
 
+    def stub(self) -> None:
+        """Return at once."""
 
-class StubGroup(Group[None]):
+    def update(self) -> dict[str, Metric]:
+        return {f"policy/{k}": Metric(0.5, 1000.0) for k in range(NUM_METRICS)}
+
+
+class StubGroup(WorkerGroup):
     """All ranks."""
 
+    title = "StubActor"
+
+    @remote(timeout="update")
+    def _stub(self) -> None: ...
+
+    @remote(timeout="update")
+    def _update(self) -> dict[str, Metric]: ...
+
     def step(self) -> None:
-        """Makes the calls of a step, of which the update answers with metrics."""
+        """Make the calls of a step, of which the update returns metrics."""
         for _ in range(CALLS - 1):
-            self._submit("stub", "update", "stub", lambda _: None).result()
-        self._submit("stub", "update", "stub", lambda _: _metrics()).result()
+            self._stub().result()
+        self._update().result()
 
 
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -161,13 +176,9 @@ def call_all_ranks(config: Config, ranks: int, scratch: Path, lap: Laps) -> None
     connections start."""
     with Session(config, scratch, scratch) as session:
         actors = [StubActor.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
-        group = StubGroup(session, "StubActor", {f"rank-{i}": actors[i % ANSWERING] for i in range(ranks)})
+        group = StubGroup(session, "stub", {f"rank-{i}": actors[i % ANSWERING] for i in range(ranks)})
         group.step()
         lap(f"{CALLS} calls to each rank", group.step)
-
-
-def _metrics() -> dict[str, Metric]:
-    return {f"policy/{k}": Metric(0.5, 1000.0) for k in range(NUM_METRICS)}
 
 
 def peak_bytes(config: Config, packing: Packing, step: Step) -> int:

@@ -88,7 +88,7 @@ def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
     (folder / "actor").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     begin = time.perf_counter()
-    worker.save_checkpoint(folder, "actor")
+    worker.save_checkpoint(folder)
     saved = time.perf_counter()
     worker.finish_checkpoint(folder)
     written = time.perf_counter()

@@ -22,6 +22,7 @@ import ray
 from benchmark import BASE, Laps, option, run_benchmark
 from reshard import CONFIGS
 
+from megarl.cluster.groups.engine_actor import Parameters
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.group import ProcessActor, TimedResult
 from megarl.cluster.groups.ranks import Started
@@ -44,7 +45,6 @@ ANSWERING = 2
 """The processes that answer for all ranks and engines."""
 
 PACKING = Packing(4096, 8, True, 1, 8, 1, TokenCost(attended=2e-5, scored=0.08))
-CALLS = ("open_store", "start", "run")
 
 
 class Case(NamedTuple):
@@ -78,11 +78,9 @@ class StubWorker:
         holders = vllm_holders(hf_config, config.rollout.tp, 1, config.model.dtype)
         self._shards = [holder.shard for holder in holders]
 
-    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in self._shards]
-
-    def repacking(self) -> list[str]:
-        return []
+    def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
+        shards = self._shards
+        return [{name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()} for shard in shards], []
 
     def send(self) -> int:
         return 0
@@ -105,16 +103,15 @@ class StubProcess(ProcessActor):
         """Makes what these ranks will tell of themselves."""
         self._holders = {rank: self._holder(rank) for rank in ranks}
 
-    def open_store(self, rank: int) -> TimedResult:
-        return TimedResult(("127.0.0.1", 1), time.time(), time.time())
-
-    def start(self, rank: int, *_: Any) -> TimedResult:
-        started = Started(rank, self._holders[rank], PACKING, "stub") if rank in self._holders else None
-        return TimedResult(started, time.time(), time.time())
-
-    def run(self, rank: int, function: bytes, *arguments: Any) -> TimedResult:
-        """Runs what has an answer. What takes a part of the plan is the work of ranks, and has none."""
-        return super().run(function, *arguments) if len(arguments) < 2 else TimedResult(None, time.time(), time.time())
+    def call(self, rank: int, method: str, *arguments: Any) -> TimedResult:
+        """Run a method for one rank or engine. Those that take a part of the plan do nothing."""
+        if method == "open_store":
+            value = "127.0.0.1", 1
+        elif method == "start":
+            value = Started(rank, self._holders[rank], PACKING, "stub") if rank in self._holders else None
+        else:
+            value = getattr(self._worker, method)(*arguments) if hasattr(self._worker, method) else None
+        return TimedResult(value, time.time(), time.time())
 
 
 class StubHandle:
@@ -123,16 +120,10 @@ class StubHandle:
     def __init__(self, actor: Any, rank: int):
         self._actor, self._rank = actor, rank
         self.__ray_ready__ = actor.__ray_ready__
-        for name in CALLS:
-            setattr(self, name, self._method(name))
+        self.call = SimpleNamespace(options=self._options)
 
-    def _method(self, name: str) -> SimpleNamespace:
-        def remote(*arguments: Any, **options: Any) -> ray.ObjectRef:
-            return getattr(self._actor, name).options(**options).remote(self._rank, *arguments)
-
-        return SimpleNamespace(
-            remote=remote, options=lambda **options: SimpleNamespace(remote=partial(remote, **options))
-        )
+    def _options(self, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._actor.call.options(**options).remote, self._rank))
 
 
 def measure(case: Case, scratch: Path) -> dict[str, Any]:

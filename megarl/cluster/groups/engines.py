@@ -1,4 +1,4 @@
-"""The rollout engines as the driver sees them: all replicas, who samples what, and what becomes of lost ones."""
+"""The rollout engines in the driver: all replicas, the assignment of prompts to them, and the recovery of lost ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import ray
-from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure, cause, write_stacks
-from megarl.cluster.groups.engine_actor import Aborted, EngineActor
+from megarl.cluster.groups.engine_actor import Aborted, EngineActor, Parameters
+from megarl.cluster.groups.remote import RemoteCall, RemoteMethod, remote, share
 from megarl.cluster.groups.vllm import VllmGroup
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
-from megarl.config.schema import Config, TimeoutKind
+from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.models.folder import read_config
@@ -32,39 +32,41 @@ from megarl.rollout.engine import EngineInfo, SamplingRequest
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
     from megarl.resharding.verification import Checksum, Region
-    from megarl.rollout.vllm.engine import VllmEngine
+    from megarl.rollout.engine import SyncStats
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 SHOWN = 3
-"""The number of parameters or kernels that a message names of those that are in the way of writing in place."""
+"""Number of parameters or kernels that a message names when they prevent writing in place."""
 
 SLOW = 1.5
-"""The times the fastest engine's seconds a token from which on an engine gets fewer requests: less is chance."""
+"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Less is noise."""
 
 MUCH_SLOWER = 2.0
-"""The times the fastest engine's seconds a token from which on idle engines begin anew what an engine has under way:
-they have ended as much as it began, and so end that in the same time once more, and it would take longer."""
+"""Slowdown relative to the fastest engine above which idle engines restart an engine's prompts: at twice the time, the
+idle engines finish the same work from scratch before it does."""
 
 RESTARTS = 3
-"""The number of times that an engine is started again: what ended it so often would end it once more."""
+"""Maximum number of restarts of an engine: whatever ended it so often would end it again."""
 
-Parameters = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shapes and dtypes of a worker's parameters."""
+GENERATE = RemoteMethod("generate", timeout="rollout", phase="rollout")
+"""EngineActor.generate, which returns more than one value."""
 
 Generation = tuple[str, int]
-"""The name of an engine's process, and the number of processes of this name that were lost before it."""
+"""The name of an engine's process, and the number of processes of this name that were lost before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """A sample as the driver knows it: its numbers, and a reference to its tokens."""
+    """A sample in the driver: its metadata, and a reference to its tokens."""
 
     info: SampleInfo
     ref: ray.ObjectRef
 
     @classmethod
     def put(cls, sample: Sample) -> RemoteSample:
-        """Puts the sample into Ray's object store, for as long as somebody refers to it."""
+        """Put the sample into Ray's object store, where it stays while a reference to it exists."""
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
@@ -74,30 +76,62 @@ Sampled = list[RemoteSample] | Aborted
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that engines have been given. losses: of each how many processes of its name were lost before."""
+    """Requests assigned to engines. losses: for each engine, how many processes of its name were lost before."""
 
     requests: Mapping[str, int]
     losses: Mapping[str, int]
     group: EngineGroup
 
     def end(self) -> None:
-        """Takes them off the engines' load."""
+        """Subtract them from the engines' load."""
         self.group.load.subtract(self.requests)
 
     def still_there(self, lost: Collection[str]) -> list[str]:
-        """Returns those of the lost engines that nobody has replaced yet: their loss may have been noticed before."""
+        """Return the lost engines that have not been replaced: another call may have noticed their loss before."""
         return [name for name in lost if self.group.losses[name] == self.losses[name]]
 
 
-class EngineGroup(VllmGroup["VllmEngine"]):
-    """All replicas. Requests are assigned out by group, so that the samples of one prompt share a prefix cache, to those
-    that have the least to do, with rollout.max_staleness slower ones less than others.
+class EngineGroup(VllmGroup):
+    """All replicas. The samples of one prompt go to the same engine, to share a prefix cache: to the one with the least
+    load. With rollout.max_staleness, slower engines receive fewer.
 
-    When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
-    joins them. Not so on GPUs that it shares with trainers: while they train there is no room for it to start.
+    When one of several engines is lost, the others do its work while it restarts, and it rejoins them at the next
+    refit. An engine that shares GPUs with trainers does not restart: while they train, there is no memory for it.
     """
 
-    actor_class, title = EngineActor, "EngineActor"
+    actor_class, title, role = EngineActor, "EngineActor", "engine"
+
+    @remote(timeout="start")
+    def _hold(self, version: int) -> None: ...
+
+    @remote(timeout="start")
+    def _describe_parameters(self) -> tuple[list[Parameters], list[str]]: ...
+
+    @remote(timeout="refit")
+    def _pause(self) -> None: ...
+
+    @remote(timeout="refit")
+    def _resume(self) -> None: ...
+
+    @remote(timeout="refit")
+    def _sleep(self, keeps_weights: bool) -> None: ...
+
+    @remote(timeout="refit")
+    def _facts(self, texts: Sequence[str]) -> EngineInfo: ...
+
+    @remote(timeout="refit")
+    def _differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None: ...
+
+    @remote(timeout="refit")
+    def _connect(
+        self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
+    ) -> None: ...
+
+    @remote(timeout="refit")
+    def _refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> list[SyncStats]: ...
+
+    @remote(timeout="rollout")
+    def _take_work(self) -> tuple[float, int]: ...
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp = config.rollout.tp
@@ -108,20 +142,20 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self.losses: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
-        """The requests that each engine has not answered."""
+        """Number of pending requests of each engine."""
         self._weighs_speed = config.rollout.max_staleness > 0
-        """Whether slower ones get less. Where a step waits for all that it begins, what each engine samples, and so the
-        run, would not be the same twice."""
+        """Whether slower engines receive fewer requests. A step that waits for all of its rollouts does without: its
+        assignment, and so the run, would not be reproducible."""
         self._latencies: dict[str, float] = {}
-        """The seconds in which each engine gave each of its samples a token, on average over the last steps."""
+        """Seconds per token of each engine, averaged over the last steps."""
         self._places: dict[str, str] = {}
-        """The engines that groups submitted each by itself are under way on, by the names of the first requests."""
+        """The engines of groups that were submitted one by one, by the name of the first request."""
         self._moving: set[str] = set()
-        """The names of the first requests of groups that another engine is to begin anew, until the calls are over."""
+        """First requests of groups that another engine restarts, until their calls return."""
         self._aborted: set[str] = set()
-        """The names of the first requests of groups that nobody wants any more, until they are over."""
+        """First requests of aborted groups, until their calls return."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
-        """The engines that are started again, each with the calls after which it is ready."""
+        """Restarting engines, each with the calls after which it is ready."""
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
@@ -134,39 +168,28 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             )
             return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
-        self._hold, self._holders = hold, hold(None)
+        self._make_holders, self._holders = hold, hold(None)
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
-        """The holder of a folder that has all that they take."""
+        """The holder of a folder with all weights that the engines take."""
         self.by_loader = False
-        """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
+        """Whether the engines take weights through vLLM's loader, which does not keep them unchanged."""
 
     def start(self) -> Pending[None]:
-        """Starts the engines, checks whether their parameters are those of the model's family, which a plan can write,
-        and makes them sleep."""
-        started = super().start().then(lambda _: self._parameters_of_first())
-        return started.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
+        """Start the engines, check whether their parameters are those of the model's family, which a plan can write,
+        and put them to sleep."""
+        described = self._start().then(lambda _: self._describe_parameters.on_first())
+        return described.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
     def start_loaded(self, version: int) -> Pending[None]:
-        """Starts engines that have loaded the model's own weights, as this version of them (load_format=auto): no refit
+        """Start engines that have loaded the model's own weights, as this version of them (load_format=auto): no refit
         follows."""
-        started = super().start()
-        return started.then(
-            lambda _: self._submit("weights of the engines", "start", "hold", lambda engine, v: engine.hold(v), version)
-        ).then(lambda _: None)
-
-    def _parameters_of_first(self) -> Pending[tuple[Sequence[Parameters], Sequence[str]]]:
-        return self._submit_to_first(
-            "parameters of the engine",
-            "start",
-            "parameters",
-            lambda engine: (engine.parameters(), engine.repacking()),
-        )
+        return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
     def _check_parameters(self, found: tuple[Sequence[Parameters], Sequence[str]]) -> None:
-        """Takes whole tensors if parameters differ from the model's family, but for experts that are padded, or if
-        kernels have packed them. found: of the first engine the parameters of each worker, and what packs them."""
+        """Switch to whole tensors if parameters differ from the model's family, except for padded experts, or if
+        kernels have repacked them. found: the first engine's parameters of each worker, and what repacks them."""
         workers, repacking = found
-        self._holders = self._hold(padded_experts(workers[0]))
+        self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
             f"{holder.name}: {line}"
             for holder, parameters in zip(self._holders[self.names[0]], workers, strict=True)
@@ -178,39 +201,32 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             self._take_whole_tensors("kernels pack weights for themselves", repacking)
 
     def pause(self) -> Pending[None]:
-        """Has the engines make no step from then on, if others compute on their devices before the samples under way
-        have ended: see Engine.pause."""
-        return self._take_turns("pausing", "pause", lambda engine: engine.pause(), self._pauses)
+        """Stop the engines between steps, if other processes compute on their devices before the requests in flight
+        have finished: see Engine.pause."""
+        return self._switch(self._pause, self._pauses)
 
     def resume(self) -> Pending[None]:
-        """Has them go on after a pause."""
-        return self._take_turns("going on", "resume", lambda engine: engine.resume(), self._pauses)
+        """Continue after a pause."""
+        return self._switch(self._resume, self._pauses)
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
-        """Gives the devices' memory back until the next refit, if rollout.sleep asks for it: see Engine.sleep. Weights
-        that a refit replaces as a whole need not be kept; vLLM's own loader may leave some as they are, and needs
-        them."""
-        keeps = keeps_weights or self.by_loader
-        return self._take_turns("giving memory back", "sleep", lambda engine: engine.sleep(keeps), self._sleeps)
+        """Free the devices' memory until the next refit, if rollout.sleep is set: see Engine.sleep. Weights that a
+        refit replaces as a whole need not be kept, but vLLM's own loader may leave some of them as they are."""
+        return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
-    def _take_turns(
-        self, phase: str, task: str, function: Callable[[VllmEngine], None], are_asked: bool
-    ) -> Pending[None]:
-        """Has the engines, if the recipe asks it of them, do what leaves their devices to others or takes them back."""
-        calls = self._calls(task, function) if are_asked else {}
-        done = self._submit_expendable(f"engines: {phase}", "refit", task, calls)
+    def _switch(self, call: RemoteCall[None, Any, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
+        """Run a method by which engines give up or take back their devices, if it applies to this run."""
+        done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
-    def _submit_expendable(
-        self, phase: str, limit: TimeoutKind, task: str, calls: Mapping[str, ray.ObjectRef]
-    ) -> Pending[Answers]:
-        """Submits calls of engines, some of which may be lost."""
-        pending = self._session.submit(calls, phase, limit, may_fail=self.may_fail)
-        return pending.then(lambda answers: replace(answers, values=self._session.trace.add(task, answers)))
+    def _submit(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
+        """Submit calls of engines, some of which may be lost."""
+        pending = self._session.submit(calls, self.phase(method), method.timeout, may_fail=self.may_fail)
+        return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
     def _take_whole_tensors(self, reason: str, places: Sequence[str]) -> None:
-        """Makes every worker take the whole model, in the tensors of the checkpoint. places: where the reason is
-        found."""
+        """Make every worker take the whole model, in the tensors of the checkpoint. places: the parameters or kernels
+        concerned."""
         print(
             "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
             f"{reason}: {'; '.join(places[:SHOWN])}{'; …' if len(places) > SHOWN else ''}",
@@ -224,26 +240,21 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     @property
     def names(self) -> list[str]:
-        """The names of the processes that are not lost."""
+        """The names of the live processes."""
         return list(self._actors)
 
     @property
-    def actors(self) -> Mapping[str, ActorHandle]:
-        """The actors of these processes, by name."""
-        return self._actors
-
-    @property
     def generations(self) -> list[Generation]:
-        """The processes that are not lost: one that has been started again is another than the one before."""
+        """The live processes. A restarted one differs from the one before."""
         return [(name, self.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
-        """The holders of the weights in all workers of these processes."""
+        """The holders of the weights in all workers of the live processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
-        """Returns a trainer's holders as holders of what these engines take of it."""
+        """Return a trainer's holders as holders of the weights that these engines take."""
         return quantised_sources(self._hf_config, holders) if self._quantises else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
@@ -354,7 +365,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
                 return self._generate(groups, listener, samples, slow)
             return [samples[i] for i in range(len(groups))]
 
-        return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
+        return self._submit(GENERATE, calls).then(collect)
 
     def _ask(
         self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
@@ -375,27 +386,28 @@ class EngineGroup(VllmGroup["VllmEngine"]):
             self.drop(answers.lost, "rollout")
             return {name: list(map(RemoteSample, infos, asked[name][1:])) for name, infos in answers.values.items()}
 
-        return self._submit_expendable("rollout", "rollout", "generate", calls).then(collect)
+        return self._submit(GENERATE, calls).then(collect)
 
     def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
-        """Asks every engine what it computes with, see Engine.facts; by name."""
-        return self._ask_each("facts", lambda engine, texts: engine.facts(texts), texts)
+        """Return what every engine computes with, see Engine.facts; by name."""
+        return self._run_on_each(self._facts, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compares every engine's weights with checksums, see Engine.differing; by name."""
-        return self._ask_each("compare", lambda engine, expected: engine.differing(expected), ray.put(expected))
+        """Compare every engine's weights with checksums, see Engine.differing; by name."""
+        return self._run_on_each(self._differing, share(expected))
 
-    def _ask_each(self, task: str, function: Callable[..., Any], *arguments: Any) -> Pending[dict[str, Any]]:
-        calls = self._calls(task, function, *arguments)
+    def _run_on_each(self, call: RemoteCall[T, Any, Unpack[Ts]], *arguments: Unpack[Ts]) -> Pending[dict[str, T]]:
+        """Run a method on every engine. The result has the return values of those that are not lost, by name."""
 
-        def drop_lost(answers: Answers) -> dict[str, Any]:
+        def drop_lost(answers: Answers) -> dict[str, T]:
             self.drop(answers.lost, "refit")
             return dict(answers.values)
 
-        return self._submit_expendable(f"engines: {task}", "refit", task, calls).then(drop_lost)
+        return self._submit(call.method, call.start(*arguments)).then(drop_lost)
 
     def take_idle_share(self) -> Pending[float]:
-        calls = self._calls("sampled", lambda engine: (engine.take_seconds(), engine.take_num_steps()))
+        call = self._take_work
+        calls = call.start()
 
         def take(answers: Answers) -> float:
             for name, (seconds, num_steps) in answers.values.items():
@@ -404,30 +416,23 @@ class EngineGroup(VllmGroup["VllmEngine"]):
                     self._latencies[name] = fmean((latency, self._latencies.get(name, latency)))
             return self._idle_share([answers.values.get(name, (0.0, 0))[0] for name in calls])
 
-        return self._submit_expendable("seconds of sampling", "rollout", "sampled", calls).then(take)
+        return self._submit(call.method, calls).then(take)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
-        """Makes this plan the plan of the following refits. The result is whether all engines have it; those that do
-        not are lost."""
-        arguments = (ray.put(plan), ray.put(channel), ray.put(self._holders), self.by_loader)
-        connecting = cloudpickle.dumps(_connect)
-        calls = {
-            name: self._call(actor, "connect", connecting, name, *arguments) for name, actor in self._actors.items()
-        }
-
-        def drop_lost(answers: Answers) -> bool:
-            self.drop(answers.lost, "refit")
-            return not answers.lost
-
-        return self._submit_expendable("connecting for the refit", "refit", "connect", calls).then(drop_lost)
+        """Set the plan of the following refits. The result is whether all engines have it; those that do not are
+        lost."""
+        asked = self.names
+        connected = self._run_on_each(self._connect, share(plan), share(channel), share(self._holders), self.by_loader)
+        return connected.then(lambda values: len(values) == len(asked))
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
-        """Starts the refit in every engine, see Engine.refit. Returns the calls, which end with those that send."""
-        return self._calls("refit", lambda engine, expected: engine.refit(version, expected), ray.put(expected))
+        """Start the refit in every engine, see Engine.refit. Return the calls, which end with those that send."""
+        return self._refit.start(version, share(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Leaves out the lost engines, and starts them again. Raises RunFailure if none is left."""
-        lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
+        """Remove the lost engines, and restart them. Raises RunFailure if none is left."""
+        # A refit during a rollout may have noticed the loss first.
+        lost = [name for name in lost if name in self._actors]
         for name in lost:
             del self._actors[name]
             self._latencies.pop(name, None)
@@ -447,14 +452,13 @@ class EngineGroup(VllmGroup["VllmEngine"]):
 
     def _start_again(self, name: str) -> None:
         actor = self._launch(self._processes[name])
-        calls = [actor.start.remote()]
+        calls = [self._start.on(actor)]
         if self._sleeps:
-            keeps = self.by_loader
-            calls.append(self._call(actor, "sleep", cloudpickle.dumps(lambda engine: engine.sleep(keeps))))
+            calls.append(self._sleep.on(actor, self.by_loader))
         self._starting[name] = actor, calls
 
     def rejoin_restarted(self) -> None:
-        """Takes the engines that have started again among the others, before a refit: they hold no weights yet."""
+        """Add the restarted engines to the others, before a refit: they have no weights yet."""
         for name, (actor, calls) in list(self._starting.items()):
             ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
             if len(ended) < len(calls):
@@ -475,19 +479,7 @@ class EngineGroup(VllmGroup["VllmEngine"]):
         return f"the run goes on with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """Watches the last engine, whose loss ends every wait; the loss of another is noticed at its next call."""
+        """Watch the last engine, whose loss ends every wait. The loss of another is noticed at its next call."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)
-
-
-def _connect(
-    engine: VllmEngine,
-    name: str,
-    plan: CompactPlan,
-    channel: Channel,
-    holders: Mapping[str, Sequence[Holder]],
-    by_loader: bool,
-) -> None:
-    """Connects an engine. holders: the holders of each engine, by its name."""
-    engine.connect(plan, channel, holders[name], by_loader)

@@ -1,20 +1,20 @@
-"""The processes that make rollouts in environments: one beside each engine."""
+"""The processes that run rollouts in environments: one beside each engine."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from megarl.cluster.groups.engines import EngineGroup, RemoteSample
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
+from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -31,50 +31,49 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 Complete = Callable[[TurnRequest], Awaitable[Completion]]
 """An engine: returns the tokens of a turn."""
 
-Ask = Callable[[ActorHandle, Sequence[SamplingRequest], ActorHandle], ray.ObjectRef]
-"""Has a process make the rollouts of requests with an engine."""
-
 
 class EnvironmentWorker:
-    """Makes rollouts, many at once in one event loop. Environments are in processes of their own: those of training for
-    the whole run, those of an evaluation set for as long as it is played, so that it finds them the same each time, and
-    training finds its own as it left them."""
+    """Runs many rollouts concurrently in one event loop. Environments run in separate processes: those of training for
+    the whole run, those of an evaluation set during its evaluation only, so that an evaluation always starts from the
+    same state and leaves the state of training's environments alone."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
         """
-        num_processes   with environments
-        address         of this machine, on which agents reach the policy
+        Args:
+            num_processes: number of processes with environments.
+            address: address of this machine, at which agents reach the policy.
         """
         self._config, self._tokenizer = config, tokenizer
         self._num_processes, self._address = num_processes, address
         self._training: RolloutRunner | None = None
 
     async def start(self) -> None:
-        """Starts the environments of training, if it has some."""
+        """Start the environments of training, if it has any."""
         if self._config.has_environment:
             self._training = await self._start_runner(self._config)
 
     async def close(self) -> None:
-        """Ends the environments of training. Else they end with this process."""
+        """End the environments of training. Otherwise they end with this process."""
         if self._training is not None:
             await self._training.close()
 
     async def train(
         self, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Returns what `made` makes of the samples of each rollout, which it gets as soon as they are there."""
+        """Run rollouts, and call `made` on the samples of each as soon as it is over. Return the results of `made`."""
         assert self._training is not None, "the run has an environment"
         return await _play_all(self._training, requests, complete, made, len(requests))
 
     async def evaluate(
         self, of_set: Config, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Does so for an evaluation set, of_set being its recipe. No more rollouts are under way at once than in a step
-        of training, whose environments the machine has room for."""
+        """Do the same for an evaluation set, whose recipe is of_set, with at most as many concurrent rollouts as a step
+        of training has, for which the machine has room."""
         runner = await self._start_runner(of_set)
         try:
             return await _play_all(runner, requests, complete, made, _at_once(self._config))
@@ -111,72 +110,74 @@ async def _play_all(
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # those that go on without one that has raised
+        for task in tasks:  # the others, if one has raised
             task.cancel()
 
 
 def _at_once(config: Config) -> int:
-    """Returns the rollouts of a step of training beside each engine."""
+    """Return the number of rollouts of a step of training per engine."""
     return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
-class EnvironmentActor(ProcessActor):
-    """A process that makes rollouts. Its worker is an EnvironmentWorker."""
+class EnvironmentActor(AsyncProcessActor):
+    """A process that runs rollouts. Its worker is an EnvironmentWorker."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
 
-    async def start(self, config: Config, model_folder: Path) -> TimedResult:
-        begin = time.time()
+    async def start(self, config: Config, model_folder: Path) -> None:
         address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
         self._worker = EnvironmentWorker(config, load_tokenizer(model_folder), self._process.threads, address)
         await self._worker.start()
-        return TimedResult(None, begin, time.time())
 
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> TimedResult:
-        """Makes rollouts with this engine. Returns the samples of each, or None if the engine was lost. The listener
-        gets them as they come."""
+    ) -> list[list[RemoteSample]] | None:
+        """Run rollouts on this engine. Return the samples of each, or None if the engine was lost. The listener
+        receives them as they finish."""
 
         def made(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
             return _put(samples)
 
         turns = self._turns_in(engine)
-        return await _answer(self._worker.train(requests, turns.sample, made), turns)
+        return await _finish(self._worker.train(requests, turns.sample, made), turns)
 
-    async def evaluate(self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config) -> TimedResult:
-        """Makes the rollouts of an evaluation set, of_set being its recipe. Returns as `train` does."""
+    async def evaluate(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+    ) -> list[list[RemoteSample]] | None:
+        """Run the rollouts of an evaluation set, whose recipe is of_set. The result is like that of `train`."""
         turns = self._turns_in(engine)
-        return await _answer(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
+        return await _finish(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
-        """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
+        """Return this process's turns in an engine. They outlive a call: an agent that has ended may leave some."""
         if engine not in self._turns:
             self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
         return self._turns[engine]
 
 
-async def _answer(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> TimedResult:
-    begin = time.time()
+async def _finish(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> list[list[RemoteSample]] | None:
+    """Return the samples, or None if the engine was lost."""
     try:
         samples = await rollouts
         await turns.end_abandoned()
-        return TimedResult(samples, begin, time.time())
+        return samples
     except RayActorError:
-        return TimedResult(None, begin, time.time())
+        return None
 
 
 def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
     return [RemoteSample.put(sample) for sample in samples]
 
 
-class EnvironmentGroup(Group[EnvironmentWorker]):
-    """The processes that make rollouts, each with the engine of its number. Groups of rollouts are assigned out as those
-    of single responses are, so that they share a prefix cache."""
+class EnvironmentGroup(WorkerGroup):
+    """The processes that run rollouts in environments, each on the engine of its number. The rollouts of one prompt go
+    to the same engine, like those of single responses, so that they share a prefix cache."""
+
+    title = "EnvironmentActor"
 
     def __init__(
         self,
@@ -186,46 +187,49 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
         processes: Sequence[Process],
         engines: EngineGroup,
     ):
-        super().__init__(
-            session,
-            "EnvironmentActor",
-            {p.name: session.on_node(EnvironmentActor, p).remote(p, session.logs) for p in processes},
-        )
+        actors = {p.name: session.on_node(EnvironmentActor, p).remote(p, session.logs) for p in processes}
+        super().__init__(session, "environments", actors)
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
 
+    @remote(timeout="start")
+    def _start(self, config: Config, model_folder: Path) -> None: ...
+
+    @remote(timeout="rollout", phase="rollout")
+    def _train(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
+    ) -> list[list[RemoteSample]] | None: ...
+
+    @remote(timeout="rollout", phase="rollout")
+    def _evaluate(
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+    ) -> list[list[RemoteSample]] | None: ...
+
     def start(self) -> Pending[list[None]]:
-        calls = {name: actor.start.remote(self._config, self._model_folder) for name, actor in self._actors.items()}
-        return self._read("environments: start", "start", "start", calls)
+        return self._start(self._config, self._model_folder)
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle
     ) -> Pending[list[list[RemoteSample]]]:
-        """Makes the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
-        Rollouts of an engine that is lost meanwhile are made anew by the others. listener: an actor whose method
-        `begin` gets the samples of each rollout as soon as it is over."""
-
-        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
-            return actor.train.options(name=f"{self._title}.train").remote(requests, engine, listener)
-
-        return self._generate(groups, ask, {})
+        """Run the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
+        Rollouts of an engine that is lost meanwhile start again on the others. listener: an actor whose method `begin`
+        receives the samples of each rollout as soon as it is over."""
+        return self._generate(groups, self._train, listener, {})
 
     def evaluate(
         self, groups: Sequence[Sequence[SamplingRequest]], of_set: Config
     ) -> Pending[list[list[RemoteSample]]]:
-        """Makes the rollouts of an evaluation set likewise, of_set being its recipe."""
-
-        def ask(actor: ActorHandle, requests: Sequence[SamplingRequest], engine: ActorHandle) -> ray.ObjectRef:
-            return actor.evaluate.options(name=f"{self._title}.evaluate").remote(requests, engine, of_set)
-
-        return self._generate(groups, ask, {})
+        """Run the rollouts of an evaluation set, whose recipe is of_set, like `generate`."""
+        return self._generate(groups, self._evaluate, of_set, {})
 
     def _generate(
         self,
         groups: Sequence[Sequence[SamplingRequest]],
-        ask: Ask,
+        call: RemoteCall[list[list[RemoteSample]] | None, Any, Sequence[SamplingRequest], ActorHandle, A],
+        argument: A,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
+        """Run the rollouts of the prompts that are not done. argument: the call's last one."""
         left = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
         by_engine = self._engines.assign({i: len(groups[i]) for i in left})
@@ -234,7 +238,7 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
         for (_, engine), (name, actor) in pairs:
             if name in assigned:
                 requests = [request for i in assigned[name] for request in groups[i]]
-                calls[name] = ask(actor, requests, engine)
+                calls[name] = call.on(actor, requests, engine, argument)
         engine_of = {name: engine for (engine, _), (name, _) in pairs}
         load = self._engines.add_load(
             {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in assigned.items()}
@@ -253,6 +257,6 @@ class EnvironmentGroup(Group[EnvironmentWorker]):
             if not lost:
                 return [done[i] for i in range(len(groups))]
             self._engines.drop(load.still_there(lost), "rollout")
-            return self._generate(groups, ask, done)
+            return self._generate(groups, call, argument, done)
 
-        return self._session.submit(calls, "rollout", "rollout").then(collect)
+        return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(collect)

@@ -1,37 +1,32 @@
-"""The processes of a role, and the one way to call them."""
+"""The processes of a role and their Ray actors."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
 
 import ray
-from ray import cloudpickle
 from ray.actor import ActorHandle
 
+from megarl.cluster.groups.remote import RemoteMethod
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
-from megarl.config.schema import TimeoutKind
 
 CALLS_AT_ONCE = 100_000
-"""The calls that one event loop may have under way. Prompts that are begun ahead are a call each, and others must get
+"""Maximum number of concurrent calls in an async actor. Each prompt in flight is one call, and other calls must get
 through beside them; Ray's default is 1,000."""
-
-W = TypeVar("W")
-"""The class of the workers, of which each process of the role holds one."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """The value that a call returned, and when it ran: seconds since the epoch, by the clock of the process."""
+    """The return value of a call, with its start and end in seconds since the epoch by the process's clock."""
 
     value: Any
     begin: float
@@ -39,9 +34,9 @@ class TimedResult:
 
 
 class ProcessActor:
-    """One process of the run, as a Ray actor. It makes its worker when it starts, and then runs functions on it.
+    """One process of the run, as a Ray actor that holds a worker and runs its methods.
 
-    Torch, Megatron and vLLM are imported here, in the actor's own process, never in the driver's.
+    Megatron and vLLM are imported in the actor's process, never in the driver's.
     """
 
     def __init__(self, process: Process, logs: Path):
@@ -50,78 +45,66 @@ class ProcessActor:
         self._process = process
         self._worker: Any = None
 
-    def run(self, function: bytes, *arguments: Any) -> TimedResult:
-        """Runs function(worker, *arguments), of a pickled function."""
-        return self.call(cloudpickle.loads(function), *arguments)
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
-        """Runs function(worker, *arguments)."""
+    def call(self, method: str, *arguments: Any) -> TimedResult:
+        """Run a method by name: the actor's own if it has one, otherwise the worker's."""
         begin = time.time()
-        value = function(self._worker, *arguments)
+        value = self._find(method)(*map(self._receive, arguments))
+        return TimedResult(value, begin, time.time())
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        return getattr(self, method) if hasattr(self, method) else getattr(self._worker, method)
+
+    def _receive(self, argument: Any) -> Any:
+        """Return the argument as the method takes it."""
+        return argument
+
+
+class AsyncProcessActor(ProcessActor):
+    """A process whose methods may be coroutines. Ray runs all of its calls in one event loop."""
+
+    async def call(self, method: str, *arguments: Any) -> TimedResult:  # pyright: ignore[reportIncompatibleMethodOverride]
+        begin = time.time()
+        value = self._find(method)(*arguments)
+        if inspect.isawaitable(value):
+            value = await value
         return TimedResult(value, begin, time.time())
 
 
-class Group(Generic[W]):
-    """The processes of a role. Their methods submit calls, whose results the caller waits for."""
+class WorkerGroup:
+    """The processes of one role. Its remote methods run in all of them and return a Pending of their results."""
 
-    def __init__(self, session: Session, title: str, actors: Mapping[str, ActorHandle]):
-        """title: the name of the processes in the machine's list of them. actors: the actors by the processes'
-        names."""
-        self._session, self._title, self._actors = session, title, dict(actors)
+    title: ClassVar[str]
+    """Name of the actor class, which starts the title of its processes."""
+
+    def __init__(self, session: Session, role: str, actors: Mapping[str, ActorHandle]):
+        """
+        Args:
+            role: what the group is called in error messages.
+            actors: actors by process name.
+        """
+        self.role, self._session, self._actors = role, session, dict(actors)
         self._share_taken = time.monotonic()
 
+    @property
+    def actors(self) -> Mapping[str, ActorHandle]:
+        """The actors by process name."""
+        return self._actors
+
     def take_idle_share(self) -> Pending[float]:
-        """Returns the share of the time since this was last asked in which the processes had no task."""
+        """Return the fraction of the time since the last call in which the processes were idle."""
         return ready(self._idle_share([self._session.trace.take_seconds(name) for name in self._actors]))
 
     def _idle_share(self, busy: Sequence[float]) -> float:
-        """busy: the seconds in which each process had a task."""
+        """busy: seconds that each process worked."""
         now = time.monotonic()
         elapsed, self._share_taken = now - self._share_taken, now
         return 1 - sum(busy) / (len(busy) * elapsed)
 
-    def _submit(
-        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], *arguments: Any
-    ) -> Pending[list[T]]:
-        """Runs function(worker, *arguments) in every process. The result has their return values, in their order.
+    def phase(self, method: RemoteMethod) -> str:
+        """Return what the driver waits for during this method, for error messages."""
+        return method.phase or f"{self.role} {method.name.replace('_', ' ')}"
 
-        phase   the wait of the driver, for its messages
-        limit   the key of cluster.timeouts that bounds it
-        task    the work of the process, for its title and for the trace
-        """
-        return self._read(phase, limit, task, self._calls(task, function, *arguments))
-
-    def _submit_each(
-        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], arguments: Iterable[Sequence[Any]]
-    ) -> Pending[list[T]]:
-        """Runs function(worker, *arguments) as _submit does, in each process with its own arguments."""
-        pickled = cloudpickle.dumps(function)
-        pairs = zip(self._actors.items(), arguments, strict=True)
-        calls = {
-            name: self._call(actor, task, pickled, *process_arguments) for (name, actor), process_arguments in pairs
-        }
-        return self._read(phase, limit, task, calls)
-
-    def _submit_to_first(
-        self, phase: str, limit: TimeoutKind, task: str, function: Callable[..., T], *arguments: Any
-    ) -> Pending[T]:
-        """Runs function(worker, *arguments) as _submit does, in the first process only."""
-        name, actor = next(iter(self._actors.items()))
-        calls = {name: self._call(actor, task, cloudpickle.dumps(function), *arguments)}
-        return self._read(phase, limit, task, calls).then(lambda answers: answers[0])
-
-    def _calls(self, task: str, function: Callable[..., T], *arguments: Any) -> dict[str, ray.ObjectRef]:
-        """Runs function(worker, *arguments) in every process. Returns the calls, for the caller to submit."""
-        pickled = cloudpickle.dumps(function)
-        return {name: self._call(actor, task, pickled, *arguments) for name, actor in self._actors.items()}
-
-    def _call(self, actor: ActorHandle, task: str, function: bytes, *arguments: Any) -> ray.ObjectRef:
-        """Runs a pickled function(worker, *arguments): pickled once for all processes, not once for each."""
-        return actor.run.options(name=f"{self._title}.{task}").remote(function, *arguments)
-
-    def _read(
-        self, phase: str, limit: TimeoutKind, task: str, calls: Mapping[str, ray.ObjectRef]
-    ) -> Pending[list[Any]]:
-        """Submits calls whose answers are `TimedResult`s."""
-        pending = self._session.submit(calls, phase, limit)
-        return pending.then(lambda answers: list(self._session.trace.add(task, answers).values()))
+    def read(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:
+        """Wait for calls of a remote method. The result lists their return values in order."""
+        pending = self._session.submit(calls, self.phase(method), method.timeout)
+        return pending.then(lambda results: list(self._session.trace.add(method.name, results).values()))

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from megarl.cluster.groups.group import Group, ProcessActor, TimedResult
+from megarl.cluster.groups.group import ProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
 from megarl.config.model_schema import MegatronRole
-from megarl.config.schema import Config, TimeoutKind
+from megarl.config.schema import Config
 from megarl.core.collector import imports
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    from megarl.data.local_batch import LocalBatch
     from megarl.megatron.workers.model import ModelWorker
-
-W = TypeVar("W", bound="ModelWorker")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The facts that a rank reports: its data-parallel rank, its holder of the model, its packing, its kernels."""
+    """What a rank reports once its model is built."""
 
     data_parallel_rank: int
     holder: Holder
@@ -47,32 +43,27 @@ class RankActor(ProcessActor):
         super().__init__(process, logs)
         layout = config.placed(role).layout
         if layout.tp > 1 or layout.cp > 1:
-            # Megatron overlaps these groups' communication with products by the order in which it submits both, which a
-            # GPU keeps in one queue only. It reads the variable when its context is made.
+            # Megatron overlaps these groups' communication with GEMMs by submission order, which a GPU keeps only
+            # within one hardware queue. CUDA reads the variable when it creates the context.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._config, self._role, self._model_folder = config, role, model_folder
         self._batches = FetchedBatches()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> TimedResult:
-        """Runs function(worker, *arguments), with the LocalBatch in place of a RankBatch that refers to it."""
-        return super().call(function, *map(self._fetched, arguments))
-
-    def _fetched(self, argument: Any) -> Any:
+    def _receive(self, argument: Any) -> Any:
+        """Fetch the LocalBatch that a RankBatch refers to."""
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
-    def open_store(self) -> TimedResult:
-        """Opens, on rank 0, the rendezvous of the process group. Answers with its host and port."""
-        begin = time.time()
+    def open_store(self) -> tuple[str, int]:
+        """Open the process group's TCPStore, on rank 0. Return its host and port."""
         with imports():
             from megarl.cluster.store import open_store
         host = ray.util.get_node_ip_address()
         world_size = self._config.placed(self._role).layout.world_size
         self._store = open_store(host, world_size, self._config.cluster.timeouts.start)
-        return TimedResult((host, self._store.port), begin, time.time())
+        return host, self._store.port
 
-    def start(self, host: str, port: int) -> TimedResult:
-        """Builds the model and loads its weights. Answers with a Started."""
-        begin = time.time()
+    def start(self, host: str, port: int) -> Started:
+        """Build the model and load its weights."""
         with imports():
             from megarl.cluster.store import join_store
 
@@ -82,8 +73,7 @@ class RankActor(ProcessActor):
         store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
         worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         self._worker = worker
-        started = Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
-        return TimedResult(started, begin, time.time())
+        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
 
 
 def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
@@ -99,18 +89,15 @@ def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
     return next(worker for worker in workers if worker.role == role)
 
 
-class RankGroup(Group[W]):
+class RankGroup(WorkerGroup):
     """All ranks of a role."""
 
     actor_class: ClassVar[Any]
     """A class derived from RankActor, as a Ray actor."""
-    title: ClassVar[str]
-    """The name of that class."""
 
     def __init__(
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
     ):
-        self._role = role
         self._processes = processes
         actors = {
             process.name: session.on_node(self.actor_class, process).remote(
@@ -118,24 +105,31 @@ class RankGroup(Group[W]):
             )
             for process in processes
         }
-        super().__init__(session, self.title, actors)
+        super().__init__(session, role.replace("_", " "), actors)
         session.watch(actors)
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
-        """Host and port of the ranks' TCPStore, which is on rank 0."""
+        """Host and port of the ranks' TCPStore, which rank 0 serves."""
+
+    @remote(timeout="start")
+    def _open_store(self) -> tuple[str, int]: ...
+
+    @remote(timeout="start")
+    def _start(self, host: str, port: int) -> Started: ...
+
+    @remote(timeout="start")
+    def close(self) -> None:
+        """Leave the process group, on all ranks at once: a rank that leaves alone looks like a crash to its peers."""
 
     def start(self) -> Pending[None]:
-        """Opens the rendezvous on rank 0, then builds the model on all ranks."""
-        name, first = next(iter(self._actors.items()))
-        opened = self._read(f"{self._role} rendezvous", "start", "open_store", {name: first.open_store.remote()})
-        return opened.then(lambda addresses: self._start_ranks(*addresses[0]))
+        """Open the rendezvous on rank 0, then build the model on all ranks."""
+        return self._open_store.on_first().then(lambda address: self._start_ranks(*address))
 
     def _start_ranks(self, host: str, port: int) -> Pending[None]:
         self.store_address = (host, port)
-        print(f"{self._role.replace('_', ' ')}: its ranks meet at {host}:{port}", flush=True)
-        calls = {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
-        return self._read(f"{self._role} start", "start", "start", calls).then(self._note_started)
+        print(f"{self.role}: ranks meet at {host}:{port}", flush=True)
+        return self._start(host, port).then(self._note_started)
 
     def _note_started(self, started: Sequence[Started]) -> None:
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
@@ -143,17 +137,6 @@ class RankGroup(Group[W]):
         self.holders = [holder for process, rank in ranks for holder in process.hold([rank.holder])]
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
-    def close(self) -> Pending[list[None]]:
-        """Makes all ranks leave the process group together, so that no rank sees the others vanish."""
-        return self._submit(f"{self._role} end", "start", "close", lambda worker: worker.close())
-
-    def _submit_batches(
-        self,
-        phase: str,
-        limit: TimeoutKind,
-        task: str,
-        function: Callable[[W, LocalBatch], T],
-        batches: Sequence[RankBatch],
-    ) -> Pending[list[T]]:
-        """Runs function(worker, batch) in every rank, with the LocalBatch of its data-parallel rank's batch."""
-        return self._submit_each(phase, limit, task, function, [(batches[rank],) for rank in self._data_parallel_ranks])
+    def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
+        """Return each rank's argument for a remote method that takes the batch of its data-parallel rank."""
+        return [(batches[rank],) for rank in self._data_parallel_ranks]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.cluster.groups.engines import RemoteSample
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores, join_scores, put_scores
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardEngineActor(VllmActor):
-    """One classifier on vLLM, or one language model that judges."""
+    """One classifier or one judging language model on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
         if self._judges:
@@ -41,31 +42,32 @@ class RewardEngineActor(VllmActor):
 
         return VllmClassifier(arguments)
 
+    def score(self, samples: Sequence[RemoteSample]) -> Scores:
+        scores = self._worker.scores(ray.get([sample.ref for sample in samples])) if samples else []
+        segments.note(own_scratch())
+        return put_scores(
+            {sample.info.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)}
+        )
+
     @property
     def _judges(self) -> bool:
         return self._config.reward_model.judges
 
 
-class RewardEngineGroup(VllmGroup["VllmClassifier | VllmJudge"]):
+class RewardEngineGroup(VllmGroup):
     """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
 
-    actor_class, title = RewardEngineActor, "RewardEngineActor"
+    actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
+
+    @remote(timeout="rewards", join=join_scores)
+    def _score(self, samples: Sequence[RemoteSample]) -> Scores: ...
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """Scores each response token, float32 [R], or with a sequence classifier the sample, [1]. A judge gives
+        """Score each response token, float32 [R], or with a sequence classifier the sample, [1]. A judge returns
         the token ids of its answer about the sample, int64 [A]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
-
-        def score(engine: VllmClassifier | VllmJudge, samples: Sequence[RemoteSample]) -> Scores:
-            scores = engine.scores(ray.get([sample.ref for sample in samples])) if samples else []
-            segments.note(own_scratch())
-            return put_scores(
-                {sample.info.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)}
-            )
-
         shares = [
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
             for i in range(len(self._actors))
         ]
-        scored = self._submit_each("reward model: scores", "rewards", "score", score, [(share,) for share in shares])
-        return scored.then(join_scores)
+        return self._score.on_each((share,) for share in shares)

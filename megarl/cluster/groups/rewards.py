@@ -1,21 +1,21 @@
-"""Rewards in a process of their own, which reads the samples' text so that the driver need not."""
+"""Rewards, computed in a separate process that reads the samples' text so that the driver need not."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.evaluation import EvaluationScorer
-from megarl.cluster.groups.group import CALLS_AT_ONCE, Group, ProcessActor, TimedResult
+from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.pending import Pending
@@ -44,14 +44,11 @@ if TYPE_CHECKING:
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
-class RewardActor(ProcessActor):
-    """The process that scores samples. Its worker is a RewardWorker. As its methods are async, Ray runs all of them in
-    one event loop: samples come in while others are scored."""
+class RewardActor(AsyncProcessActor):
+    """The process that scores samples. Its worker is a RewardWorker. Samples arrive while others are scored."""
 
-    async def start(self, config: Config, models: ModelFolders) -> TimedResult:
-        begin = time.time()
+    async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
-        return TimedResult(None, begin, time.time())
 
     async def begin(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -61,27 +58,24 @@ class RewardActor(ProcessActor):
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
 
-    async def score(self, *arguments: Any) -> TimedResult:
-        begin = time.time()
-        value = await self._worker.score(*arguments)
-        return TimedResult(value, begin, time.time())
 
-    async def evaluate(self, *arguments: Any) -> TimedResult:
-        begin = time.time()
-        value = await self._worker.evaluate(*arguments)
-        return TimedResult(value, begin, time.time())
+WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
+"""The row of a prompt, the weight version that its samples started with, and the samples."""
+
+WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
+"""The same with references to the samples' tokens."""
 
 
 class RewardWorker:
-    """Reads and scores samples, whose text the driver never sees."""
+    """Scores samples, whose text the driver never sees."""
 
     def __init__(self, config: Config, models: ModelFolders, num_processes: int):
-        """num_processes: how many calls of the user's functions run at once."""
+        """num_processes: number of concurrent calls of the user's functions."""
         self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
-        """The readings of this step's samples, where the reward model does not read the sampled ids."""
+        """The readings of this step's samples, if the reward model does not read the sampled ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
-        """Samples that are being judged, or are."""
+        """Samples whose judging has started."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -98,7 +92,7 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
-        """Begins to judge a sample. One that is the same as another of its name is judged once."""
+        """Start to judge a sample. An equal sample of the same name is judged once."""
         begun, task = self._begun.get(sample.id, (None, None))
         if task is None or begun != sample:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
@@ -106,18 +100,18 @@ class RewardWorker:
         return task
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Ends the judging of the samples of rollouts that nobody will ask for."""
+        """Cancel the judging of the samples of dropped rollouts."""
         for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
             _, task = self._begun.pop(name)
             task.cancel()
 
     def close(self) -> None:
-        """Ends the processes of the user's functions. Else they end with this one."""
+        """End the processes of the user's functions. Otherwise they end with this process."""
         self._pool.close()
         self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
-        """Returns the samples in the reward model's own tokens, without those that it cannot read."""
+        """Return the samples in the reward model's own tokens, without those that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [RemoteSample.put(sample) for sample in read]
@@ -131,14 +125,17 @@ class RewardWorker:
     async def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
-        """Scores the samples and appends them, decoded, to a JSONL file for people to read. Returns their scores, and
-        references to the rewards of single tokens, if the reward model or a function gives them. model_scores:
-        references to the reward model's scores, if there is one."""
+        """Score the samples and append them, decoded, to a JSONL file. Return their scores, and references to per-token
+        rewards if the reward model or a function returns them.
+
+        Args:
+            model_scores: references to the reward model's scores, if there is one.
+        """
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
-        # All samples are there now, which functions of batches wait for.
+        # Functions of batches need all samples.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         of_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
@@ -161,12 +158,24 @@ class RewardWorker:
         return [score for score, _ in scores], _put(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
-        """Scores samples of the evaluation set of this name, see SetScorer.score."""
+        """Score samples of the evaluation set of this name, see SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
+    def save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord:
+        read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+        file.parent.mkdir()
+        file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
+        return seal(file, file.parent.parent)
+
+    def load_groups(self, file: Path) -> list[WaitingGroup]:
+        groups = pickle.loads(file.read_bytes())
+        return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
+
+    write_advantages = staticmethod(write_advantages)
+
     def _token_texts(self, sample: Sample) -> list[str] | None:
-        """Returns the texts of the tokens of a sample whose line lists them."""
+        """Return the texts of the sample's tokens if its line lists them."""
         if not has_token_details(sample.id, self._num_detailed_groups):
             return None
         return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
@@ -176,7 +185,7 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
+        """Return the judge's verdicts by sample id; empty without a judge. samples: all samples of their prompts."""
         if self._rewards.judge is None:
             return {}
         asked = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -200,30 +209,14 @@ class RewardWorker:
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
-WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
-"""The row of a prompt, the version of the weights that began its samples, and these."""
-
-
-def _save_groups(groups: Sequence[tuple[int, int, Sequence[ray.ObjectRef]]], file: Path) -> FileRecord:
-    read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
-    file.parent.mkdir()
-    file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
-    return seal(file, file.parent.parent)
-
-
-def _load_groups(file: Path) -> list[WaitingGroup]:
-    groups = pickle.loads(file.read_bytes())
-    return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
-
-
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Returns the reward of the classifier in this folder."""
+    """Return the reward of the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 
 def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Puts rewards of single tokens, by sample id, into Ray's object store: float32 [R] each."""
+    """Put per-token rewards, by sample id, into Ray's object store: float32 [R] each."""
     if not by_token:
         return {}
     import torch
@@ -232,7 +225,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Returns the reader of the samples' text, None where the reward model reads the sampled ids."""
+    """Return the reader of the samples' text; None if the reward model reads the sampled ids."""
     settings = config.reward_model
     if settings.input_format == "ids":
         return None
@@ -241,7 +234,7 @@ def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | N
 
 
 def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
-    """Returns what asks the language model in this folder, and reads its ratings."""
+    """Return the judge that queries the language model in this folder and parses its ratings."""
     settings = config.reward_model
     _, longest = config.context_of(settings)
     return ModelJudge(settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
@@ -253,8 +246,10 @@ def _kind(folder: Path) -> Kind:
     return head.kind
 
 
-class RewardGroup(Group[RewardWorker]):
+class RewardGroup(WorkerGroup):
     """The process that scores samples, and the reward model that scores them first, if there is one."""
+
+    title = "RewardActor"
 
     def __init__(
         self,
@@ -264,69 +259,73 @@ class RewardGroup(Group[RewardWorker]):
         model: RewardModelGroup | RewardEngineGroup | None,
         models: ModelFolders,
     ):
-        super().__init__(
-            session, "RewardActor", {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
-        )
+        actors = {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
+        super().__init__(session, "rewards", actors)
         session.watch(self._actors)
         self._model, self._config, self._models = model, config, models
         self._reads_ids = config.reward_model.input_format == "ids"
 
+    @remote(timeout="start")
+    def _start(self, config: Config, models: ModelFolders) -> None: ...
+
+    @remote(timeout="rewards")
+    def _read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]: ...
+
+    @remote(timeout="rewards", phase="rewards")
+    def _score(
+        self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
+    ) -> tuple[list[Score], Scores]: ...
+
+    @remote(timeout="rewards", phase="evaluation")
+    def _evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]: ...
+
+    @remote(timeout="checkpoint")
+    def _save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord: ...
+
+    @remote(timeout="checkpoint")
+    def _load_groups(self, file: Path) -> list[WaitingGroup]: ...
+
+    @remote(timeout="update")
+    def _write_advantages(
+        self, path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None: ...
+
     @property
     def listener(self) -> ActorHandle:
-        """The process that begins to score samples when it is told of them."""
+        """The actor that starts to score samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Tells the process that nobody will ask for the samples of these rollouts."""
+        """Drop the samples of these rollouts, whose scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:
-        calls = {name: actor.start.remote(self._config, self._models) for name, actor in self._actors.items()}
-        return self._read("reward start", "start", "start", calls)
+        return self._start(self._config, self._models)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Scores the samples by the reward model, then by the functions. The result has their scores, and references to
-        the rewards of single tokens, float32 [R], if one of them gives such."""
+        """Score the samples by the reward model, then by the functions. The result has their scores, and references to
+        per-token rewards, float32 [R], if the model or a function returns them."""
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
-
-        def score(model_scores: Scores) -> Pending[tuple[list[Score], Scores]]:
-            [(name, actor)] = self._actors.items()
-            call = actor.score.options(name=f"{self._title}.score").remote(refs, model_scores, step, path)
-            return self._read("rewards", "rewards", "score", {name: call}).then(lambda answers: answers[0])
-
-        return score({}) if self._model is None else self._model_scores(self._model, samples).then(score)
+        if self._model is None:
+            return self._score.on_first(refs, {}, step, path)
+        scored = self._model_scores(self._model, samples)
+        return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
-        """Scores samples of the evaluation set of this name, and writes them into the file. version: that of the
-        weights that made them."""
-        [(process, actor)] = self._actors.items()
-        call = actor.evaluate.options(name=f"{self._title}.evaluate").remote(
-            [sample.ref for sample in samples], name, version, file.resolve()
-        )
-        return self._read("evaluation", "rewards", "evaluate", {process: call}).then(lambda answers: answers[0])
+        """Score samples of the evaluation set of this name, and write them into the file. version: that of the weights
+        that generated them."""
+        return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Writes groups of samples that wait for a step into a file of a checkpoint, in a new folder of it. Returns its
-        record."""
-        return self._submit_to_first(
-            "samples for the checkpoint",
-            "checkpoint",
-            "save_groups",
-            lambda _, *given: _save_groups(*given),
-            [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups],
-            file.resolve(),
-        ).result()
+        """Write groups of samples that wait for a step into a checkpoint's file, in a new folder of the checkpoint.
+        Return the file's record."""
+        refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
+        return self._save_groups.on_first(refs, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
-        """Reads what `save_groups` has written."""
-        return self._submit_to_first(
-            "samples of the checkpoint",
-            "checkpoint",
-            "load_groups",
-            lambda _, path: _load_groups(path),
-            file.resolve(),
-        ).result()
+        """Read the groups that `save_groups` has written."""
+        return self._load_groups.on_first(file.resolve()).result()
 
     def write_advantages(
         self,
@@ -334,28 +333,14 @@ class RewardGroup(Group[RewardWorker]):
         advantages: Mapping[str, float],
         details: Mapping[str, Mapping[str, Sequence[float]]],
     ) -> Pending[None]:
-        """Writes the advantages, by sample id, into the step's file of rollouts, and the values of single tokens."""
-        return self._submit_to_first(
-            "advantages for the rollouts' file",
-            "update",
-            "write_advantages",
-            lambda _, path, *by_sample: write_advantages(path, *by_sample),
-            rollouts.resolve(),
-            advantages,
-            details,
-        )
+        """Write the advantages, by sample id, and the per-token details into the step's file of rollouts."""
+        return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
     ) -> Pending[Scores]:
-        """Submits scoring of the samples that the reward model can read."""
+        """Submit scoring of the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
-        read = self._submit_to_first(
-            "reading for the reward model",
-            "rewards",
-            "read",
-            lambda worker, refs: worker.read(refs),
-            [sample.ref for sample in samples],
-        )
-        return read.then(lambda readable: model.scores(readable) if readable else {})
+        readable = self._read.on_first([sample.ref for sample in samples])
+        return readable.then(lambda samples: model.scores(samples) if samples else {})

@@ -1,14 +1,14 @@
-"""One rank of a reward model that is trained: on preferences, a classifier of whole samples; on labels, of tokens."""
+"""One rank of a trained reward model: a classifier of samples (preferences) or of tokens (labels)."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store
 
 from megarl.config.schema import Config
-from megarl.megatron.losses import Loss, label_loss, reward_model_loss
+from megarl.megatron.configured_losses import configured_reward_model_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
@@ -20,11 +20,10 @@ class ClassifierWorker(TrainerWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose score head then starts at 0."""
+        """model_folder: a classifier with one label, or a language model, whose score head starts at 0."""
         hf_config = as_classifier(read_config(model_folder), config.algorithm.objective.spec.classifier)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Loss:
-        objective = self._config.algorithm.objective
-        return partial(reward_model_loss if objective.spec.is_pairwise else label_loss, objective)
+    def loss(self) -> Loss:
+        return configured_reward_model_loss(self._config.algorithm.objective)

@@ -1,8 +1,7 @@
-"""One rank of the critic: a trunk of its own with a value head."""
+"""One rank of the critic: a separate backbone with a value head."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +10,8 @@ from torch.distributed import Store
 from megarl.config.schema import Config
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.losses import Loss, value_loss
+from megarl.megatron.configured_losses import configured_value_loss
+from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
@@ -22,19 +22,19 @@ class CriticWorker(TrainerWorker):
     metrics = "value"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose value head then starts at 0."""
+        """model_folder: a classifier with one label, or a language model, whose value head starts at 0."""
         hf_config = as_classifier(read_config(model_folder))
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
     @property
-    def objective(self) -> Loss:
-        return partial(value_loss, self._config.algorithm.value)
+    def loss(self) -> Loss:
+        return configured_value_loss(self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Returns sample id -> value of the state before each response token, float32 [R] on the host, by a
+        """Return sample id -> value of the state before each response token, float32 [R] on the host, from a
         forward-only pass.
 
-        The values stay here, too, for the update of the same samples. One rank of each data-parallel replica returns
+        The values also stay here for the update of the same samples. One rank of each data-parallel replica returns
         them.
         """
         values = {name: columns[:, 0] for name, columns in self._forward(batch).items()}

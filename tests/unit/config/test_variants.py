@@ -132,7 +132,7 @@ def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monk
         ),
         ("mine.py:CLASH", "its option aggregation is a key of the section. Fix: rename the option"),
         ("other.py:A", "other.py is not a Python file (working directory"),
-        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero; fix the file"),
+        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: correct the file"),
     ],
 )
 def test_a_wrong_file_is_refused_before_the_run(code, entry, line):

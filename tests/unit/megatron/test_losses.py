@@ -9,7 +9,7 @@ from megarl.core.metrics import merge
 from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
-from megarl.megatron.losses import policy_loss, value_loss
+from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss
 from megarl.megatron.metric_sums import read
 from megarl.step.metrics import with_explained_variance
 from tests.packing import packing
@@ -24,7 +24,7 @@ def test_policy_loss_requires_selected_tokens(name):
     sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
     [batch] = with_advantages(algorithm, [collate([TrainingSample(sample, 1.0, NO_BASELINE, 1.0)], packing())])
     with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
-        policy_loss(algorithm, config.tolerance, 0.0, batch, torch.zeros(3, 2))
+        configured_policy_loss(algorithm, config.tolerance, 0.0).terms(batch, torch.zeros(3, 2))
 
 
 def test_explained_variance_matches_torch():
@@ -42,7 +42,8 @@ def test_explained_variance_matches_torch():
             samples.append(TrainingSample(sample, float(i + 1), NO_BASELINE, 1.0))
         values = {name: torch.randn(len(masks[name]), generator=generator) for name in names}
         [batch] = with_advantages(algorithm, [collate(samples, packing(), values=values)])
-        parts.append(read(value_loss(algorithm.value, batch, torch.zeros(len(batch.mask), 1))[1]))
+        loss = configured_value_loss(algorithm.value)
+        parts.append(read(loss.metrics(batch, loss.terms(batch, torch.zeros(len(batch.mask), 1)))))
         returns.append(batch.returns[batch.mask])
         residuals.append((batch.returns - batch.values)[batch.mask])
     metrics = with_explained_variance(merge(parts))

@@ -7,9 +7,8 @@ separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
@@ -27,16 +26,16 @@ from megarl.data.collate import TokenScores, collate
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import mean_advantages, with_advantages
-from megarl.megatron.losses import (
-    imitation_loss,
-    implicit_reward_loss,
-    label_loss,
-    policy_loss,
-    preference_loss,
-    reward_model_loss,
-    value_loss,
+from megarl.megatron.configured_losses import (
+    configured_imitation_loss,
+    configured_implicit_reward_loss,
+    configured_policy_loss,
+    configured_preference_loss,
+    configured_reward_model_loss,
+    configured_value_loss,
 )
-from megarl.megatron.metric_sums import Sums, read
+from megarl.megatron.losses import Loss
+from megarl.megatron.metric_sums import read
 from megarl.megatron.token_selection import with_selection
 from tests.forked import run_ranks
 from tests.packing import packing
@@ -163,9 +162,9 @@ def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
                 if batch.old is None and loaded.correction.old != "rollout":
                     continue
                 [batch] = with_selection(algorithm, [batch], [members])
-            loss_of = partial(policy_loss, algorithm, TOLERANCE, 0.3, has_moved=batch.old is not None)
+            loss = configured_policy_loss(algorithm, TOLERANCE, 0.3, has_moved=batch.old is not None)
             columns = slice(2 if batch.returns is None else 3)
-            yield f"{setting}, {correction}", outcome(loss_of, batch, world, members, columns)
+            yield f"{setting}, {correction}", outcome(loss, batch, world, members, columns)
 
 
 def estimated_batches(world: World) -> Iterator[tuple[str, Estimated]]:
@@ -206,36 +205,35 @@ def other_outcome(world: World, name: str) -> Outcome:
     if name == "value":
         algorithm = load(BASE, [*COMMON, "algorithm.advantage.estimator=gae", "algorithm.value.clip=0.2"]).algorithm
         [batch] = with_advantages(algorithm, [batch])
-        return outcome(partial(value_loss, algorithm.value), batch, world, members, slice(2, 3))
+        return outcome(configured_value_loss(algorithm.value), batch, world, members, slice(2, 3))
     if name == "implicit_reward":
         config = load(BASE, [*COMMON, "implicit_reward={}"])
-        return outcome(partial(implicit_reward_loss, config.implicit_reward), batch, world, members, slice(2))
+        return outcome(configured_implicit_reward_loss(config.implicit_reward), batch, world, members, slice(2))
     spec = OBJECTIVES[name]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={spec.rows[0]}", f"algorithm.objective.name={name}"]
     objective = load(BASE, keys).algorithm.objective
-    if spec.learns_labels:
-        return outcome(partial(label_loss, objective), batch, world, members, slice(1))
+    if spec.classifier is not None:
+        return outcome(configured_reward_model_loss(objective), batch, world, members, slice(1))
     if not spec.is_pairwise:
-        return outcome(partial(imitation_loss, objective), batch, world, members, slice(2))
-    if spec.classifier is None:
-        return outcome(partial(preference_loss, objective, TOLERANCE, has_moved=True), batch, world, members, slice(2))
-    return outcome(partial(reward_model_loss, objective), batch, world, members, slice(1))
+        return outcome(configured_imitation_loss(objective), batch, world, members, slice(2))
+    loss = configured_preference_loss(objective, TOLERANCE, has_moved=True)
+    return outcome(loss, batch, world, members, slice(2))
 
 
 def outcome(
-    loss_of: Callable[[TokenBatch, torch.Tensor], tuple[torch.Tensor, Sums]],
+    loss: Loss,
     batch: TokenBatch,
     world: World,
     members: Sequence[TrainingSample],
     columns: slice,
 ) -> Outcome:
     scored = world.scored(members, columns)
-    loss, sums = loss_of(batch, scored)
-    loss.backward()
-    metrics = {name: str(metric) for name, metric in read(sums).items()}
+    terms = loss.terms(batch, scored)
+    terms.loss.backward()
+    metrics = {name: str(metric) for name, metric in read(loss.metrics(batch, terms)).items()}
     if batch.advantage is not None:
         metrics |= mean_advantages(batch, [item.sample.id for item in members])
-    return loss.detach(), scored.grad, batch.mask, metrics
+    return terms.loss.detach(), scored.grad, batch.mask, metrics
 
 
 def differences(case: str, plain: Outcome, disturbed: Outcome) -> list[str]:

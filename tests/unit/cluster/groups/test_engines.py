@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import cloudpickle
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.groups import engines, vllm
+from megarl.cluster.groups import engines, remote, vllm
 from megarl.cluster.groups.engine_actor import Aborted, EngineActor
 from megarl.cluster.groups.engines import RESTARTS, EngineGroup, RemoteSample, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
@@ -49,25 +48,24 @@ class FakeActor:
     start_fails: bool
 
     def __init__(self, name: str):
-        self.generate, self.run, self.start = self, SimpleNamespace(options=self._named), self
+        self.generate, self.call = self, SimpleNamespace(options=self._named)
         self.abort = SimpleNamespace(remote=FakeActor.aborted.extend)
         self._name = name
 
     def _named(self, name: str) -> SimpleNamespace:
         assert name.startswith("EngineActor.")
-        return SimpleNamespace(
-            remote=lambda function, *arguments: lambda: cloudpickle.loads(function)(FakeEngine(self._name), *arguments)
-        )
+        actor = EngineActor.__ray_metadata__.modified_class
+        actor = type("Actor", (actor,), {"__init__": lambda _: None, "start": lambda _: None})()
+        actor._worker, actor._process = FakeEngine(self._name), SimpleNamespace(name=self._name)
+        return SimpleNamespace(remote=lambda method, *arguments: lambda: actor.call(method, *arguments).value)
 
     def options(self, num_returns: int) -> FakeActor:
         self._num_returns = num_returns
         return self
 
-    def remote(self, requests: list[str] | None = None, listener: object = None) -> Any:
+    def remote(self, requests: list[str], listener: object = None) -> Any:
         """Returns references as Ray does, one more than requests: the first, to the infos, is a call that is run when
         it is waited for."""
-        if requests is None:
-            return lambda: None
         FakeActor.seen.setdefault(self._name, []).extend(requests)
         dies = self._name in FakeActor.dying
         assert self._num_returns == 1 + len(requests) > 1
@@ -169,7 +167,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert (num_returns, timeout) == (len(calls), 0)
         return (calls, []) if FakeActor.is_up else ([], calls)
 
-    monkeypatch.setattr(engines, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it, wait=wait))
+    monkeypatch.setattr(engines, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
     monkeypatch.setattr(engines, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
@@ -420,8 +419,8 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
     lines = [
         "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the "
-        "family's; vllm:0.0: model.norm.weight is missing"
+        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
+        "to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 

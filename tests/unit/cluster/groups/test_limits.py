@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megarl.cluster.groups import engines, reward_model, rewards, trainers
+from megarl.cluster.groups import remote, reward_model, rewards
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
@@ -98,35 +98,35 @@ class Groups:
 
 
 CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
-    "actor rendezvous": ("start", lambda groups, _: groups.actor.start()),
+    "actor open store": ("start", lambda groups, _: groups.actor.start()),
     "actor start": ("start", lambda groups, _: groups.actor._start_ranks("host", 1)),
     "engine start": ("start", lambda groups, _: groups.engines.start()),
-    "reward start": ("start", lambda groups, _: groups.rewards.start()),
-    "actor end": ("start", lambda groups, _: groups.actor.close()),
+    "rewards start": ("start", lambda groups, _: groups.rewards.start()),
+    "actor close": ("start", lambda groups, _: groups.actor.close()),
     "rollout": ("rollout", lambda groups, _: groups.engines.generate([[SimpleNamespace(sample_id="0.0")]])),
     "rewards": ("rewards", lambda groups, folder: groups.rewards.score([], 1, folder)),
-    "reading for the reward model": ("rewards", lambda groups, folder: groups.judged.score([], 1, folder)),
-    "reward model: scores": ("rewards", lambda groups, _: groups.reward_model.scores([])),
-    "reward model: scores in vLLM": ("rewards", lambda groups, _: groups.reward_engines.scores([])),
+    "rewards read": ("rewards", lambda groups, folder: groups.judged.score([], 1, folder)),
+    "reward model score tokens": ("rewards", lambda groups, _: groups.reward_model.scores([])),
+    "reward model score": ("rewards", lambda groups, _: groups.reward_engines.scores([])),
     "reference log-probs": ("passes", lambda groups, _: groups.actor.keep_log_probs("reference", [["batch"]])),
-    "actor: scores": ("passes", lambda groups, _: groups.actor.score_tokens([["batch"]])),
+    "actor score tokens": ("passes", lambda groups, _: groups.actor.score_tokens([["batch"]])),
     "actor update": ("update", lambda groups, _: groups.actor.train([[["batch"]]])),
-    "change of the KL's coefficient": ("update", lambda groups, _: groups.actor.adapt_kl(0.1, 1)),
-    "renewal of the reference": ("update", lambda groups, _: groups.actor.renew_reference()),
-    "publishing weights": ("refit", lambda groups, _: groups.actor.publish(for_refit=False)),
-    "checksums of the weights": ("refit", lambda groups, _: groups.actor.checksums([], None)),
-    "connecting for the refit": ("refit", lambda groups, _: groups.engines.connect(None, None)),
+    "actor adapt kl": ("update", lambda groups, _: groups.actor.adapt_kl(0.1, 1)),
+    "actor renew reference": ("update", lambda groups, _: groups.actor.renew_reference()),
+    "actor publish": ("refit", lambda groups, _: groups.actor.publish(for_refit=False)),
+    "actor checksums": ("refit", lambda groups, _: groups.actor.checksums([], None)),
+    "engine connect": ("refit", lambda groups, _: groups.engines.connect(None, None)),
     "refit": ("refit", lambda groups, _: groups.refit.run(version=1)),
-    "engines: giving memory back": ("refit", lambda groups, _: groups.engines.sleep(False)),
-    "engines: pausing": ("refit", lambda groups, _: groups.engines.pause()),
-    "engines: going on": ("refit", lambda groups, _: groups.engines.resume()),
-    "actor: to host memory": ("refit", lambda groups, _: groups.actor.offload(())),
-    "actor: back from host memory": ("refit", lambda groups, _: groups.actor.onload(())),
-    "actor: copy for the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.save_checkpoint(folder)),
-    "actor: state of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.checkpoint_written()),
-    "actor: writing the checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
-    "actor: checksums of the checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
-    "export": ("checkpoint", lambda groups, folder: groups.actor._write_model(None, None, folder)),
+    "engine sleep": ("refit", lambda groups, _: groups.engines.sleep(False)),
+    "engine pause": ("refit", lambda groups, _: groups.engines.pause()),
+    "engine resume": ("refit", lambda groups, _: groups.engines.resume()),
+    "actor offload": ("refit", lambda groups, _: groups.actor.offload(())),
+    "actor onload": ("refit", lambda groups, _: groups.actor.onload(())),
+    "actor save checkpoint": ("checkpoint", lambda groups, folder: groups.actor.save_checkpoint(folder)),
+    "actor checkpoint written": ("checkpoint", lambda groups, _: groups.actor.checkpoint_written()),
+    "actor finish checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
+    "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
+    "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }
 """Phase -> the key of its deadline, and what begins it."""
 
@@ -141,8 +141,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
     for group in (TrainerGroup, EngineGroup, RewardModelGroup, RewardEngineGroup):
         monkeypatch.setattr(group, "actor_class", Handle())
     monkeypatch.setattr(rewards, "RewardActor", Handle())
-    for module in (engines, trainers):
-        monkeypatch.setattr(module, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr(reward_model, "schedule", lambda *_: [()])
     monkeypatch.setattr(Refit, "_connect", connect)
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
@@ -154,7 +153,7 @@ def test_a_call_has_the_deadline_of_its_phase(groups: Groups, tmp_path: Path, ph
     limit, begin = CASES[phase]
     with suppress(Hanging):
         begin(groups, tmp_path)
-    assert groups.session.waits[0] == (phase.removesuffix(" in vLLM"), limit)
+    assert groups.session.waits[0] == (phase, limit)
     assert {other for _, other in groups.session.waits} == {limit}
 
 

@@ -125,17 +125,17 @@ def test_what_nobody_asks_for_is_forgotten(worker):
     asyncio.run(step())
 
 
-def test_samples_that_wait_for_a_step_come_back_from_a_file_of_the_checkpoint(tmp_path, monkeypatch):
+def test_samples_that_wait_for_a_step_come_back_from_a_file_of_the_checkpoint(worker, tmp_path, monkeypatch):
     whole = Sample(
         *("3.0.1", Prompt("p", "?", [5, 6], answer={"a": 1}, columns={"c": [2]}), [7, 8], [-1.0, -0.5], [True, False]),
         *((VersionRun(2, 1), VersionRun(3, 1)), "length", "text", CandidateIds.of([[7, 9], [8]])),
         routes=np.full((4, 2, 1), 3, np.int8),
     )
     groups = [(17, 2, [whole, sample("3.0.0", "one")]), (4, 3, [sample("3.1.0", "x")])]
-    record = rewards._save_groups(groups, tmp_path / "rollouts" / "waiting")
+    record = worker.save_groups(groups, tmp_path / "rollouts" / "waiting")
     assert (tmp_path / record.path).stat().st_size == record.num_bytes
     monkeypatch.setattr(rewards.RemoteSample, "put", lambda sample: sample)
-    found = rewards._load_groups(tmp_path / "rollouts" / "waiting")
+    found = worker.load_groups(tmp_path / "rollouts" / "waiting")
     assert [(row, version) for row, version, _ in found] == [(17, 2), (4, 3)]
     assert found[1][2] == groups[1][2] and found[0][2] == groups[0][2]
     again = found[0][2][0]

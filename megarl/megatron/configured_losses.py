@@ -1,0 +1,118 @@
+"""The losses of a recipe: the functions of `losses` and `loss_metrics` with their scalars bound to the recipe's
+values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megarl.algorithms import corrections
+from megarl.config.algorithm_schema import Algorithm, Objective, Value
+from megarl.config.logprob_check_schema import Tolerance
+from megarl.config.model_schema import ImplicitReward
+from megarl.megatron import loss_metrics, losses
+from megarl.megatron.losses import Loss
+
+
+def configured_policy_loss(
+    algorithm: Algorithm,
+    tolerance: Tolerance,
+    kl_coefficient: float,
+    *,
+    has_moved: bool = False,
+    penalty: float | None = None,
+) -> Loss:
+    """Return the actor's loss on advantages.
+
+    Args:
+        tolerance: how far the engine's log-probs may be from those of the policy at the start of the step.
+        kl_coefficient: that of this step.
+        has_moved: whether the policy has been updated since the start of the step.
+        penalty: the objective's penalty in this step; None: the recipe's.
+    """
+    objective, correction, kl = algorithm.objective, algorithm.correction, algorithm.kl
+    options: dict[str, Any] = objective.options(objective.spec.arguments)
+    if penalty is not None:
+        options["penalty"] = penalty
+    terms = partial(
+        losses.policy_loss,
+        objective=objective.spec,
+        options=options,
+        old_is_rollout=correction.old == "rollout",
+        has_moved=has_moved,
+        correct=partial(
+            corrections.factors,
+            weight=correction.weight,
+            weight_limit=correction.weight_limit,
+            mask=correction.mask,
+            mask_low=correction.mask_low,
+            mask_high=correction.mask_high,
+            weight_floor=correction.weight_floor,
+        ),
+        exclude=None
+        if tolerance.mask is None
+        else partial(corrections.disagreeing, threshold=tolerance.threshold, level=tolerance.mask),
+        estimate_kl=partial(
+            losses.token_kl,
+            in_reward=kl.placement == "reward",
+            level=kl.level,
+            estimator=kl.estimator,
+            straight_through=kl.straight_through,
+            limit=kl.limit,
+        ),
+        kl_coefficient=kl_coefficient if kl.placement == "loss" else None,
+        entropy_coefficient=objective.entropy_coefficient,
+        imitation_coefficient=objective.imitation_coefficient,
+        value_coefficient=algorithm.value.coefficient,
+        value_clip=algorithm.value.clip,
+    )
+    metrics = partial(
+        loss_metrics.policy_metrics,
+        mismatch_threshold=tolerance.threshold,
+        has_moved=has_moved,
+        penalty=None if objective.adapted_penalty_target is None else options["penalty"],
+        kl_name=algorithm.kl_metric,
+        kl_level=kl.level,
+        kl_coefficient=kl_coefficient,
+    )
+    return Loss(terms, metrics)
+
+
+def configured_preference_loss(objective: Objective, tolerance: Tolerance | None, *, has_moved: bool = False) -> Loss:
+    """Return the actor's loss on pairs. tolerance: None if no engine sampled them."""
+    terms = partial(
+        losses.preference_loss,
+        objective=objective.spec,
+        options=objective.options(objective.spec.arguments),
+        beta=objective.option("beta") if objective.spec.reads_reference else None,
+        length_normalised=objective.option("length_normalised"),
+        has_moved=has_moved,
+    )
+    threshold = None if tolerance is None else tolerance.threshold
+    metrics = partial(loss_metrics.preference_metrics, mismatch_threshold=threshold, has_moved=has_moved)
+    return Loss(terms, metrics)
+
+
+def configured_imitation_loss(objective: Objective) -> Loss:
+    terms = partial(losses.imitation_loss, token_loss=objective.spec.loss)
+    return Loss(terms, loss_metrics.imitation_metrics)
+
+
+def configured_reward_model_loss(objective: Objective) -> Loss:
+    """Return a reward model's loss on pairs of samples or on labels of tokens."""
+    options = objective.options(objective.spec.arguments)
+    if objective.spec.is_pairwise:
+        terms = partial(losses.reward_model_loss, objective=objective.spec, options=options)
+        return Loss(terms, loss_metrics.reward_model_metrics)
+    terms = partial(losses.label_loss, token_loss=partial(objective.spec.loss, **options))
+    return Loss(terms, loss_metrics.label_metrics)
+
+
+def configured_value_loss(value: Value) -> Loss:
+    terms = partial(losses.value_loss, coefficient=value.coefficient, clip=value.clip)
+    return Loss(terms, loss_metrics.value_metrics)
+
+
+def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
+    terms = partial(losses.implicit_reward_loss, beta=settings.beta, success_above=settings.success_above)
+    return Loss(terms, loss_metrics.implicit_reward_metrics)

@@ -1,0 +1,194 @@
+"""Metrics of a microbatch, from the terms of its loss."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.algorithms import kl
+from megarl.algorithms.corrections import Factors
+from megarl.algorithms.ratio import ratio_of
+from megarl.core.token_batch import TokenBatch
+from megarl.megatron.losses import (
+    ImitationTerms,
+    ImplicitRewardTerms,
+    LabelTerms,
+    PairTerms,
+    PolicyTerms,
+    ValueTerms,
+)
+from megarl.megatron.metric_sums import Sums, largest, mean, total
+
+
+def policy_metrics(
+    batch: TokenBatch,
+    terms: PolicyTerms,
+    *,
+    mismatch_threshold: float,
+    has_moved: bool,
+    penalty: float | None,
+    kl_name: str,
+    kl_level: str,
+    kl_coefficient: float,
+) -> Sums:
+    """Return the actor's metrics.
+
+    Args:
+        mismatch_threshold: difference of log-probs, in nats, above which a token counts as an outlier.
+        has_moved: whether the policy has been updated since the start of the step.
+        penalty: the objective's penalty if it is adapted.
+        kl_name: name of the KL's metric.
+    """
+    policy, log_prob, mask = terms.policy, terms.log_prob, batch.mask
+    sums = _truncation_metrics(batch) | {
+        "policy/entropy": mean(terms.entropy, mask),
+        "policy/ratio_mean": mean(policy.ratio, mask),
+        "policy/ratio_max": largest(policy.ratio, mask),
+        "policy/clip_low_frac": mean(policy.clipped_low, mask),
+        "policy/clip_high_frac": mean(policy.clipped_high, mask),
+    }
+    sums |= start_metrics(batch, log_prob, terms.start, has_moved, mismatch_threshold)
+    # Its mean over tokens of the old policy is KL(π_old ‖ π).
+    sums["policy/kl_old"] = mean(kl.k3(terms.old - log_prob), mask)
+    if penalty is not None:
+        sums["policy/penalty"] = mean(torch.full_like(log_prob, penalty), mask)
+    if terms.excluded is not None:
+        sums["mismatch/masked_frac"] = mean(terms.excluded, mask)
+    sums |= _correction_metrics(batch, terms.correction)
+    if terms.imitation is not None:
+        sums["policy/imitation_loss"] = total(terms.imitation)
+    if batch.selected is not None:
+        sums["policy/selected_frac"] = mean(batch.selected, batch.in_loss)
+    if terms.kl is not None:
+        sums[kl_name] = mean(terms.kl, terms.samples.share_at_level(kl_level))
+        sums["kl/coefficient"] = mean(torch.full_like(terms.kl, kl_coefficient), mask)
+    sums["policy/loss"] = total(terms.actor_loss)
+    return sums if terms.value is None else sums | value_metrics(batch, terms.value)
+
+
+def start_metrics(
+    batch: TokenBatch, log_prob: torch.Tensor, start: torch.Tensor | None, has_moved: bool, mismatch_threshold: float
+) -> Sums:
+    """Return metrics of the policy at the start of the step: the mismatch between its log-probs and the engine's and,
+    once the policy has moved, its drift from there.
+
+    Updates without the start's log-probs have no mismatch, and their drift is measured from the engine's. The
+    effective share follows from the moments of the weights trainer / engine.
+    """
+    sums: Sums = {}
+    if start is not None:
+        log_ratio = start - batch.rollout_logprobs
+        weight = ratio_of(log_ratio).double()
+        sums["mismatch/logprob_abs_mean"] = mean(log_ratio.abs(), batch.mask)
+        sums["mismatch/logprob_abs_max"] = largest(log_ratio.abs(), batch.mask)
+        sums["mismatch/outlier_frac"] = mean(log_ratio.abs() > mismatch_threshold, batch.mask)
+        # The engine sampled: its mean over tokens is KL(engine ‖ trainer).
+        sums["mismatch/kl"] = mean(kl.k3(-log_ratio), batch.mask)
+        sums["mismatch/weight_mean"] = mean(weight, batch.mask)
+        sums["mismatch/weight_square_mean"] = mean(weight.square(), batch.mask)
+    if has_moved:
+        drift = (log_prob - (batch.rollout_logprobs if start is None else start)).abs()
+        sums["policy/drift_abs_mean"] = mean(drift, batch.mask)
+        sums["policy/drift_abs_max"] = largest(drift, batch.mask)
+    return sums
+
+
+def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
+    """Return the critic's metrics. `explained_variance` follows from the moments of the returns and of what the values
+    before the step lack of them."""
+    value, mask, error = terms.value, batch.mask, batch.returns - batch.values
+    return {
+        "value/loss": total(terms.loss),
+        "value/mean": mean(value, mask),
+        "value/return_mean": mean(batch.returns, mask),
+        "value/error_abs_mean": mean((value - batch.returns).abs(), mask),
+        "value/clip_frac": mean(terms.clipped, mask),
+        "value/return_square_mean": mean(batch.returns.double().square(), mask),
+        "value/residual_mean": mean(error.double(), mask),
+        "value/residual_square_mean": mean(error.double().square(), mask),
+    }
+
+
+def implicit_reward_metrics(batch: TokenBatch, terms: ImplicitRewardTerms) -> Sums:
+    trained = terms.samples.count > 0
+    return {
+        "implicit_reward/loss": _whole_loss(terms.loss),
+        "implicit_reward/accuracy": mean((terms.reward > 0) == (terms.success > 0), trained),
+        "implicit_reward/mean": mean(terms.reward, trained),
+    }
+
+
+def imitation_metrics(batch: TokenBatch, terms: ImitationTerms) -> Sums:
+    return {
+        "policy/loss": total(terms.loss),
+        "policy/entropy": mean(terms.entropy, batch.mask),
+        "policy/nll": mean(-terms.log_prob, batch.mask),
+    }
+
+
+def label_metrics(batch: TokenBatch, terms: LabelTerms) -> Sums:
+    score, label, mask = terms.score, terms.label, batch.mask
+    return {
+        "reward_model/loss": total(terms.loss),
+        "label/loss": mean(terms.losses, mask),
+        "label/accuracy": mean((score > 0) == (label > 0.5), mask),
+        "label/mean": mean(label, mask),
+        "label/predicted_mean": mean(score.sigmoid(), mask),
+    }
+
+
+def reward_model_metrics(batch: TokenBatch, terms: PairTerms) -> Sums:
+    return {"reward_model/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
+
+
+def preference_metrics(
+    batch: TokenBatch, terms: PairTerms, *, mismatch_threshold: float | None, has_moved: bool
+) -> Sums:
+    """Return metrics of a policy's pairs. mismatch_threshold: as in policy_metrics; None if no engine sampled them."""
+    sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
+    sums["policy/entropy"] = mean(terms.entropy, batch.mask)
+    if mismatch_threshold is None:
+        return sums
+    return sums | start_metrics(batch, terms.log_prob, terms.start, has_moved, mismatch_threshold)
+
+
+def _pair_metrics(terms: PairTerms) -> Sums:
+    every = torch.ones_like(terms.margin, dtype=torch.bool)
+    return {
+        "preference/loss": mean(terms.losses, every),
+        "preference/accuracy": mean(terms.margin > 0, every),
+        "preference/margin": mean(terms.margin, every),
+        "preference/chosen": mean(terms.chosen, every),
+        "preference/rejected": mean(terms.rejected, every),
+    }
+
+
+def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+    """Return the metric of a loss of whole samples: every context-parallel rank has computed all of it, and reports its
+    share."""
+    return total(loss / parallel_state.get_context_parallel_world_size())
+
+
+def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
+    sums: Sums = {}
+    if correction.weight is not None:
+        sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
+        sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
+        sums["correction/weight_max"] = largest(correction.weight, batch.mask)
+        sums["correction/limited_frac"] = mean(correction.limited, batch.mask)
+    if correction.masked is not None:
+        sums["correction/masked_frac"] = mean(correction.masked, batch.mask)
+    return sums
+
+
+def _truncation_metrics(batch: TokenBatch) -> Sums:
+    """Return the number of candidate tokens that the engine sampled from, if it listed them, and the fraction of
+    sampled tokens that are not listed: tokens as likely as the last candidate."""
+    if batch.candidate_ids is None:
+        return {}
+    listed = (batch.candidate_ids >= 0).sum(1)
+    outside = (batch.candidate_ids != batch.targets[:, None]).all(1)
+    return {
+        "policy/candidates_mean": mean(listed.float(), batch.mask & (listed > 0)),
+        "policy/outside_candidates_frac": mean(outside, batch.mask & (listed > 0)),
+    }

@@ -1,0 +1,109 @@
+"""The updates of a step: which samples each trains on, with the scores that forward-only passes give their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.algorithms.baselines import MovingAverage
+from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.rank_batch import Updates, with_scores
+from megarl.cluster.workers import Workers
+from megarl.config.model_schema import Role
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.step.baselines import attach_baselines, update_reward_average
+from megarl.step.dispatch import Group, dispatch, epochs_of
+from megarl.step.pairs import best_and_worst
+from megarl.step.passes import make_policy_passes, policies
+from megarl.step.rollouts import Rollouts
+from megarl.step.scoring import Metrics, ScoredSample
+from megarl.step.token_rewards import TokenRewards, reward_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdates:
+    """What a step trains on.
+
+    Attributes:
+        batches: the batches of each epoch, for every model that this step trains.
+        num_samples: the samples of one epoch, or its pairs.
+        metrics: those of the preparation.
+    """
+
+    batches: dict[Role, list[Updates]]
+    num_samples: int
+    metrics: Metrics
+
+
+def prepare_updates(
+    config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage
+) -> StepUpdates:
+    """Reward tokens, compare samples, dispatch them to the ranks, and make the passes that the updates need. Models
+    that reward tokens learn first.
+
+    Args:
+        average: the mean reward of earlier steps, which this step's rewards update.
+    """
+    epochs = epochs_of(config, rollouts.chosen, number)
+    if config.algorithm.objective.spec.is_pairwise:
+        return _prepare_pairs(config, workers, epochs, number)
+    rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
+    totals = rewards.token_reward_totals, rewards.kl_reward_totals
+    samples = [[attach_baselines(config, update, *totals, average) for update in updates] for updates in epochs]
+    metrics = rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
+    batches = _dispatch_with_passes(config, workers, samples, rewards, number)
+    return StepUpdates(batches, sum(map(len, rollouts.chosen)), metrics)
+
+
+def _prepare_pairs(
+    config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
+) -> StepUpdates:
+    """Prepare updates on the best and the worst sample of each group, without updates whose groups are all tied.
+
+    Args:
+        epochs: the groups of each update of each epoch.
+    """
+    pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
+    batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
+    num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
+    return StepUpdates(batches, num_pairs, {"preference/tied_frac": Metric(1 - num_pairs / num_groups)})
+
+
+def _dispatch_with_passes(
+    config: Config,
+    workers: Workers,
+    epochs: Sequence[Sequence[Sequence[ScoredSample]]],
+    rewards: TokenRewards,
+    number: int,
+) -> dict[Role, list[Updates]]:
+    """Dispatch the samples, and make the passes that updates need on those of the first epoch: the critic's values and
+    the policy's log-probs. Return the batches of each epoch for the models that this step trains: the critic alone in
+    its first critic.warmup_steps.
+
+    Args:
+        epochs: the samples of each update of each epoch.
+    """
+    actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
+
+    def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:
+        scores = rewards.scores
+        return [[dispatch(config, samples, group.packing, role, scores) for samples in updates] for updates in epochs]
+
+    batches: dict[Role, list[Updates]] = {} if critic is None else {"critic": dispatched(critic, "critic")}
+    batches |= {"actor": dispatched(actor, "actor")} if trains_actor else {}
+    passes = {}
+    if trains_actor and policies(config) and not config.kl_in_reward:  # with a KL reward, its passes have been made
+        passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"][0])
+    if critic is not None:
+        passes["critic"] = lambda: critic.score_tokens(batches["critic"][0])
+    results = workers.trained.run(passes, parts=("parameters",))
+    scores = {"actor": rewards.log_probs | results.get("actor", {})}
+    if critic is not None:
+        scores["critic"] = {"values": results["critic"][0]}
+        if trains_actor:
+            batches["actor"] = [with_scores(updates, scores["critic"]) for updates in batches["actor"]]
+    for role, (first, *others) in batches.items():
+        if config.moves_samples(config.placed(role)):
+            batches[role] = [first, *(with_scores(updates, scores[role]) for updates in others)]
+    return batches

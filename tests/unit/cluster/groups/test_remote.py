@@ -1,0 +1,146 @@
+"""Remote methods: their declarations match what they run, and a call runs it in every process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+from megarl.cluster.groups.engine_actor import EngineActor
+from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentGroup
+from megarl.cluster.groups.group import AsyncProcessActor, ProcessActor, TimedResult, WorkerGroup
+from megarl.cluster.groups.remote import Declaration, remote
+from megarl.cluster.groups.reward_engines import RewardEngineActor, RewardEngineGroup
+from megarl.cluster.groups.reward_model import RewardModelActor, RewardModelGroup
+from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
+from megarl.cluster.groups.trainers import TrainerActor, TrainerGroup
+from megarl.cluster.pending import Answers, ready
+from megarl.config.schema import TimeoutKind
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.model import ModelWorker
+from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import VllmEngine
+
+GROUPS: list[tuple[type[WorkerGroup], Any, type[Any]]] = [
+    (TrainerGroup, TrainerActor, ActorWorker),
+    (RewardModelGroup, RewardModelActor, ModelWorker),
+    (RewardEngineGroup, RewardEngineActor, object),
+    (EngineGroup, EngineActor, VllmEngine),
+    (RewardGroup, RewardActor, RewardWorker),
+    (EnvironmentGroup, EnvironmentActor, object),
+]
+"""The groups of a run, the actor class of each, and its worker class."""
+
+
+RAYS_OWN = "_ray_trace_ctx"
+"""The parameter that Ray adds to the methods of actors."""
+
+
+def declarations(group: type[WorkerGroup]) -> dict[str, Declaration]:
+    """Return the remote methods of a group by attribute name."""
+    found = {name: item for owner in reversed(group.__mro__) for name, item in vars(owner).items()}
+    return {name: item for name, item in found.items() if isinstance(item, Declaration)}
+
+
+def parameters(function: Any) -> dict[str, str]:
+    """Return the parameters without `self`, and the annotation of each. A rank receives a LocalBatch for a RankBatch."""
+    given = inspect.signature(function).parameters.values()
+    own = [item for item in given if item.name not in ("self", RAYS_OWN)]
+    return {item.name: item.annotation.replace("RankBatch", "LocalBatch") for item in own}
+
+
+CASES = [(group, actor, worker, name) for group, actor, worker in GROUPS for name in declarations(group)]
+
+
+@pytest.mark.parametrize(("group", "actor", "worker", "name"), CASES, ids=[f"{c[0].__name__}.{c[3]}" for c in CASES])
+def test_a_remote_method_is_declared_as_it_is_defined(group, actor, worker, name) -> None:
+    declaration = declarations(group)[name]
+    method = declaration.method
+    owner = actor.__ray_metadata__.modified_class.__ray_actor_class__
+    defined = getattr(owner, method.name, None) or getattr(worker, method.name)
+    assert parameters(declaration.function) == parameters(defined)
+    assert declaration.function.__annotations__["return"] == defined.__annotations__["return"]
+    assert method.timeout in get_args(TimeoutKind)
+
+
+def test_engines_are_called_as_their_protocol_says() -> None:
+    for name in ("pause", "resume", "sleep", "facts", "differing", "refit"):
+        assert parameters(getattr(Engine, name)) == parameters(getattr(VllmEngine, name))
+
+
+class Worker:
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    async def later(self, value: int) -> int:
+        return 3 * value
+
+
+class Doubles(WorkerGroup):
+    title = "DoublingActor"
+
+    @remote(timeout="update")
+    def _double(self, value: int) -> int: ...
+
+    @remote(timeout="rollout", phase="a phase")
+    def where(self) -> str:
+        """Return the actor's name."""
+
+
+class FakeSession:
+    """A session whose calls have already returned."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[str, str]] = []
+        self.tasks: list[str] = []
+        self.trace = SimpleNamespace(add=self._add)
+
+    def submit(self, calls: dict, phase: str, timeout: str):
+        self.submitted.append((phase, timeout))
+        return ready(Answers(calls, set()))
+
+    def _add(self, task: str, answers: Answers) -> dict[str, Any]:
+        self.tasks.append(task)
+        return {name: timed.value for name, timed in answers.values.items()}
+
+
+def actor_named(name: str, titles: list[str], kind: type[ProcessActor] = ProcessActor) -> Any:
+    """Return a handle whose calls run at once."""
+    actor = type("Actor", (kind,), {"__init__": lambda _: None, "where": lambda _: name})()
+    actor._worker = Worker()
+
+    def options(name: str) -> SimpleNamespace:
+        titles.append(name)
+        return SimpleNamespace(remote=actor.call)
+
+    return SimpleNamespace(call=SimpleNamespace(options=options), actor=actor)
+
+
+def test_a_call_runs_in_every_process() -> None:
+    session, titles = FakeSession(), []
+    group = Doubles(session, "doubles", {name: actor_named(name, titles) for name in ("a", "b")})
+    assert group._double(3).result() == [6, 6]
+    assert group._double.on_each([(1,), (2,)]).result() == [2, 4]
+    assert group._double.on_first(5).result() == 10
+    assert {name: call.value for name, call in group._double.start(4).items()} == {"a": 8, "b": 8}
+    assert group.where().result() == ["a", "b"], "the actor's own method comes first"
+    assert session.submitted == [("doubles double", "update")] * 3 + [("a phase", "rollout")]
+    assert session.tasks == ["double"] * 3 + ["where"]
+    assert set(titles) == {"DoublingActor.double", "DoublingActor.where"}
+    with pytest.raises(ValueError, match="zip"):
+        group._double.on_each([(1,)])
+
+
+def test_an_async_actor_awaits_coroutines() -> None:
+    actor = actor_named("a", [], AsyncProcessActor).actor
+    for method, expected in (("double", 4), ("later", 6), ("where", "a")):
+        found = asyncio.run(actor.call(method, *([2] if method != "where" else [])))
+        assert isinstance(found, TimedResult) and found.value == expected and found.begin <= found.end
+
+
+def test_a_group_has_only_declared_methods() -> None:
+    assert not hasattr(Doubles(FakeSession(), "doubles", {}), "later")
