@@ -43,7 +43,9 @@ VERL = {
     "hybrid_engine": "cluster.placement",
     "input_tokenizer": "reward_model.input_format (ids, text, chat or question)",
     "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_loss_type": "algorithm.kl.estimator (kl: k1, mse: k2, abs: abs, low_var_kl: k3 with limit=10; +: straight_through)",
+    "kl_loss_type": (
+        "algorithm.kl.estimator (kl: k1, mse: k2, abs: abs, low_var_kl: k3 with limit=10; +: straight_through)"
+    ),
     "kl_penalty": "algorithm.kl.estimator",
     "lam": "algorithm.advantage.gae_lambda",
     "log_prob_max_token_len_per_gpu": "actor.tokens_per_microbatch",
@@ -142,7 +144,7 @@ RENAMED = {
 """Former key -> current key."""
 
 REMOVED = {
-    "rollout.refit_delta": "a refit sends all weights; it was refused on GPUs and where engines share the actor's devices",
+    "rollout.refit_delta": "a refit sends all weights",
 }
 """Keys that are gone -> the reason."""
 

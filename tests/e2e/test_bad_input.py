@@ -27,7 +27,9 @@ def test_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     definition = "define it as digit_shar(prompt, response, answer)"
-    assert done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'; {definition}\n"
+    assert (
+        done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'. Fix: {definition}\n"
+    )
     # It is made before any process is started.
     assert not list(tmp_path.iterdir()), "the run has got a folder"
 

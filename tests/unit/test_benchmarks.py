@@ -23,10 +23,7 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
-SCRIPTS = sorted(
-    path.name for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text() and path.name != "trl_step.py"
-)
-"""The scripts with options, except for trl_step.py, which runs in a separate environment."""
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "\n    run_benchmark(" in path.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -91,8 +88,10 @@ def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
     output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert "a step of 64 samples of 100 tokens for 8 ranks" in figures.driver().replace("\n", " ")
-    assert "start of Qwen2.5-0.5B on 8 ranks with engines 4 × tp=2" in figures.start().replace("\n", " ")
+    assert "a step of 64 samples of 100 tokens for 8 ranks" in figures.render("figures", "driver").replace("\n", " ")
+    assert "start of Qwen2.5-0.5B on 8 ranks with engines 4 × tp=2" in figures.render("figures", "start").replace(
+        "\n", " "
+    )
 
 
 def test_driver_of_1024_ranks_meets_its_targets():

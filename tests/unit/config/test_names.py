@@ -53,7 +53,8 @@ from tools import verl_page
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
         (
             "rollout.refit_delta",
-            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines share "
+            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines "
+            "share "
             "the actor's devices. Leave it out",
         ),
         ("agreement.limit", "agreement was renamed to logprob_check"),
@@ -72,8 +73,7 @@ from tools import verl_page
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload is actor.offload here"),
         (
             "algorithm.no_think_rl",
-            "verl's no_think_rl has no key here, as nothing is cut out of what is trained on: every "
-            "sampled token is; leave it out",
+            "verl's no_think_rl has no key here, as every sampled token is trained on; leave it out",
         ),
         (
             "trainer.logger",
