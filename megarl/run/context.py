@@ -41,7 +41,7 @@ from megarl.step.state import RunState
 LOCK_S = 180.0
 """Seconds that an attempt of a job waits for the previous attempt's lock, whose node may be lost."""
 
-NONE_GIVEN: Mapping[str, str] = {}
+NO_PATHS: Mapping[str, str] = {}
 NO_SETS: Mapping[str, PromptSet] = {}
 
 Step = Callable[[], dict[str, float]]
@@ -84,7 +84,7 @@ class RunContext:
         config: Config,
         models: ModelFolders,
         data: PromptSet | OfflineData,
-        given: Mapping[str, str] = NONE_GIVEN,
+        given_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
         """Lock and open the run folder and print the run summary, before any process starts.
@@ -93,7 +93,7 @@ class RunContext:
             config: the run's config.
             models: the folders of its models.
             data: its prompts or offline data.
-            given: model paths as the user wrote them, by config key, if the config's have been resolved.
+            given_paths: model paths as the user wrote them, by config key, if the config has resolved ones.
             evaluation: the prompts of each evaluation set, by set name.
 
         Raises:
@@ -103,7 +103,7 @@ class RunContext:
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
-            identities = note_given_paths(models.identify(), config, given)
+            identities = note_given_paths(models.identify(), config, given_paths)
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)

@@ -24,6 +24,8 @@ from megarl.step.state import RunState, weights_of
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
+    """The starting point of an attempt: its folder, its state, and the checkpoint it resumes from, if any."""
+
     folder: RunFolder
     state: RunState
     checkpoint: Checkpoint | None

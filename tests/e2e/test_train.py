@@ -262,9 +262,7 @@ def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tm
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"megarl: error: --out {out}: already there, and nothing is overwritten; name another folder\n"
-    )
+    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
 
 
 def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):
