@@ -43,8 +43,7 @@ def test_colocated_preview_equals_reshard(model: Path) -> None:
 
 
 def test_disaggregated_preview_equals_reshard(model: Path) -> None:
-    """GPUs are numbered over trainers and engines. With 8 GPUs per node, both are on separate nodes; with 12, all are on
-    one."""
+    """GPUs are numbered over trainers and engines, which are on two nodes of 8 GPUs or on one node of 12 GPUs."""
     config = recipe(model, "disaggregated", "rollout.replicas=2")
     apart, together = (preview_refit(config, ranks, SPEEDS) for ranks in (8, 12))
     expected = reshard(str(model), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=2", 8, SPEEDS)
