@@ -44,11 +44,11 @@ class Sampler(Protocol):
     async def __call__(
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
-        """Returns what the policy says after these tokens."""
+        """Return what the policy says after these tokens."""
 
 
 def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]):
-    """Returns what writes and reads turns. Raises UserError for a chat template that cannot be gone on with, and for
+    """Return what writes and reads turns. Raises UserError for a chat template that cannot be gone on with, and for
     tools that it, or a run without one, has no place for."""
     if config.data.chat_template:
         return ChatTokens(tokenizer, tools, config.environment.tool_format)
@@ -64,14 +64,14 @@ class RolloutRunner:
     """Makes rollouts, any number of them at once, in environments that live in a pool of processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Raises UserError as turn_tokens does."""
+        """Raise UserError as turn_tokens does."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
         self._num_failed_in_a_row = 0
 
     async def start(self, address: str) -> None:
-        """Starts what agents need to reach the policy: an endpoint on this address, if the environment is one."""
+        """Start what agents need to reach the policy: an endpoint on this address, if the environment is one."""
         if self.pool.is_agent:
             rollout = self.config.rollout
             sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
@@ -81,13 +81,13 @@ class RolloutRunner:
             await self._server.start(address)
 
     async def close(self) -> None:
-        """Ends the endpoint and all environments. Else they end with this process."""
+        """End the endpoint and all environments. Else they end with this process."""
         if self._server is not None:
             await self._server.stop()
         await self.pool.close()
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
-        """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
+        """Return the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
         UserError if environment.max_consecutive_failures rollouts have failed, unless that is None."""
         rollout = (
             _Rollout(self, request, sample)
@@ -107,7 +107,7 @@ class RolloutRunner:
         return rollout.samples()
 
     async def _close(self, host: HostProcess, rollout: str, outcome: Outcome) -> None:
-        """Ends a rollout's environment, and gives its process back."""
+        """End a rollout's environment, and gives its process back."""
         try:
             outcome.tool_calls.update(await host.call("close", rollout, self.config.environment.timeout_s))
         except HostFailure as failure:
@@ -142,7 +142,7 @@ class _Rollout:
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Makes all turns. Raises HostFailure for what the environment does wrong."""
+        """Make all turns. Raises HostFailure for what the environment does wrong."""
         await self._reset(host)
         while self._room > 0:
             turn = await self._take_turn()
@@ -172,7 +172,7 @@ class _Rollout:
             raise HostFailure("reset returned no messages, and data.source=environment has none")
 
     def _begin(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
-        """Begins a sample."""
+        """Begin a sample."""
         self._transcripts.append(Transcript(token_ids))
         self._texts.append("")
         self._first_turns.append(len(self.outcome.turn_rewards))
@@ -189,7 +189,7 @@ class _Rollout:
         return min(left, self._config.environment.turn_tokens or left)
 
     async def _take_turn(self) -> dict[str, Any]:
-        """Samples a turn. Returns it as the environment gets it."""
+        """Samples a turn. Return it as the environment gets it."""
         transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._room, seed)
@@ -209,7 +209,7 @@ class _Rollout:
         }
 
     async def _answer(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the environment's Step, as its host writes it."""
+        """Return the environment's Step, as its host writes it."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
         step = await host.call("step", self._request.id, limit_s, turn=turn)
@@ -217,7 +217,7 @@ class _Rollout:
         return step
 
     def _go_on(self, step: Mapping[str, Any]) -> None:
-        """Appends what the environment has answered, or begins a new sample where that cannot follow what is there."""
+        """Append what the environment has answered, or begins a new sample where that cannot follow what is there."""
         messages = step["messages"]
         if step["restart"]:
             self._begin(messages, self._tokens.begin(messages))
@@ -243,7 +243,7 @@ class _Rollout:
         self._messages += messages
 
     def samples(self) -> list[Sample]:
-        """Returns a sample for each sequence with a turn. Reward functions read the last one."""
+        """Return a sample for each sequence with a turn. Reward functions read the last one."""
         begun = zip(self._transcripts, self._texts, self._first_turns, strict=True)
         parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in begun]
         return self.outcome.samples(self._request.id, self._request.prompt, parts)

@@ -30,18 +30,18 @@ _HEADING = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises):\s*$")
 
 
 def tool(method: F) -> F:
-    """Marks a method as a tool, whose description for the model is made of its annotations and its docstring."""
+    """Mark a method as a tool, whose description for the model is made of its annotations and its docstring."""
     setattr(method, _MARK, True)
     return method
 
 
 def tools_of(environment: type) -> dict[str, Callable[..., Any]]:
-    """Returns the methods of a class that are tools, by name."""
+    """Return the methods of a class that are tools, by name."""
     return {name: method for name, method in inspect.getmembers(environment, callable) if hasattr(method, _MARK)}
 
 
 def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the description of a tool, as chat templates and the OpenAI API take it: a JSON schema of its arguments,
+    """Return the description of a tool, as chat templates and the OpenAI API take it: a JSON schema of its arguments,
     from its annotations and from the lines `argument: text` of its docstring, and the rest of the docstring."""
     about, texts = _read_docstring(inspect.getdoc(method) or "", _parameters(method))
     schema = arguments_model(name, method).model_json_schema()
@@ -54,7 +54,7 @@ def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Returns the model that checks a tool's arguments. Raises UserError for an argument without an annotation."""
+    """Return the model that checks a tool's arguments. Raises UserError for an argument without an annotation."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -77,7 +77,7 @@ def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _read_docstring(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Returns what a docstring says of the tool, and what of its arguments."""
+    """Return what a docstring says of the tool, and what of its arguments."""
     about, texts, latest = [], {}, None
     for line in text.splitlines():
         found = _ARGUMENT.match(line)
@@ -109,7 +109,7 @@ class Toolbox:
         return [describe(name, method) for name, method in self._methods.items()]
 
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Calls the tools, one after the other. Returns a message with each answer. A call that goes wrong is answered
+        """Call the tools, one after the other. Return a message with each answer. A call that goes wrong is answered
         with what was wrong with it, for the model to read."""
         return [await self._message(call) for call in calls]
 
@@ -121,7 +121,7 @@ class Toolbox:
         return message | ({"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {})
 
     async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, str]:
-        """Returns how a call ended, and what it gives or what is wrong with it."""
+        """Return how a call ended, and what it gives or what is wrong with it."""
         if isinstance(call, MalformedCall):
             return "malformed", f"this is no call of a tool: {call.reason}"
         if call.name not in self._methods:
@@ -142,7 +142,7 @@ class Toolbox:
 
 
 async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Returns what a method returns: one that is no coroutine runs in a thread of its own."""
+    """Return what a method returns: one that is no coroutine runs in a thread of its own."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments, **named)
     return await asyncio.to_thread(method, *arguments, **named)

@@ -33,7 +33,7 @@ class Transcript:
         return self._turns[-1][1]
 
     def add_turn(self, completion: Completion) -> None:
-        """Appends tokens that were sampled after all that is there."""
+        """Append tokens that were sampled after all that is there."""
         self._turns.append((len(self.ids), completion))
         self.ids += completion.token_ids.tolist()
         self.num_turns += 1
@@ -50,11 +50,11 @@ class Transcript:
         return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample."""
+        """Append tokens that the policy did not sample."""
         self.ids += token_ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
-        """Returns the sample: all up to the end of the last turn, of which only the turns are trained on.
+        """Return the sample: all up to the end of the last turn, of which only the turns are trained on.
 
         prompt   that of the data, whose tokens are replaced with those of this transcript
         """
@@ -90,7 +90,7 @@ class Transcript:
         )
 
     def _routes(self, end: int) -> NDArray[np.signedinteger] | None:
-        """Returns the routes of the tokens before `end`. A token has those of the first turn that knows some: the
+        """Return the routes of the tokens before `end`. A token has those of the first turn that knows some: the
         experts by which what came after it was sampled. A later turn's may be of newer weights."""
         turns = [turn.routes for _, turn in self._turns if turn.routes is not None]
         if not turns:
@@ -103,7 +103,7 @@ class Transcript:
 
 
 def _merged(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
-    """Returns the runs, those that follow each other with one version as one."""
+    """Return the runs, those that follow each other with one version as one."""
     merged: list[VersionRun] = []
     for run in runs:
         if merged and merged[-1].version == run.version:

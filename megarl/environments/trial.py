@@ -24,7 +24,7 @@ class Trial:
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
-    """Scores the prompt's answer as if it were the response, as the run scores responses; the reward model is left
+    """Score the prompt's answer as if it were the response, as the run scores responses; the reward model is left
     out. A function of batches gets a batch of one, and the judge compares the answer with itself."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
@@ -49,7 +49,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
 
 
 def _answered(prompt: Prompt) -> Sample:
-    """Returns a sample of one token, whose text is the prompt's answer; of an answer that is no text, its JSON."""
+    """Return a sample of one token, whose text is the prompt's answer; of an answer that is no text, its JSON."""
     answer = prompt.answer
     text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return Sample(

@@ -36,8 +36,8 @@ ON_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
 
 
 def check(request: Request, config: Config) -> list[str]:
-    """Raises UserError with a line for each thing that is wrong, as far as it can be known without Slurm: layout and
-    nodes, time, files, container. Returns lines of what was found."""
+    """Raise UserError with a line for each thing that is wrong, as far as it can be known without Slurm: layout and
+    nodes, time, files, container. Return lines of what was found."""
     raise_all([*_broken_options(request), *_broken_paths(request, config)])
     found = [_check_layout(request, config)]
     if request.gpus:
@@ -80,7 +80,7 @@ def _is_file(image: str) -> bool:
 
 
 def _broken_paths(request: Request, config: Config) -> Iterator[str]:
-    """Yields a line for each path that other machines cannot see, or that is not there."""
+    """Yield a line for each path that other machines cannot see, or that is not there."""
     for named in _named_here(request, config):
         there = _existing(named)
         if there.is_relative_to(Path(tempfile.gettempdir()).resolve()) or _kind(there) in NODE_LOCAL:
@@ -93,7 +93,7 @@ def _broken_paths(request: Request, config: Config) -> Iterator[str]:
 
 
 def _doubtful_paths(request: Request, config: Config) -> Iterator[str]:
-    """Yields a line for each path that other machines see if this one exports it to them."""
+    """Yield a line for each path that other machines see if this one exports it to them."""
     if request.nodes + request.spares == 1:
         return
     for named in _named_here(request, config):
@@ -105,7 +105,7 @@ def _doubtful_paths(request: Request, config: Config) -> Iterator[str]:
 
 
 def _named_here(request: Request, config: Config) -> list[Named]:
-    """Returns the run's folder, and the files that the recipe names, as far as they are not in an image, by their paths
+    """Return the run's folder, and the files that the recipe names, as far as they are not in an image, by their paths
     outside of it."""
     named = [Named(RUN, config.run.folder, is_folder=True), *named_files(config)]
     outside = [(each, _outside(each.path, request, config)) for each in named]
@@ -113,7 +113,7 @@ def _named_here(request: Request, config: Config) -> list[Named]:
 
 
 def _outside(path: str, request: Request, config: Config) -> str | None:
-    """Returns the path that a container has mounted as this one, None for one in its image."""
+    """Return the path that a container has mounted as this one, None for one in its image."""
     if request.container == "none":
         return path
     wanted = Path(path).expanduser().absolute()
@@ -126,20 +126,20 @@ def _outside(path: str, request: Request, config: Config) -> str | None:
 
 
 def _existing(named: Named) -> Path:
-    """Returns the folder in which it would be made, or itself where it is there, with links followed."""
+    """Return the folder in which it would be made, or itself where it is there, with links followed."""
     given = Path(named.path).expanduser().absolute()
     return next(above for above in (given, *given.parents) if above.exists()).resolve()
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of the file system that a path is on."""
+    """Return the kind of the file system that a path is on."""
     mounted = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     above = [(len(where), kind) for _, where, kind, *_ in mounted if path.is_relative_to(where)]
     return max(above)[1]
 
 
 def _check_layout(request: Request, config: Config) -> str:
-    """Checks that the ranks fill the nodes."""
+    """Check that the ranks fill the nodes."""
     needed, there = num_devices(config), request.nodes * request.gpus
     idle = set(range(needed)).difference(*device_spans(config).values())
     if request.gpus and idle:
@@ -158,7 +158,7 @@ def _check_layout(request: Request, config: Config) -> str:
 
 
 def _check_plan(request: Request, config: Config) -> str:
-    """Checks that the recipe fits on the GPUs, and that the time is enough for a step."""
+    """Check that the recipe fits on the GPUs, and that the time is enough for a step."""
     gpus = f"{request.nodes * request.gpus}x{request.gpu}"
     planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_it_is=True).best
     step, start = planned.times.seconds, START_S + request.grace + SLACK_S
@@ -178,7 +178,7 @@ def _check_plan(request: Request, config: Config) -> str:
 
 
 def ask_slurm(*command: str) -> str:
-    """Returns what a command of Slurm prints. Raises UserError with its words where it fails."""
+    """Return what a command of Slurm prints. Raises UserError with its words where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{command[0]}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
@@ -186,7 +186,7 @@ def ask_slurm(*command: str) -> str:
 
 
 def check_slurm(request: Request) -> None:
-    """Raises UserError where there is no Slurm here, or it does not know the partition, or has fewer nodes in it."""
+    """Raise UserError where there is no Slurm here, or it does not know the partition, or has fewer nodes in it."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: there is none here; run this on a login node of the cluster, or with --dry-run")
     if request.partition is None:

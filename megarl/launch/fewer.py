@@ -7,7 +7,7 @@ from megarl.core.errors import UserError
 
 
 def fewer_replicas(config: Config, nodes: int) -> list[str]:
-    """Returns the overrides by which the run has the share of its data-parallel replicas and of its engines that this
+    """Return the overrides by which the run has the share of its data-parallel replicas and of its engines that this
     many of its nodes have. What a step learns stays the same, to rounding. Raises UserError where a share is no
     whole number."""
     whole = config.cluster.nodes

@@ -63,7 +63,7 @@ class JobFolder:
         return self.path / "recipe.yaml"
 
     def recipe_on(self, nodes: int) -> Path:
-        """Returns the file with the config of an attempt: on fewer nodes than the job's it is another one."""
+        """Return the file with the config of an attempt: on fewer nodes than the job's it is another one."""
         return self.recipe if nodes == self.job().nodes else self.path / f"recipe-{nodes}.yaml"
 
     @property
@@ -80,7 +80,7 @@ class JobFolder:
         return self.path / "verdict"
 
     def preflight(self, attempt: str) -> Path:
-        """Returns the folder for the reports of an attempt's nodes. attempt: its name."""
+        """Return the folder for the reports of an attempt's nodes. attempt: its name."""
         return self.path / "preflight" / attempt
 
     def write_job(self, job: Job) -> None:
@@ -90,7 +90,7 @@ class JobFolder:
         return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
 
     def judge(self, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> None:
-        """Says how the attempt ended. cause: one line for people; bad: the nodes to do without."""
+        """Say how the attempt ended. cause: one line for people; bad: the nodes to do without."""
         if verdict != "stalled":  # that follows from the attempts before
             replace_text(self.path / "cause", f"{cause}\n")
         replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad)))
@@ -99,6 +99,6 @@ class JobFolder:
         (self.path / "cause").unlink(missing_ok=True)
 
     def last_cause(self) -> str:
-        """Returns why the last attempt ended, "" where there was none."""
+        """Return why the last attempt ended, "" where there was none."""
         file = self.path / "cause"
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""

@@ -30,7 +30,7 @@ class Named:
 
 
 def named_files(config: Config) -> list[Named]:
-    """Returns those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
+    """Return those of a recipe: folders of models, of which hub ids and packages have none here, data, and the files
     of its own functions."""
     models = [Named(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
     sources = [("data.source", config.data.source)]
@@ -53,7 +53,7 @@ def named_files(config: Config) -> list[Named]:
 
 
 def _files(functions: Sequence[tuple[str, str]]) -> list[Named]:
-    """Returns the files of path/to/file.py:function, or of a class; other names are megarl's own."""
+    """Return the files of path/to/file.py:function, or of a class; other names are megarl's own."""
     return [Named(key, name.rpartition(":")[0]) for key, name in functions if ":" in name]
 
 

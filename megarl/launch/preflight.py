@@ -56,7 +56,7 @@ class Objection:
 
 
 def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
-    """Examines this node, by its name. run: the run's folder."""
+    """Examine this node, by its name. run: the run's folder."""
     wrong = [each for each in examine(run) if each.state == "problem"]
     problems = [f"{each.name}: {each.found}; {each.fix}" for each in wrong if each.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
@@ -70,7 +70,7 @@ def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
 
 @contextmanager
 def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
-    """Lets the others of several nodes try to reach the first one as the run's processes will, while it is inside.
+    """Let the others of several nodes try to reach the first one as the run's processes will, while it is inside.
     Gives its report, with a problem where it has no address for them."""
     if config.cluster.nodes == 1:
         yield report
@@ -86,7 +86,7 @@ def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
 
 
 def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
-    """Returns a node's report, which says where no connection leads from it to the first one."""
+    """Return a node's report, which says where no connection leads from it to the first one."""
     if first.address is None:
         return report
     host, port = first.address
@@ -102,7 +102,7 @@ def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
 
 
 def num_gpus() -> int:
-    """Returns the number of GPUs that this task may use, without loading torch."""
+    """Return the number of GPUs that this task may use, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each])
@@ -110,12 +110,12 @@ def num_gpus() -> int:
 
 
 def send_report(folder: Path, report: NodeReport) -> None:
-    """Writes a node's report for the first node. folder: the attempt's, which that node has made."""
+    """Write a node's report for the first node. folder: the attempt's, which that node has made."""
     replace_text(folder / report.node, json.dumps(asdict(report)))
 
 
 def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[NodeReport]:
-    """Returns the reports of these nodes, or of those that have come in the time, in the order of their names here."""
+    """Return the reports of these nodes, or of those that have come in the time, in the order of their names here."""
     deadline = time.monotonic() + timeout_s
     while not all((folder / node).exists() for node in nodes) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -126,7 +126,7 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
 def find_objection(
     reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float
 ) -> Objection | None:
-    """Returns the objection to an attempt on these nodes, None where there is none.
+    """Return the objection to an attempt on these nodes, None where there is none.
 
     What is missing on all of them is an error of the user, and so is what is wrong on more than two; what is wrong on
     some makes these bad. Of two versions of a package the one on more nodes counts, or the first node's. A first node

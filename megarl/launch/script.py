@@ -26,7 +26,7 @@ _PLACE = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Returns the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
+    """Return the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
     UserError for a template with an unknown place. sizes: the numbers of nodes that an attempt can be on."""
     template = request.template or TEMPLATE
     if len(sizes) > 1 and "@sizes@" not in template.read_text(encoding="utf-8"):
@@ -75,14 +75,14 @@ def _command(request: Request) -> Sequence[str]:
 
 
 def mounts(request: Request, run: Path) -> list[str]:
-    """Returns the folders of outside that a container has, as SOURCE:DESTINATION: the one that the run's is in, the one
+    """Return the folders of outside that a container has, as SOURCE:DESTINATION: the one that the run's is in, the one
     from which the job was launched, and those that are asked for."""
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
     return [*own, *request.mounts]
 
 
 def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the options of srun, and the command, by which a task is in the container."""
+    """Return the options of srun, and the command, by which a task is in the container."""
     binding = mounts(request, run)
     if request.container == "pyxis":
         return (f"--container-image={request.image}", f"--container-mounts={','.join(binding)}"), ()

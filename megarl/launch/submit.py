@@ -25,7 +25,7 @@ from megarl.run.folder import RunFolder
 def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
-    """Checks a recipe, writes its job and submits it. Yields lines for people. dry_run: nothing is submitted.
+    """Check a recipe, writes its job and submits it. Yields lines for people. dry_run: nothing is submitted.
 
     sweeps   KEY=VALUE,VALUE…; a run for each combination, named after the recipe's with a number
 
@@ -73,7 +73,7 @@ def launch(
 
 
 def _try(script: str) -> None:
-    """Asks Slurm whether it would take the script. Raises UserError where it would not."""
+    """Ask Slurm whether it would take the script. Raises UserError where it would not."""
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
@@ -81,7 +81,7 @@ def _try(script: str) -> None:
 
 
 def _points(sweeps: Sequence[str]) -> list[list[str]]:
-    """Returns the overrides of each combination."""
+    """Return the overrides of each combination."""
     axes = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
@@ -92,7 +92,7 @@ def _points(sweeps: Sequence[str]) -> list[list[str]]:
 
 
 def _config(file: Path, overrides: Sequence[str], request: Request, number: int | None) -> Config:
-    """Returns the config of a run in a job: it goes on by itself, saves when it is told to end, and is on all nodes."""
+    """Return the config of a run in a job: it goes on by itself, saves when it is told to end, and is on all nodes."""
     config = load(file, overrides)
     name = config.run.name if number is None else f"{config.run.name}-{number}"
     keys = {
@@ -109,7 +109,7 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
 def _smaller(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
-    """Returns the configs on fewer nodes, by the number of nodes and of the run, as far as the options allow it and all
+    """Return the configs on fewer nodes, by the number of nodes and of the run, as far as the options allow it and all
     runs can be on so few. Raises UserError where they can be on none. on_fewer: returns the config of nodes and run."""
     if request.fewest is None:
         return {}
@@ -133,7 +133,7 @@ def _smaller(
 
 
 def _write(request: Request, configs: Mapping[int, Config]) -> Path:
-    """Writes what the tasks of a run read: its configs, by the number of nodes."""
+    """Write what the tasks of a run read: its configs, by the number of nodes."""
     folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.forget_cause()
@@ -144,7 +144,7 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
 
 
 def _refuse_second(folder: JobFolder) -> None:
-    """Raises UserError where a job of this run is queued or under way."""
+    """Raise UserError where a job of this run is queued or under way."""
     if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
     number = folder.submitted.read_text(encoding="utf-8").strip()

@@ -64,7 +64,7 @@ class Task:
 
     @classmethod
     def of_environment(cls) -> Task:
-        """Raises UserError outside of a job's step."""
+        """Raise UserError outside of a job's step."""
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError("megarl node: this is for the script of a job, which runs it by srun; see megarl launch")
@@ -85,7 +85,7 @@ class Task:
 
 
 def main(run: Path) -> int:
-    """Takes part in an attempt at the run of this folder. Returns the exit status."""
+    """Take part in an attempt at the run of this folder. Return the exit status."""
     task, folder = Task.of_environment(), JobFolder.of(run)
     if task.number == 0:
         try:
@@ -109,7 +109,7 @@ def main(run: Path) -> int:
 
 
 def _await_folder(folder: Path) -> None:
-    """Waits for the first node to make a folder. Raises UserError where it is not seen in HEAR_S seconds, by when the
+    """Wait for the first node to make a folder. Raises UserError where it is not seen in HEAR_S seconds, by when the
     first node has missed this one."""
     deadline = time.monotonic() + HEAR_S
     while not folder.is_dir():
@@ -121,7 +121,7 @@ def _await_folder(folder: Path) -> None:
 
 
 def drive(task: Task, folder: JobFolder) -> int:
-    """Makes an attempt at the run, from this node, and judges how it ended. Returns the exit status."""
+    """Make an attempt at the run, from this node, and judges how it ended. Return the exit status."""
     run, job = folder.path.parent, folder.job()
     os.chdir(job.folder)
     config = load(folder.recipe_on(len(task.nodes)))
@@ -152,13 +152,13 @@ def drive(task: Task, folder: JobFolder) -> int:
 
 
 def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> int:
-    """Says how the attempt ended, and returns the exit status, by which srun ends the other tasks."""
+    """Say how the attempt ended, and returns the exit status, by which srun ends the other tasks."""
     folder.judge(verdict, cause, bad)
     return 0 if verdict == "done" else 1
 
 
 def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
-    """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the first
+    """Run `megarl train` to its end. SIGTERM to this task goes to it alone. Return its exit status, and the first
     line in which it names an error: others may follow from that."""
     command = [*MEGARL, "train", str(folder.recipe_on(len(task.nodes)))]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace")
@@ -176,7 +176,7 @@ def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
 
 
 def _show(lines: Iterable[str], causes: list[str]) -> None:
-    """Prints the lines, and appends those that name an error to the list."""
+    """Print the lines, and appends those that name an error to the list."""
     for line in lines:
         print(line, end="", file=sys.stderr, flush=True)
         if line.startswith(ERROR):

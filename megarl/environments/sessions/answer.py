@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def completion(answer: Answer, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Returns the answer to a request without a stream."""
+    """Return the answer to a request without a stream."""
     calls = _calls(answer)
     content = answer.message["content"]
     message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
@@ -31,7 +31,7 @@ def completion(answer: Answer, request: ChatRequest, model: str, tokenizer: PreT
 def events(
     answer: Answer, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Mapping[str, Any]]:
-    """Returns the events of a stream: the text, each call, the end, and the usage if it was asked for."""
+    """Return the events of a stream: the text, each call, the end, and the usage if it was asked for."""
     head = _head(answer, model, "chat.completion.chunk")
 
     def event(delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None) -> Mapping[str, Any]:
@@ -52,7 +52,7 @@ def _head(answer: Answer, model: str, kind: str) -> dict[str, Any]:
 
 
 def _calls(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the calls of tools, with arguments as text."""
+    """Return the calls of tools, with arguments as text."""
     return [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in answer.message.get("tool_calls", ())
@@ -70,7 +70,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _logprobs(answer: Answer, request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Returns the log-prob of each token that was sampled, the one that ended the turn included."""
+    """Return the log-prob of each token that was sampled, the one that ended the turn included."""
     if not request.logprobs:
         return None
     sampled = answer.turn.completion

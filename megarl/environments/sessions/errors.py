@@ -24,5 +24,5 @@ class ApiError(Exception):
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """Returns the error of a request that is not understood, or asks for what is not given here."""
+    """Return the error of a request that is not understood, or asks for what is not given here."""
     return ApiError(400, "invalid_value", message, param)

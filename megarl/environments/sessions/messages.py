@@ -17,7 +17,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Returns a request's messages as chat templates take them: contents as text, arguments of calls as objects, and
+    """Return a request's messages as chat templates take them: contents as text, arguments of calls as objects, and
     with a tool's answer the name of the tool. Raises ApiError for what no message is, and for images and sound."""
     if not isinstance(given, list) or not given:
         raise invalid("messages", "messages is a list with at least one message")
@@ -42,7 +42,7 @@ def read_messages(given: Any) -> list[Message]:
 
 
 def canonical(message: Message) -> str:
-    """Returns a text that is the same for two messages that say the same. Programs that keep a conversation may write
+    """Return a text that is the same for two messages that say the same. Programs that keep a conversation may write
     the JSON of a call in another way, give a call another id, and strip what the assistant said."""
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]

@@ -105,7 +105,7 @@ class Recording:
         conversation has a turn of the assistant that was not sampled so, `fresh` without any."""
 
     def place(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> Place:
-        """Returns where the policy's answer to these messages belongs. Raises UserError where the chat template refuses
+        """Return where the policy's answer to these messages belongs. Raises UserError where the chat template refuses
         them. The place is then filled with `add`, or given back."""
         keys = _keys(tools_key, messages)
         for known in range(len(messages), 0, -1):
@@ -122,7 +122,7 @@ class Recording:
     def _after(
         self, tokens: Tokens, turns: Sequence[tuple[_Growing, Turn]], messages: Sequence[Message], key: bytes
     ) -> Place | None:
-        """Returns the place of the answer to messages that follow a turn: of one of these, the latest that still is the
+        """Return the place of the answer to messages that follow a turn: of one of these, the latest that still is the
         end of its sample. None: the chat template cannot write them after it."""
         ends = [pair for pair in turns if not pair[0].is_claimed and pair[0].turns[-1] is pair[1]]
         sample, turn = (ends or turns)[-1]
@@ -165,14 +165,14 @@ class Recording:
         return Place(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
 
     def give_back(self, place: Place) -> None:
-        """Gives up a place: nothing was sampled there."""
+        """Give up a place: nothing was sampled there."""
         place._sample.is_claimed = False
         self.num_turns -= 1
         if not place._sample.turns:
             self._samples.remove(place._sample)
 
     def add(self, place: Place, completion: Completion, answer: Message, text: str) -> Turn:
-        """Appends a turn that was sampled at its place. answer: the message that the program gets; text: the whole
+        """Append a turn that was sampled at its place. answer: the message that the program gets; text: the whole
         turn."""
         sample = place._sample
         sample.ids = [*place.ids, *completion.token_ids.tolist()]
@@ -186,7 +186,7 @@ class Recording:
         return turn
 
     def samples(self) -> list[RecordedSample]:
-        """Returns the sequences, in the order of their first turns. A last turn that never reached its program is left
+        """Return the sequences, in the order of their first turns. A last turn that never reached its program is left
         out: nothing came of it."""
         recorded = []
         for sample in self._samples:
@@ -211,7 +211,7 @@ def _recorded(earlier: Sequence[Message], turns: Sequence[Turn]) -> RecordedSamp
 
 
 def _keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:
-    """Returns a key of each beginning of a conversation, up to each of its messages."""
+    """Return a key of each beginning of a conversation, up to each of its messages."""
     keys, key = [], hashlib.sha256(tools_key.encode()).digest()
     for message in messages:
         key = _next_key(key, message)

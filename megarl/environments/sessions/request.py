@@ -44,7 +44,7 @@ class ChatRequest:
 
 
 def read_request(body: Any, sampling: Mapping[str, Any]) -> ChatRequest:
-    """Returns what a request's body asks for. Raises ApiError. sampling: the run's parameters, by the names of the API,
+    """Return what a request's body asks for. Raises ApiError. sampling: the run's parameters, by the names of the API,
     which a program may give without being ignored."""
     if not isinstance(body, dict):
         raise invalid("body", "the request is no JSON object")

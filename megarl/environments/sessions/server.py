@@ -51,7 +51,7 @@ class SessionServer:
         """The sums of closed sessions' counts."""
 
     async def start(self, address: str) -> None:
-        """Listens on this address of the machine, on a port that is free."""
+        """Listen on this address of the machine, on a port that is free."""
         from aiohttp import web
 
         app = web.Application(client_max_size=LARGEST_REQUEST)
@@ -64,20 +64,20 @@ class SessionServer:
         self.base_url = f"http://{address}:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:
-        """Ends all connections, and sessions with them."""
+        """End all connections, and sessions with them."""
         for session in list(self._sessions.values()):
             await self.close(session)
         if self._runner is not None:
             await self._runner.cleanup()
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
-        """Returns a new session, whose token is valid from now on."""
+        """Return a new session, whose token is valid from now on."""
         session = Session(self._tokens_with, sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 
     async def close(self, session: Session) -> list[RecordedSample]:
-        """Ends a session, whose token is no longer valid. Returns what is to be trained on."""
+        """End a session, whose token is no longer valid. Return what is to be trained on."""
         self._sessions.pop(_digest(session.token), None)
         samples = await session.close()
         self.counts += session.counts + session.recording.counts
@@ -90,7 +90,7 @@ class SessionServer:
         return self._tokens[key]
 
     def _session(self, request: web.Request) -> Session:
-        """Returns the session of a request. Raises ApiError if there is none. Sessions are found by a digest, the time
+        """Return the session of a request. Raises ApiError if there is none. Sessions are found by a digest, the time
         of which tells nothing of a token that is nearly right."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(token)) if kind.lower() == "bearer" else None
@@ -150,7 +150,7 @@ async def _read(request: web.Request) -> Any:
 
 
 async def _deliver(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-    """Sends an answer. Returns whether there was still somebody to take it."""
+    """Send an answer. Return whether there was still somebody to take it."""
     if request.transport is None or request.transport.is_closing():
         return False
     try:

@@ -95,7 +95,7 @@ class Session:
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
 
     async def answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
-        """Returns the answer to a request. Raises ApiError for one that is refused.
+        """Return the answer to a request. Raises ApiError for one that is refused.
 
         body       that of the request
         is_retry   whether its client sends it again, as the answer did not come: it then gets the same one
@@ -117,7 +117,7 @@ class Session:
         return turn.result()
 
     async def close(self) -> list[RecordedSample]:
-        """Ends the session. Returns what is to be trained on."""
+        """End the session. Return what is to be trained on."""
         under_way = [task for task in self._answers.values() if not task.done()]
         for task in under_way:
             task.cancel()
@@ -151,7 +151,7 @@ class Session:
         return await self._sample(place.ids, min(room, request.max_tokens or room), seed, request.stop)
 
     def _room(self, place: Place) -> int:
-        """Returns the tokens that a turn may have. Raises ApiError if there are none."""
+        """Return the tokens that a turn may have. Raises ApiError if there are none."""
         limits = self.limits
         left = min(limits.max_new_tokens - place.num_response_tokens, limits.context_length - len(place.ids))
         if left > 0:

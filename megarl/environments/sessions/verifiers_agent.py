@@ -43,7 +43,7 @@ class VerifiersAgent(Agent):
         self._path = tuple(map(os.path.abspath, path))  # what verifiers starts has folders of its own
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Mapping[str, float] | None:
-        """Plays the task whose number is the column `idx` of the row; without it, one that the seed chooses. Returns
+        """Play the task whose number is the column `idx` of the row; without it, one that the seed chooses. Return
         its rewards by name."""
         program = await _program(self._python, self._path, self._arguments)
         given = {"index": task.columns.get("idx"), "seed": task.seed}
@@ -61,7 +61,7 @@ class _Program:
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:
-        """Returns when the process has its tasks. Raises RuntimeError if it cannot have them."""
+        """Return when the process has its tasks. Raises RuntimeError if it cannot have them."""
         folders = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = await asyncio.create_subprocess_exec(
             *(python, str(PROGRAM), arguments),
@@ -88,7 +88,7 @@ class _Program:
         return self._reading.done()
 
     async def run(self, **request: Any) -> dict[str, float]:
-        """Returns the rewards of a rollout. Raises RuntimeError if it fails."""
+        """Return the rewards of a rollout. Raises RuntimeError if it fails."""
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write({"id": number, "do": "run", **request})
@@ -122,7 +122,7 @@ _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
 
 
 async def _program(*arguments: Any) -> _Program:
-    """Returns the process with these arguments. It is started for the first rollout, and again when it has ended."""
+    """Return the process with these arguments. It is started for the first rollout, and again when it has ended."""
     found = _programs.get(arguments)
     if found is None or (found.done() and (found.cancelled() or found.exception() or found.result().has_ended)):
         found = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))

@@ -90,7 +90,7 @@ class Rollouts:
         self._under_way[number].add_done_callback(lambda _: self._under_way.pop(number))
 
     async def _play(self, request: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the rewards of an episode, by name: where several agents are trained, their means."""
+        """Return the rewards of an episode, by name: where several agents are trained, their means."""
         import verifiers.v1 as vf
 
         index = request["index"]
@@ -157,7 +157,7 @@ def write(answers: TextIO, line: Mapping[str, Any]) -> None:
 
 
 async def serve(rollouts: Rollouts, answers: TextIO) -> None:
-    """Answers requests until stdin ends."""
+    """Answer requests until stdin ends."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
@@ -175,7 +175,7 @@ async def serve(rollouts: Rollouts, answers: TextIO) -> None:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Returns the processes that a process and its threads have started, and that these have started."""
+    """Return the processes that a process and its threads have started, and that these have started."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except FileNotFoundError:  # it has ended meanwhile

@@ -51,5 +51,5 @@ class CalculatorEnvironment(Environment):
         return a * b
 
     async def reward(self, turn: Turn) -> float:
-        """Returns whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
+        """Return whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
         return float(not turn.tool_calls and numeric_match("", turn.text, self.answer))

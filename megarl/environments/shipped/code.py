@@ -37,5 +37,5 @@ class CodeEnvironment(Environment):
         return await self._tools.shell(command)
 
     async def close(self) -> None:
-        """Ends the sandbox."""
+        """End the sandbox."""
         await self._tools.close()

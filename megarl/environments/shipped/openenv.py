@@ -63,7 +63,7 @@ class OpenEnvEnvironment(Environment):
         return Step(observation, reward=None if reward is None else float(reward), done=done)
 
     async def state(self) -> Mapping[str, Any]:
-        """Returns the state of the environment, as the server tells it."""
+        """Return the state of the environment, as the server tells it."""
         return await self._ask("state")
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ _LOADING = threading.Lock()
 
 class Retriever(Protocol):
     async def retrieve(self, query: str, topk: int) -> list[str]:
-        """Returns the passages that fit the query best, the best first."""
+        """Return the passages that fit the query best, the best first."""
 
     async def close(self) -> None: ...
 
@@ -52,11 +52,11 @@ class Corpus:
         return [self.passages[i] for i, score in zip(places[0], scores[0], strict=True) if score > 0]
 
     async def close(self) -> None:
-        """Leaves the index as it is: other rollouts of the process read it."""
+        """Leave the index as it is: other rollouts of the process read it."""
 
 
 async def open_retriever(path: str | None, url: str | None, timeout_s: float) -> Retriever:
-    """Returns that of a corpus, which all rollouts of a process share, or that of a server."""
+    """Return that of a corpus, which all rollouts of a process share, or that of a server."""
     return await asyncio.to_thread(_corpus, path) if url is None else Server(url, timeout_s)
 
 

@@ -53,7 +53,7 @@ class _Searching(Environment):
         return None
 
     async def find(self, query: str) -> str:
-        """Returns the passages that are found for the query, as text."""
+        """Return the passages that are found for the query, as text."""
         assert self._retriever is not None, "reset comes first"
         return as_text(await self._retriever.retrieve(query, self.topk))
 
@@ -116,7 +116,7 @@ class SearchToolEnvironment(_Searching):
         return await self.find(query)
 
     async def reward(self, turn: Turn) -> float:
-        """Returns whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
+        """Return whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
         if turn.tool_calls:
             return 0.0
         answers = _ANSWER.findall(turn.text)
@@ -124,7 +124,7 @@ class SearchToolEnvironment(_Searching):
 
 
 def as_text(passages: Sequence[str]) -> str:
-    """Returns passages, each with its title in its first line, as the model reads them."""
+    """Return passages, each with its title in its first line, as the model reads them."""
     texts = []
     for number, passage in enumerate(passages, start=1):
         title, _, text = passage.partition("\n")
@@ -133,7 +133,7 @@ def as_text(passages: Sequence[str]) -> str:
 
 
 def exact_match(response: str, answer: Any) -> float:
-    """Returns 1 if the response is the answer, or one of several, but for case, punctuation, articles and spaces.
+    """Return 1 if the response is the answer, or one of several, but for case, punctuation, articles and spaces.
 
     answer  one, a list of several, or {"target": …}, as the data sets of Search-R1 have it
     """

@@ -42,7 +42,7 @@ class House:
 
 
 def build_house(width: int, height: int, walls: float, random: Random) -> House:
-    """Returns a house of which every room can be reached. walls: the share of walls without a door, of those that no
+    """Return a house of which every room can be reached. walls: the share of walls without a door, of those that no
     room needs."""
     rooms = [(x, y) for x in range(width) for y in range(height)]
     pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
@@ -132,7 +132,7 @@ class TextGameEnvironment(Environment):
 
 
 def read_command(text: str) -> str | None:
-    """Returns the last command of a text, or that of which the text is the first letter; None: it has none."""
+    """Return the last command of a text, or that of which the text is the first letter; None: it has none."""
     word = text.strip().lower()
     if len(word) == 1:
         return next((command for command in COMMANDS if command[0] == word), None)

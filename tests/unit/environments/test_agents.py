@@ -23,7 +23,7 @@ TOKENIZER = hermes_tokenizer()
 
 
 def play(kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS) -> list[list[Sample]]:
-    """Returns the samples of a rollout for each fault, side by side."""
+    """Return the samples of a rollout for each fault, side by side."""
     timeout_s = 10 if file == AGENTS else 60
     environment = f"environment={{class: '{file}:{kind}', timeout_s: 2, agent_timeout_s: {timeout_s}}}"
     overrides = [environment, "rewards.functions=[]"]

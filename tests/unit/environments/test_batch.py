@@ -54,7 +54,7 @@ def sample(name: str, prompt: Prompt, text: str) -> Sample:
 
 
 def act(pool: FunctionPool, file: Path, code: str) -> list[Result]:
-    """Calls a function that makes of two samples what the code says."""
+    """Call a function that makes of two samples what the code says."""
     return pool.call_batch(f"{file}:act", [Prompt("p", "", [1])] * 2, [code, ""]).result()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.environments.child import answer
+from megarl.environments.child import call
 
 
 @pytest.mark.parametrize(
@@ -12,8 +12,8 @@ from megarl.environments.child import answer
     [True, 1, 1.0, np.bool_(True), np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor(True)],
 )
 def test_every_kind_of_real_number_counts(one):
-    assert answer(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
-    assert answer(lambda: [one, 2], ())["value"] == [1.0, 2.0]
+    assert call(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
+    assert call(lambda: [one, 2], ())["value"] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_every_kind_of_real_number_counts(one):
     ],
 )
 def test_what_is_no_number_is_named(value, returned):
-    assert answer(lambda: value, ()) == {"value": None, "returned": returned}
+    assert call(lambda: value, ()) == {"value": None, "returned": returned}
 
 
 def test_an_exception_is_told_in_one_line():
     def function() -> None:
         raise ValueError("first\n second")
 
-    assert answer(function, ()) == {"value": None, "failure": "raised ValueError: first second"}
+    assert call(function, ()) == {"value": None, "failure": "raised ValueError: first second"}

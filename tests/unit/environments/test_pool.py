@@ -139,7 +139,7 @@ def test_a_file_whose_import_hangs_is_named_and_its_process_is_killed(tmp_path, 
     (tmp_path / "hangs.py").write_text(f"import time\ntime.sleep({HANG_S})\n")
     before = set(psutil.Process().children())
     monkeypatch.setattr("megarl.environments.pool.IMPORT_S", 0.5)
-    refusal = rf"^rewards.functions: .*hangs.py:f: importing it did not end within {LIMIT_S} s; mend the file"
+    refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {LIMIT_S} s\. Fix: move slow work"
     with pytest.raises(ValueError, match=refusal):
         FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, LIMIT_S)
     assert set(psutil.Process().children()) == before
@@ -150,7 +150,7 @@ def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
         FunctionPool([f"{file}:missing"], None, 2, LIMIT_S)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(
-        ValueError, match=r"^rewards.functions: .*leaves.py:f: importing it ended the process \(exit status 4\)"
+        ValueError, match=r"^rewards.functions: .*leaves.py:f: the import ended the process \(exit status 4\)"
     ):
         FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, LIMIT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
@@ -171,7 +171,7 @@ def test_a_closed_pool_leaves_no_process_and_answers_what_was_asked(file):
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether there is no such process, or only until somebody asks how it ended."""
+    """Return whether there is no such process, or only until somebody asks how it ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -105,13 +105,17 @@ def test_a_derived_class_is_itself(file):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("OnlyTools", {}, "environment.options.start: .*cannot do without it"),
+        ("OnlyTools", {}, "environment.options.start: .*requires this option"),
         ("OnlyTools", {"start": 1, "scala": 3}, "options.scala: .*did you mean scale. known: start, scale"),
-        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes none"),
-        ("OnlyStap", {}, r"has no class 'OnlyStap'; define it as class OnlyStap\(Environment\)"),
+        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes no options"),
+        ("OnlyStap", {}, r"has no class 'OnlyStap'. Fix: define it as class OnlyStap\(Environment\)"),
         ("value", {}, "has no class 'value'"),
         ("Neither", {}, "no method `step`"),
-        ("OneTurnTooFew", {}, r"step takes \(self\), too many positional arguments; define it as step\(self, turn\)"),
+        (
+            "OneTurnTooFew",
+            {},
+            r"step takes \(self\): too many positional arguments. Fix: define it as step\(self, turn\)",
+        ),
         ("NoAnnotation", {}, "argument number has no annotation"),
         ("NoJsonType", {}, "tool add: its annotations raised"),
         ("UnknownType", {}, "tool add: its annotations raised NameError: name 'Number'"),
@@ -126,8 +130,8 @@ def test_what_is_wrong_is_said_before_anything_starts(file, name, options, said)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("calculater", "no environment 'calculater'; did you mean calculator"),
-        ("games.py", "names a file but no class; write games.py:CLASS"),
+        ("calculater", "environment.class=calculater: unknown environment; did you mean calculator"),
+        ("games.py", "names a file but no class. Fix: write games.py:CLASS"),
         ("nowhere.py:Game", "nowhere.py is not a Python file"),
     ],
 )

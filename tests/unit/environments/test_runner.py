@@ -46,7 +46,7 @@ class Says:
 
 
 def play(settings, sampler: Says, *faults: str, after: Callable[[RolloutRunner], object] = lambda _: None):
-    """Returns the samples of a rollout for each fault, side by side."""
+    """Return the samples of a rollout for each fault, side by side."""
 
     async def run() -> list[list[Sample]]:
         pool = await HostPool.start(host_arguments(settings), 1)
@@ -71,7 +71,7 @@ def prompt(fault: str) -> Prompt:
 
 
 def rendered(*contents: str) -> list[int]:
-    """Returns the ids of a conversation, whose first message is the user's, that the assistant has the last word in."""
+    """Return the ids of a conversation, whose first message is the user's, that the assistant has the last word in."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
     return TOKENIZER.apply_chat_template(messages, return_dict=False)

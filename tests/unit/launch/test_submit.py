@@ -31,7 +31,7 @@ SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 
 @pytest.fixture(autouse=True)
 def _temporary_files_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs of these tests lie in the folder of temporary files, where launch refuses them."""
+    """Run of these tests lie in the folder of temporary files, where launch refuses them."""
     monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
 
 
@@ -60,7 +60,7 @@ def script_of(run: Path) -> str:
 
 
 def array(script: str, name: str) -> list[str]:
-    """Returns the words of an array that a script assigns, as bash reads them."""
+    """Return the words of an array that a script assigns, as bash reads them."""
     line = re.search(rf"^{name}=\(.*\)$", script, re.MULTILINE)[0]
     told = subprocess.run(
         ["bash", "-c", f'{line}; for word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'],

@@ -33,7 +33,7 @@ def in_session(
     agent: Callable[[Ask, SessionServer, Session], Awaitable[None]],
     limits: SessionLimits = LIMITS,
 ) -> tuple[Session, list[RecordedSample]]:
-    """Runs an agent in a session. Returns the session and what it recorded."""
+    """Run an agent in a session. Return the session and what it recorded."""
 
     async def main() -> tuple[Session, list[RecordedSample]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools), {"temperature": 1.0})
@@ -59,14 +59,14 @@ def in_session(
 
 
 def said(answer: tuple[int, Any]) -> dict[str, Any]:
-    """Returns the message of an answer."""
+    """Return the message of an answer."""
     status, body = answer
     assert status == 200, body
     return body["choices"][0]["message"]
 
 
 def sampled(sample: RecordedSample) -> str:
-    """Returns what a sample is trained on, as text."""
+    """Return what a sample is trained on, as text."""
     made = sample.transcript.sample("a", Prompt("p", "", []), "", "a", None)
     return TOKENIZER.decode(made.response_ids[made.response_mask])
 

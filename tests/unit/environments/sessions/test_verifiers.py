@@ -49,7 +49,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Returns the processes whose home this folder is, but for this one."""
+    """Return the processes whose home this folder is, but for this one."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -70,7 +70,7 @@ async def server() -> AsyncIterator[tuple[str, list[str]]]:
 
 
 def played(*texts: str, seed: int = 0, messages=(), **options: Any) -> list[Any]:
-    """Returns the opening of a session, the steps that answer these turns, and the state after them."""
+    """Return the opening of a session, the steps that answer these turns, and the state after them."""
 
     async def play() -> list[Any]:
         async with server() as (url, ends):

@@ -39,7 +39,7 @@ def searching(name: str = "search", **options):
 
 
 def begun(text: str, expected: object, name: str = "search", **options):
-    """Returns an environment, and with which conversation it begins."""
+    """Return an environment, and with which conversation it begins."""
     environment = searching(name, **options)
     return environment, asyncio.run(environment.reset(task(question(text), expected)))
 
