@@ -198,7 +198,9 @@ def test_a_process_that_is_stuck_is_replaced():
 
 
 def test_failures_in_a_row_end_the_run():
-    with pytest.raises(UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* ValueError: end < 0"):
+    with pytest.raises(
+        UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* Last failure: .* ValueError: end < 0"
+    ):
         play(
             config("Counter", "environment.options={end: -1}", "environment.max_consecutive_failures=3"),
             Says("1"),
@@ -229,5 +231,5 @@ def test_tools_are_called_and_their_answers_go_on_the_conversation():
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert answers[0] == "8"
     assert answers[1] == "error: block did not return within 1.5 s"
-    assert answers[2].startswith("error: this is no call of a tool")
+    assert answers[2].startswith("error: this is not a valid tool call")
     assert [host.is_retiring for host in stuck] == [True], "its thread goes on"

@@ -80,7 +80,7 @@ class Kitchen(Environment):
         (ToolCall("burn", {}), "raised", "burn raised OSError: smoke"),
         (ToolCall("wait", {}), "timed_out", "wait did not return within 0.05 s"),
         (ToolCall("block", {}), "timed_out", "block did not return within 0.05 s"),
-        (MalformedCall("{", "no JSON"), "malformed", "this is no call of a tool: no JSON"),
+        (MalformedCall("{", "no JSON"), "malformed", "this is not a valid tool call: no JSON"),
     ],
 )
 def test_a_call_is_answered_however_it_ends(call, status, content):

@@ -148,16 +148,16 @@ def test_answers_are_compared_as_in_the_paper(text, normal):
 def test_an_answer_may_be_one_of_several():
     assert exact_match("12", 12) == exact_match("b", ["a b", "B."]) == exact_match("x", {"target": ["x"]}) == 1.0
     assert exact_match("ab", ["a", "b"]) == 0.0
-    with pytest.raises(ValueError, match="no answer"):
+    with pytest.raises(ValueError, match="has no answer to compare with"):
         exact_match("a", None)
 
 
 def test_a_search_needs_one_place_to_search_in(corpus, tmp_path):
     for options in ({}, {"corpus": corpus, "url": "http://x"}):
-        with pytest.raises(UserError, match="needs one of them"):
+        with pytest.raises(UserError, match="needs exactly one of them"):
             searching(**options)
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="not a file"):
         begun("Who?", "he", corpus=str(tmp_path / "nothing.jsonl"))
     (tmp_path / "rows.jsonl").write_text('{"contents": "a"}\n{"id": 1}\n')
-    with pytest.raises(UserError, match=r"line 2 of .* has the keys id"):
+    with pytest.raises(UserError, match=r"line 2 has the keys id"):
         begun("Who?", "he", corpus=str(tmp_path / "rows.jsonl"))

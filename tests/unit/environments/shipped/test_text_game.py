@@ -118,5 +118,5 @@ def test_words_of_the_runs_own_come_before_the_house():
 
 
 def test_a_house_of_two_rooms_is_refused():
-    with pytest.raises(ValueError, match="1 × 2 rooms"):
+    with pytest.raises(ValueError, match="width=1, height=2: a house needs at least 3 rooms"):
         TextGame(width=1, height=2)
