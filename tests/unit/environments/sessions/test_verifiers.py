@@ -123,5 +123,5 @@ def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
         finally:
             await pool.close()
 
-    with pytest.raises(HostFailure, match=r"verifiers cannot have this environment: .*taskset 'riddels' not found"):
+    with pytest.raises(HostFailure, match=r"verifiers cannot load this environment: .*taskset 'riddels' not found"):
         asyncio.run(main())
