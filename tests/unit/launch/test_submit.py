@@ -156,11 +156,11 @@ def test_ones_own_template(tmp_path: Path) -> None:
     launch(quickstart, replace(ON_CPU, template=template), keys)
     assert "source /etc/site.sh" in script_of(tmp_path / "quickstart")
     template.write_text("#SBATCH --nodes=@node_count@\n")
-    with pytest.raises(UserError, match="@node_count@ is unknown; there are @name@, @nodes@"):
+    with pytest.raises(UserError, match=r"unknown placeholder @node_count@\. Fix: use one of @name@, @nodes@"):
         launch(quickstart, replace(ON_CPU, template=template), keys)
     template.write_text("#SBATCH --nodes=@nodes@\n")
     two = replace(ON_CPU, template=template, nodes=2, fewest=1)
-    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the place @sizes@"):
+    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the placeholder @sizes@"):
         launch(quickstart, two, keys, *EIGHT)
 
 
@@ -174,12 +174,12 @@ def test_gpus_without_a_role_are_named(on_h100s: Path) -> None:
     ("changed", "message"),
     [
         ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
-        ({"time": "2"}, "--time=2: 120 s, but the run is told to save --grace=120 s before the end"),
+        ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
         ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
-        ({"container": "pyxis"}, "--container=pyxis: --image= does not go with it"),
-        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: there is no such file"),
-        ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such is not there"),
-        ({"template": Path("/no/such")}, "--template=/no/such: there is no such file"),
+        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: set both or neither"),
+        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
+        ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
+        ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
         ({"nodes": 4}, "cluster.nodes=4: the ranks take 2 devices, 1 on a node, and so 2 of the nodes would be empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -196,11 +196,11 @@ def test_files_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_p
     keys = [f"run.folder={tmp_path}/runs", "model.path=/dev/shm", f"data.source={tmp_path}/no.jsonl"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, *keys)
-    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
-        f"run.folder={tmp_path}/runs: it lies on {tmp_path}, which only this machine has",
-        "model.path=/dev/shm: it lies on /dev/shm, which only this machine has",
-        f"data.source={tmp_path}/no.jsonl: it lies on {tmp_path}, which only this machine has",
-        f"data.source={tmp_path}/no.jsonl: there is no such file here",
+    assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
+        f"run.folder={tmp_path}/runs: {tmp_path} exists only on this machine",
+        "model.path=/dev/shm: /dev/shm exists only on this machine",
+        f"data.source={tmp_path}/no.jsonl: {tmp_path} exists only on this machine",
+        f"data.source={tmp_path}/no.jsonl: no such file",
     ]
 
 
@@ -209,11 +209,11 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     keys = ["model.path=/no/model", "data.source=prompts.txt", f"rewards.functions={functions}"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
-    assert [line.split("; ")[0] for line in str(refused.value).splitlines()] == [
-        "model.path=/no/model: there is no such folder here",
-        "data.source=prompts.txt: there is no such file here",
-        "rewards.functions=/no/such.py: there is no such file here",
-        "rewards.judge=/no/j.py: there is no such file here",
+    assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
+        "model.path=/no/model: no such folder",
+        "data.source=prompts.txt: no such file",
+        "rewards.functions=/no/such.py: no such file",
+        "rewards.judge=/no/j.py: no such file",
     ]
 
 
@@ -222,8 +222,8 @@ def test_files_in_a_container_are_looked_for_where_they_are_outside(tmp_path: Pa
     request = replace(ON_CPU, container="pyxis", image="registry/name:1", mounts=[f"{tmp_path}:/data:ro"])
     keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
-    assert any("--image=registry/name:1: the nodes fetch it by this name" in line for line in lines)
-    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: there is no such file"):
+    assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
+    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: no such file"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
     launch(ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image")  # the nodes look there
 
@@ -233,19 +233,23 @@ def test_a_disk_of_this_machine_is_told_to_jobs_of_several_nodes(
 ) -> None:
     keys = (*EIGHT, f"run.folder={tmp_path}")
     for kind, nodes, told in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
-        monkeypatch.setattr(checks, "_kind", lambda path, kind=kind: kind)
+        monkeypatch.setattr(checks, "_file_system_type", lambda path, kind=kind: kind)
         lines = launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=nodes), *keys)
-        warned = [line for line in lines if "is on a disk of this machine (ext4): the job fails at its start" in line]
+        warned = [
+            line for line in lines if "is on a local disk of this machine (ext4). The job fails at its start" in line
+        ]
         assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * told
 
 
 def test_nodes_that_the_layout_does_not_fill(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8)
     with pytest.raises(
-        UserError, match="16 ranks with a GPU each, and 1 x --gpus-per-node=8 are 8 GPUs; give --nodes=2"
+        UserError, match=r"16 ranks with one GPU each, but 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2"
     ):
         launch(on_h100s, on_gpus)
-    with pytest.raises(UserError, match="16 ranks with a GPU each, and 3 x --gpus-per-node=8 are 24 GPUs; raise dp"):
+    with pytest.raises(
+        UserError, match=r"16 ranks with one GPU each, but 3 x --gpus-per-node=8 = 24 GPUs\. Fix: raise dp"
+    ):
         launch(on_h100s, replace(on_gpus, nodes=3))
 
 
@@ -284,7 +288,7 @@ def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:
     request = replace(ON_CPU, nodes=4, fewest=1)
     keys = (*EIGHT, f"run.folder={tmp_path}", "run.name=fewer")
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys, sweeps=["run.seed=0,1"])
-    assert "attempts are on 4 nodes or, where some are lost, on 3 or 2 or 1" in lines
+    assert "attempts use 4 nodes, or 3 or 2 or 1 after nodes are lost" in lines
     assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "3", "2", "1"]
     for seed in range(2):
         folder = JobFolder.of(tmp_path / f"fewer-{seed}")
@@ -311,7 +315,7 @@ def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, t
     launch(on_h100s, request)
     assert array(script_of(tmp_path / "runs/big"), "sizes") == ["2", "1"]
     full = ("actor.layout={tp: 1, dp: 8}", "actor.recompute=full", "actor.tokens_per_microbatch=32768")
-    with pytest.raises(UserError, match="can be on no fewer than 2: on 1: --gpus 8xH100-80GB: while the actor trains"):
+    with pytest.raises(UserError, match="needs at least 2 nodes; on 1: --gpus 8xH100-80GB: while the actor trains"):
         launch(on_h100s, request, *full)
 
 
@@ -322,7 +326,7 @@ def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, t
         (
             1,
             ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),
-            "the run can be on no fewer than 2: on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is no whole number",
+            "the run needs at least 2 nodes; on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
         ),
         (
             1,
@@ -331,7 +335,7 @@ def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, t
                 "actor.layout={pp: 1, dp: 2, last_stage_layers: null}",
                 "rollout.replicas=2",
             ),
-            "on 1: cluster.roles: its devices are for all nodes",
+            "on 1: cluster.roles: explicit roles cannot run on fewer nodes",
         ),
     ],
 )
