@@ -73,7 +73,7 @@ def test_its_recipe_is_one(folder):
 
 
 def test_it_names_every_environment_that_megarl_brings_and_its_options():
-    rows = [line.split(" | ") for line in section(PAGE, "Those that megarl brings").splitlines() if line[:3] == "| `"]
+    rows = [line.split(" | ") for line in section(PAGE, "Built-in environments").splitlines() if line[:3] == "| `"]
     told = {row[0].strip("|` "): row for row in rows[1:]}
     assert told.keys() == {name for name, place in SHIPPED.items() if find_spec(place.partition(":")[0])}
     for name in told.keys() - {"search_tool"}:
