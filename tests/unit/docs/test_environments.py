@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_its_code_runs(folder):
+def test_example_code_runs(folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S
@@ -64,7 +64,7 @@ def test_its_code_runs(folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_its_recipe_is_one(folder):
+def test_example_recipe_is_valid(folder):
     [block] = blocks("yaml")
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"base": str(BASE), "model": {"path": "model"}, **yaml.safe_load(block)}))
@@ -72,7 +72,7 @@ def test_its_recipe_is_one(folder):
     assert config.environment.max_turns == 8 and config.data.source == "environment"
 
 
-def test_it_names_every_environment_that_megarl_brings_and_its_options():
+def test_page_lists_all_built_in_environments_and_options():
     rows = [line.split(" | ") for line in section(PAGE, "Built-in environments").splitlines() if line[:3] == "| `"]
     told = {row[0].strip("|` "): row for row in rows[1:]}
     assert told.keys() == {name for name, place in SHIPPED.items() if find_spec(place.partition(":")[0])}

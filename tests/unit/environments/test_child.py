@@ -1,4 +1,4 @@
-"""The results of a user's function: which are numbers, and what is said of others."""
+"""Conversion of a user function's return values to results."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from megarl.environments.child import call
     "one",
     [True, 1, 1.0, np.bool_(True), np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor(True)],
 )
-def test_every_kind_of_real_number_counts(one):
+def test_real_numbers_of_any_type_are_accepted(one):
     assert call(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
     assert call(lambda: [one, 2], ())["value"] == [1.0, 2.0]
 
@@ -28,11 +28,11 @@ def test_every_kind_of_real_number_counts(one):
         ([1.0, None], "a list of 2"),
     ],
 )
-def test_what_is_no_number_is_named(value, returned):
+def test_non_numeric_return_type_is_reported(value, returned):
     assert call(lambda: value, ()) == {"value": None, "returned": returned}
 
 
-def test_an_exception_is_told_in_one_line():
+def test_exception_is_reported_in_one_line():
     def function() -> None:
         raise ValueError("first\n second")
 

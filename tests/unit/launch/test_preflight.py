@@ -35,16 +35,16 @@ def reports(**problems: list[str]) -> list[NodeReport]:
     return [NodeReport(node, problems.get(node, []), [], SAME) for node in NODES]
 
 
-def test_nodes_without_problems() -> None:
+def test_nodes_without_problems_have_no_objection() -> None:
     assert find_objection(reports(), NODES, RUN, 60) is None
 
 
-def test_what_is_wrong_on_some_nodes_makes_them_bad() -> None:
+def test_nodes_with_problems_are_bad() -> None:
     found = find_objection(reports(n1=["7 GPUs, but the run needs 8 per node"]), NODES, RUN, 60)
     assert found == Objection("failed", "node n1: 7 GPUs, but the run needs 8 per node", ["n1"])
 
 
-def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
+def test_problem_on_all_nodes_is_a_user_error() -> None:
     everywhere = "model.path=/m: no such folder"
     found = find_objection(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
@@ -52,20 +52,20 @@ def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
     assert find_objection(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
 
 
-def test_faults_of_one_or_two_nodes_are_not_the_users() -> None:
+def test_problem_on_one_or_two_nodes_is_not_a_user_error() -> None:
     one = [NodeReport("n0", ["7 GPUs"], [], SAME)]
     assert find_objection(one, ["n0"], RUN, 60) == Objection("failed", "node n0: 7 GPUs", ["n0"])
     silent = find_objection(one, ["n0", "n1"], RUN, 60)
     assert (silent.verdict, silent.bad_nodes) == ("failed", ["n1"])
 
 
-def test_the_node_with_other_versions_is_the_bad_one() -> None:
+def test_node_with_other_package_versions_is_bad() -> None:
     older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
     found = find_objection([older, *reports()[1:]], NODES, RUN, 60)
     assert found == Objection("failed", "node n0: torch is 2.12.0, but 2.13.0 on other nodes", ["n0"])
 
 
-def test_a_silent_node_is_bad_and_files_that_only_the_first_has_are_an_error_of_the_user() -> None:
+def test_silent_node_is_bad_unless_only_the_first_reports() -> None:
     one_silent = find_objection(reports()[:2], NODES, RUN, 60)
     assert one_silent == Objection(
         "failed", f"node n2: no report within 60 s. It is down, or cannot see the files in {RUN}", ["n2"]
@@ -74,7 +74,7 @@ def test_a_silent_node_is_bad_and_files_that_only_the_first_has_are_an_error_of_
     assert (all_silent.verdict, all_silent.bad_nodes) == ("user_error", ["n1", "n2"])
 
 
-def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
+def test_reports_are_awaited_through_files(tmp_path: Path) -> None:
     first, *others = reports(n1=["one"])
     send_report(tmp_path, first)
     later = threading.Timer(0.3, lambda: [send_report(tmp_path, each) for each in others])
@@ -88,7 +88,7 @@ def on_two_nodes() -> Config:
     return load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=lo"])
 
 
-def test_other_nodes_reach_the_first_one_while_it_waits_for_them() -> None:
+def test_nodes_can_connect_only_while_the_first_listens() -> None:
     first, other, _ = reports()
     with listen_for_nodes(first, on_two_nodes()) as first:
         host, port = first.address
@@ -105,7 +105,7 @@ def test_other_nodes_reach_the_first_one_while_it_waits_for_them() -> None:
     assert find_objection(both, NODES, RUN, 60).bad_nodes == ["n0"]
 
 
-def test_a_first_node_hears_more_nodes_than_a_socket_usually_does() -> None:
+def test_first_node_accepts_hundreds_of_connections() -> None:
     nodes = 300
     config = load(ROOT / "configs/quickstart.yaml", [f"cluster.nodes={nodes}", "cluster.interface=lo"])
     with listen_for_nodes(reports()[0], config) as first, ExitStack() as connections:
@@ -113,7 +113,7 @@ def test_a_first_node_hears_more_nodes_than_a_socket_usually_does() -> None:
             connections.enter_context(socket.create_connection(first.address, timeout=1))
 
 
-def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
+def test_missing_interface_is_a_problem_of_the_first_node() -> None:
     config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
     with listen_for_nodes(reports()[0], config) as first:
         assert first.address is None
@@ -121,8 +121,8 @@ def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
     assert check_connection(reports()[1], first) == reports()[1]
 
 
-def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs, the disk, and each file of the recipe; what is fetched by a name is not looked for."""
+def test_report_lists_missing_paths_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report covers GPUs, the disk and each path of the recipe. Names without a path are not checked."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(machine, "LEAST_DISK_GIB", 2**40)
     monkeypatch.setattr(machine, "FULL_GIB", 2**40)
@@ -144,6 +144,6 @@ def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("GPU-aa,GPU-bb", 2), ("", 0)])
-def test_gpus_that_slurm_gives_a_task(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+def test_gpu_count_follows_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert num_gpus() == count
