@@ -25,7 +25,7 @@ from typing import Literal, Self
 from megarl.core.files import replace_text
 from megarl.run.folder import LAUNCH
 
-Verdict = Literal["done", "told", "user_error", "stalled", "failed"]
+Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
 """Outcome of an attempt: the run is complete; it was stopped by a signal; a user error, which would recur; no start,
 because earlier attempts saved no checkpoint; any other failure."""
 

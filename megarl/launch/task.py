@@ -44,7 +44,7 @@ JOIN_S = 120.0
 
 POLL_S, TOUCH_S = 0.5, 10.0
 ERROR = "megarl: error: "
-VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "told"}
+VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "signaled"}
 """Verdict by exit status of `megarl train`. Any other status is a failure that may be transient."""
 
 

@@ -129,7 +129,7 @@ def test_reset_and_restart_replace_the_conversation(fault, first):
         return
     one, other = samples
     assert one.token_ids.tolist() == rendered("restart", "12")
-    assert other.token_ids.tolist() == rendered("anew", "12", "2 turns", "12")
+    assert other.token_ids.tolist() == rendered("restarted", "12", "2 turns", "12")
     assert (one.id, other.id, one.rollout_id, other.rollout_id) == ("1.0", "1.0/1", "1.0", "1.0")
     assert (one.episode.first_turn, other.episode.first_turn) == (0, 1)
     assert (one.episode.is_last, other.episode.is_last) == (False, True)

@@ -31,7 +31,7 @@ class Counter(Environment):
         if self.num_turns == self._end:
             return Step(reward=reward, done=True)
         if self._fault == "restart" and self.num_turns == 1:
-            return Step([{"role": "user", "content": "anew"}], restart=True)
+            return Step([{"role": "user", "content": "restarted"}], restart=True)
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
 
     async def _fail(self) -> None:

@@ -62,12 +62,12 @@ def script_of(run: Path) -> str:
 def array(script: str, name: str) -> list[str]:
     """Return the elements of a bash array that the script assigns."""
     line = re.search(rf"^{name}=\(.*\)$", script, re.MULTILINE)[0]
-    told = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", f'{line}; for word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'],
         capture_output=True,
         check=True,
     )
-    return told.stdout.decode().split("\0")[:-1]
+    return process.stdout.decode().split("\0")[:-1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -143,8 +143,10 @@ def test_sweep_becomes_a_job_array(tmp_path: Path) -> None:
     for number in range(4):
         environment = {"SLURM_ARRAY_TASK_ID": str(number)}
         line = re.search(r"^run=.*$", script, re.MULTILINE)[0]
-        told = subprocess.run(["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True)
-        config = load(JobFolder.of(Path(told.stdout.strip())).recipe)
+        process = subprocess.run(
+            ["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True
+        )
+        config = load(JobFolder.of(Path(process.stdout.strip())).recipe)
         points.append((config.run.name, config.actor.optimizer.lr, config.run.seed))
     assert points == [("s-0", 1e-6, 0), ("s-1", 1e-6, 1), ("s-2", 3e-6, 0), ("s-3", 3e-6, 1)]
 
@@ -232,13 +234,13 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
 
 def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (*EIGHT, f"run.folder={tmp_path}")
-    for kind, nodes, told in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
+    for kind, nodes, expected in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
         monkeypatch.setattr(checks, "_file_system_type", lambda path, kind=kind: kind)
         lines = launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=nodes), *keys)
         warned = [
             line for line in lines if "is on a local disk of this machine (ext4). The job fails at its start" in line
         ]
-        assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * told
+        assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * expected
 
 
 def test_nodes_must_match_the_layout(on_h100s: Path) -> None:
@@ -278,9 +280,9 @@ def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytes
 def test_grace_shorter_than_a_step_is_reported(on_h100s: Path) -> None:
     request = replace(ON_CPU, gpus=8, nodes=2, time="4:00:00")
     [seconds] = [int(found[1]) for line in launch(on_h100s, request) if (found := re.search(r"about (\d+) s", line))]
-    told = "at the end of an allocation the run loses its steps since the last checkpoint"
-    assert any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
-    assert not any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
+    message = "at the end of an allocation the run loses its steps since the last checkpoint"
+    assert any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
+    assert not any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
 
 
 def test_fewest_nodes_writes_configs_with_fewer_replicas(tmp_path: Path) -> None:

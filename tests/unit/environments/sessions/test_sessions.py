@@ -58,7 +58,7 @@ def in_session(
     return asyncio.run(main())
 
 
-def said(answer: tuple[int, Any]) -> dict[str, Any]:
+def message_of(answer: tuple[int, Any]) -> dict[str, Any]:
     """Return the message of a response."""
     status, body = answer
     assert status == 200, body
@@ -108,7 +108,7 @@ def test_reformatted_messages_continue_the_sampled_tokens() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["  Hm. " + call("look", at="sky", deep=True), " Done.\n", "Bye"])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
         assert message["content"] == "Hm." and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {
             "at": "sky",
             "deep": True,
@@ -117,9 +117,9 @@ def test_reformatted_messages_continue_the_sampled_tokens() -> None:
         turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": made}]}
         turn["content"] = [{"type": "text", "text": "Hm."}]
         talk = [*QUESTION, turn, {"role": "tool", "tool_call_id": "x", "content": "blue"}]
-        message = said(await ask(talk, tools=TOOLS))
+        message = message_of(await ask(talk, tools=TOOLS))
         talk += [{"role": "assistant", "content": message["content"].strip()}, {"role": "user", "content": "more"}]
-        said(await ask(talk, tools=TOOLS))
+        message_of(await ask(talk, tools=TOOLS))
 
     session, [sample] = in_session(policy, agent)
     assert "  Hm. <tool_call>" in TOKENIZER.decode(sample.transcript.ids) and not session.recording.counts
@@ -138,8 +138,8 @@ def test_unsampled_conversation_starts_a_new_sample(change: Callable[[list], lis
     policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION))
-        said(await ask(change([*QUESTION, message, {"role": "user", "content": "And?"}])))
+        message = message_of(await ask(QUESTION))
+        message_of(await ask(change([*QUESTION, message, {"role": "user", "content": "And?"}])))
 
     session, samples = in_session(policy, agent)
     assert [sampled(sample) for sample in samples] == ["One.<|im_end|>", "Two.<|im_end|>"]
@@ -153,15 +153,15 @@ def test_concurrent_requests_become_branches() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Start", "Left", "Right", "Left again", "Third"], delay_s=0.05)
 
     async def agent(ask: Ask, *_: Any) -> None:
-        talk = [*QUESTION, said(await ask(QUESTION))]
+        talk = [*QUESTION, message_of(await ask(QUESTION))]
 
         async def branch(word: str) -> list[Any]:
             messages = [*talk, {"role": "user", "content": word}]
-            return [*messages, said(await ask(messages))]
+            return [*messages, message_of(await ask(messages))]
 
         left, _ = await asyncio.gather(branch("left"), branch("right"))
-        said(await ask([*left, {"role": "user", "content": "on"}]))
-        said(await ask([*talk, {"role": "user", "content": "third"}]))
+        message_of(await ask([*left, {"role": "user", "content": "on"}]))
+        message_of(await ask([*talk, {"role": "user", "content": "third"}]))
 
     session, samples = in_session(policy, agent)
     trained = [sampled(sample) for sample in samples]
@@ -179,8 +179,8 @@ def test_other_tools_start_a_new_sample() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
-        said(await ask([*QUESTION, message, {"role": "user", "content": "And?"}]))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
+        message_of(await ask([*QUESTION, message, {"role": "user", "content": "And?"}]))
 
     session, samples = in_session(policy, agent)
     assert len(samples) == 2 and session.recording.counts == {"rewritten": 1}
@@ -191,7 +191,7 @@ def test_turn_and_token_limits_return_openai_errors() -> None:
     limits = SessionLimits(max_turns=3, turn_tokens=30, max_new_tokens=90, context_length=300)
 
     async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
-        talk = [*QUESTION, said(await ask(QUESTION, max_tokens=4)), {"role": "user", "content": "on"}]
+        talk = [*QUESTION, message_of(await ask(QUESTION, max_tokens=4)), {"role": "user", "content": "on"}]
         status, body = await ask(talk)
         assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
         talk += [body["choices"][0]["message"], {"role": "user", "content": "y" * 100}]
@@ -223,9 +223,9 @@ def test_stop_string_ends_the_turn_and_is_removed() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Thought. END and more", "Then"])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, stop="END"))
+        message = message_of(await ask(QUESTION, stop="END"))
         assert message["content"] == "Thought. "
-        said(await ask([*QUESTION, message, {"role": "user", "content": "on"}]))
+        message_of(await ask([*QUESTION, message, {"role": "user", "content": "on"}]))
 
     _, [sample] = in_session(policy, agent)
     assert sampled(sample) == "Thought. ENDThen<|im_end|>"
@@ -235,11 +235,11 @@ def test_malformed_tool_call_stays_text() -> None:
     policy = ScriptedPolicy(TOKENIZER, [call("look") + "<tool_call>{look}</tool_call>", "plain", call("look")])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
         assert "tool_calls" not in message and message["content"].endswith("<tool_call>{look}</tool_call>")
         # Tool call syntax in a user message is plain text, and tool_choice="none" disables parsing.
-        said(await ask([{"role": "user", "content": call("look")}], tools=TOOLS))
-        assert "tool_calls" not in said(await ask(QUESTION, tools=TOOLS, tool_choice="none"))
+        message_of(await ask([{"role": "user", "content": call("look")}], tools=TOOLS))
+        assert "tool_calls" not in message_of(await ask(QUESTION, tools=TOOLS, tool_choice="none"))
 
     session, _ = in_session(policy, agent)
     assert session.counts["malformed_calls"] == 1
@@ -275,7 +275,7 @@ def test_retried_request_gets_the_lost_response() -> None:
     async def agent(ask: Ask, *_: Any) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(QUESTION), 0.5)
-        assert said(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
+        assert message_of(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
         with pytest.raises(TimeoutError):  # this request is never retried
             await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.5)
         await asyncio.sleep(2)

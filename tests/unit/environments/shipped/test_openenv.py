@@ -32,11 +32,11 @@ class Guessing:
             return {"type": "error", "data": {"message": "broke", "code": "EXECUTION_ERROR"}}
         self.steps += 1
         guess = int(data["message"])
-        said = "Right." if guess == self.number else "More." if guess < self.number else "Less."
-        return self._observation(said, float(guess == self.number), guess == self.number)
+        text = "Right." if guess == self.number else "More." if guess < self.number else "Less."
+        return self._observation(text, float(guess == self.number), guess == self.number)
 
-    def _observation(self, said: str, reward: float | None, done: bool) -> dict[str, Any]:
-        return {"type": "observation", "data": {"observation": {"prompt": said}, "reward": reward, "done": done}}
+    def _observation(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
+        return {"type": "observation", "data": {"observation": {"prompt": text}, "reward": reward, "done": done}}
 
 
 @asynccontextmanager
