@@ -1,4 +1,4 @@
-"""The reason why a run ended early, in one line."""
+"""Failures of a run, and the most informative of several errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunFailure(RuntimeError):
-    """A failure that is not an error of the user: a lost process, a missed deadline, an error inside a worker.
+    """A failure that the user has not caused: a lost process, a missed deadline, an error inside a worker.
 
-    A user's error stays a UserError, wherever it was found.
+    A user's error is a UserError in every process.
     """
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Returns the most telling of several errors, by process: a user's error, then a lost process, then its peers'
-    errors."""
+    """Return the most informative of several errors, by process: a user's error, then a lost process, then the errors
+    of its peers."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):
@@ -31,7 +31,7 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError 
 
 
 def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
-    """Appends the stacks of errors inside workers, by process, to their logs: Ray gives them to the driver alone."""
+    """Append the stacks of workers' errors to the workers' logs: Ray passes them to the driver only."""
     for name, error in errors.items():
         log = logs / f"{name}.log"
         if isinstance(error, RayTaskError) and log.exists():
@@ -40,18 +40,18 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Returns whether the process is gone: it died, or Ray ended it before the machine ran out of memory."""
+    """Return whether the process is lost: it died, or Ray ended it before the machine ran out of memory."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_cause(error: Exception) -> bool:
-    """Returns whether the error is a cause, a user's error or a loss, rather than a consequence in another process."""
+    """Return whether the error is a user's error or a loss, and not a consequence in another process."""
     return rank(error) < 2
 
 
 def rank(error: Exception) -> int:
-    """Returns the rank of an error among others, the most telling first: 0 for a user's error, 1 for a loss, 2 for the
-    errors that follow from a failure elsewhere."""
+    """Return the rank of an error, the most informative first: 0 for a user's error, 1 for a loss, 2 for errors that
+    follow from a failure elsewhere."""
     if isinstance(_origin(error), UserError):
         return 0
     return 1 if is_loss(error) else 2
@@ -63,7 +63,7 @@ def _what_happened(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return f" was ended by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
-        # The traceback of an error in its constructor is in no other log.
+        # No log has the traceback of an error in the constructor.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
     return f": {type(origin).__name__}: {lines[0]}"
 

@@ -1,4 +1,4 @@
-"""The check of a run's settings by Megatron itself, before anything starts."""
+"""Validation of a run's settings by Megatron itself, before anything starts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROGRAM = "megarl.megatron.preflight"
 
 
 def check_megatron_settings(config: Config, models: ModelFolders) -> None:
-    """Raises UserError with a line for each of Megatron's dataclasses that does not take the settings of a model, and
-    for a number format that this machine does not have.
+    """Raise UserError with a line for each of Megatron's dataclasses that rejects a model's settings, and for a number
+    format that this machine does not support.
 
-    The check runs in a process that ends: Megatron's import takes seconds, and memory that the driver has no other use
-    for. Where the settings are only those of keys with rules of their own, there is no such process.
+    The check runs in a short-lived process: importing Megatron takes seconds, and memory that the driver does not need
+    otherwise. Without megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
     asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
@@ -37,8 +37,8 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailure(f"megatron_overrides and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
     if child.returncode:
-        [said] = child.stderr.splitlines()[-1:] or ["nothing"]
-        raise RunFailure(f"megatron_overrides and fp8: {PROGRAM} ended with status {child.returncode} and said {said}")
+        [error] = child.stderr.splitlines()[-1:] or ["no output"]
+        raise RunFailure(f"megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}")
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 

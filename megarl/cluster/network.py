@@ -1,4 +1,4 @@
-"""The addresses by which the nodes of a run reach each other."""
+"""Addresses and ports of the nodes of a run."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import psutil
 from megarl.core.errors import UserError
 
 LOWEST_PORT = 20_000
-"""The lowest port that a run listens on, where the kernel's begin above: below, Ray gives its workers those from 10,002
-on without holding them, and many services have fixed ones."""
+"""Lowest port that a run listens on, unless the kernel's ephemeral ports start below it. Below, Ray assigns ports from
+10,002 on to its workers without reserving them, and many services have fixed ports."""
 
 UNPRIVILEGED = 1024
-"""The lowest port that anybody may listen on."""
+"""Lowest unprivileged port."""
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The file with the first and the last of the ports that the kernel gives to whoever asks for any."""
+"""File with the first and last ephemeral port of the kernel."""
 
 ANY_PORT = 9
-"""The port of a datagram socket that sends nothing."""
+"""Port of a datagram socket that sends nothing."""
 
 
 def own_name() -> str:
-    """Returns the name of this node: Slurm's in a job, else its host name."""
+    """Return the name of this node: Slurm's in a job, otherwise its host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def own_address(interface: str | None) -> str:
-    """Returns the IPv4 address at which other nodes reach this one: that of the interface, or (None) the one that its
-    host name, else its default route gives. Raises UserError where there is none."""
+    """Return the IPv4 address at which other nodes reach this one: the interface's or, for None, that of its host name
+    or its default route. Raises UserError if there is none."""
     addresses = interface_addresses()
     there = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
     if interface is not None:
@@ -54,7 +54,7 @@ def own_address(interface: str | None) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Returns the address of this node from which it reaches another. Raises UserError where no route leads there."""
+    """Return the address from which this node reaches another. Raises UserError without a route."""
     address = _address_of_route(host)
     if address is None:
         raise UserError(f"no route leads from this node to {host}, the first node of the run")
@@ -62,14 +62,13 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the interface that has this address."""
+    """Return the name of the interface with this address."""
     return next(name for name, addresses in interface_addresses().items() if address in addresses)
 
 
 def listen(host: str) -> socket.socket:
-    """Returns a socket that listens at this address of the node, on a free port below those that the kernel gives out
-    by itself: another process's connection cannot have it by chance, not even after this socket is closed. Raises
-    UserError where all are taken."""
+    """Return a socket that listens at this address, on a free port below the kernel's ephemeral ports: no connection of
+    another process can take it by chance, even after this socket is closed. Raises UserError if all are in use."""
     highest = int(EPHEMERAL.read_text().split()[0])
     ports = range(LOWEST_PORT, highest) or range(UNPRIVILEGED, highest)
     for port in random.SystemRandom().sample(ports, len(ports)):
@@ -85,15 +84,14 @@ def listen(host: str) -> socket.socket:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Returns the variables by which libraries use the interface of this address, where the user's own do not say
-    another."""
+    """Return the variables that make libraries use the interface of this address, unless the user has set them."""
     interface = interface_of(address)
     chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {name: os.environ.get(name, value) for name, value in chosen.items()}
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Returns the IPv4 addresses of each interface of this node that has one."""
+    """Return the IPv4 addresses of each interface that has one."""
     found = psutil.net_if_addrs().items()
     addresses = {name: [a.address for a in entries if a.family == socket.AF_INET] for name, entries in found}
     return {name: entries for name, entries in addresses.items() if entries}
@@ -106,7 +104,7 @@ def _is_local(address: str) -> bool:
 def _address_of_name() -> str | None:
     try:
         return socket.gethostbyname(socket.gethostname())
-    except OSError:  # nobody knows the name
+    except OSError:  # the name does not resolve
         return None
 
 

@@ -1,4 +1,4 @@
-"""Futures: calls under way on processes of the run, each with one deadline and one diagnosis."""
+"""Futures of calls to the run's processes, each with one deadline and one diagnosis."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The values that processes answered, by name in the order of the calls, and the may_fail processes that died."""
+    """The return values of processes by name, in the order of the calls, and the processes that died but may fail."""
 
     values: dict[str, Any]
     lost: set[str]
 
 
 class Pending(Generic[T]):
-    """The result of calls that processes are working on; `Session.submit` makes it.
+    """The future result of remote calls, which `Session.submit` returns.
 
-    A wait looks after every call that is under way: a failed call or a missed deadline ends it, whichever Pending it
+    A wait watches every pending call: a failed call or a missed deadline ends the wait, no matter which Pending it
     belongs to.
     """
 
@@ -39,42 +39,43 @@ class Pending(Generic[T]):
         session: Session | None,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
-        limit: str,
+        timeout: str,
         timeout_s: float,
         may_fail: Collection[str] = (),
     ):
-        """limit: the key of cluster.timeouts that gives timeout_s."""
-        self.phase, self.limit, self.timeout_s, self.may_fail = phase, limit, timeout_s, may_fail
+        """timeout: the key of cluster.timeouts that gives timeout_s."""
+        self.phase, self.timeout, self.timeout_s, self.may_fail = phase, timeout, timeout_s, may_fail
         self.deadline = time.monotonic() + timeout_s
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
-        """The values of calls that have ended: to read one again takes as long as the first time."""
+        """Return values of finished calls, kept because reading one from Ray again takes as long as the first time."""
         self._session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
-        """Functions that make the result of the answers, applied one after the other."""
+        """Functions that turn the answers into the result, applied in order."""
         self._value: Any = None
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Returns this Pending, whose result is function(result) from now on. If that is a Pending, its result is
-        taken."""
+        """Apply a function to the result, and return this Pending. If the function returns a Pending, the result is
+        that Pending's result."""
         self._steps.append(function)
         return self
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Waits for the calls, and returns their result.
+        """Wait for the calls, and return their result.
 
+        Raises UserError if a worker raised one, and RunFailure, with process and phase, for any other error.
 
-        meanwhile: called now and then during a long wait; it may wait for other calls.
-        Raises UserError for one that a worker raised, and RunFailure, with process and phase, for anything else.
+        Args:
+            meanwhile: called from time to time during a long wait. It may wait for other calls.
         """
         if not self.advance():
             self.current._session.wait(self, meanwhile)
         return self._value
 
     def advance(self) -> bool:
-        """Goes on with the results of calls that have ended. Returns whether `result` returns at once."""
+        """Process the results of finished calls. Return whether `result` returns at once."""
         if not self._has_value:
             if self.unfinished:
                 return False
@@ -92,16 +93,16 @@ class Pending(Generic[T]):
 
     @property
     def current(self) -> Pending:
-        """The Pending whose calls are under way: this one, or the one that its result comes from."""
+        """The Pending whose calls are running: this one, or the one that its result comes from."""
         return self._value.current if isinstance(self._value, Pending) else self
 
     @property
     def lost(self) -> set[str]:
-        """The may_fail processes that died."""
+        """The processes that died but may fail."""
         return {name for name in self.may_fail if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Notes which of its calls have ended, with their values or errors."""
+        """Record the return values or errors of those calls that are among the finished ones."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)
@@ -111,8 +112,8 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Returns the errors, by process, that end the run: those that do not follow from the loss of an may_fail
-        one."""
+        """Return the errors, by process, that end the run. Errors that follow from the loss of a process that may fail
+        do not."""
         lost = self.lost
         if not lost:
             return self.errors
@@ -120,12 +121,12 @@ class Pending(Generic[T]):
 
 
 def ready(value: T) -> Pending[T]:
-    """Returns a Pending that waits for nothing."""
+    """Return a Pending that already has this result."""
     return Pending(None, {}, "", "", 0.0).then(lambda _: value)
 
 
 def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
-    """Returns one Pending for several that are under way, with all of their results in order."""
+    """Return one Pending with the results of several, in order."""
     if not pendings:
         return ready([])
     first, *others = pendings
@@ -136,7 +137,7 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
-    """Waits until one of these has its result, and returns the first in the list that has. See Pending.result."""
+    """Wait until one of these has its result, and return the first in the list that has. See Pending.result."""
     for pending in pendings:
         if pending.advance():
             return pending
@@ -144,7 +145,7 @@ def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None
 
 
 def outcome(ref: ray.ObjectRef) -> tuple[Any, Exception | None]:
-    """Returns the value of a call that has ended, and None; or None, and its error."""
+    """Return the value of a finished call and None, or None and its error."""
     try:
         return ray.get(ref, timeout=0), None
     except RayError as error:

@@ -1,4 +1,4 @@
-"""The work of a data-parallel rank: samples by reference, and their microbatches."""
+"""Batches of data-parallel ranks: samples by reference, and their microbatches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRef:
-    """A sample's part, from begin to end, of an object that holds the scores of many. An object of its own would take a
-    millisecond for each sample."""
+    """A sample's slice [begin, end) of an object that holds the scores of many samples. One object per sample would
+    cost a millisecond each."""
 
     scores: ray.ObjectRef
     begin: int
@@ -30,11 +30,11 @@ class ScoreRef:
 
 
 Scores = dict[str, ScoreRef]
-"""References to a model's scores of response tokens: sample id -> float32 [R]; a judge's answers are int64 [A]."""
+"""References to a model's scores of response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
 
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
-    """Puts scores into Ray's object store, for as long as somebody refers to one of them."""
+    """Put scores into Ray's object store, where they stay while a reference to one of them exists."""
     import torch
 
     if not scores:
@@ -45,18 +45,18 @@ def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
 
 
 def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
-    """Fetches the scores, by sample id."""
+    """Fetch the scores, by sample id."""
     fetched = _get(part.scores for part in scores.values())
     return {sample: fetched[part.scores][part.begin : part.end] for sample, part in scores.items()}
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Joins the scores that several processes have put into the object store."""
+    """Join scores from several processes."""
     return {sample: ref for part in parts for sample, ref in part.items()}
 
 
 def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
-    """Joins several kinds of scores that several processes have put into the object store, each under its name."""
+    """Join several kinds of scores from several processes, each under its name."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
 
@@ -64,7 +64,7 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
 @dataclass(frozen=True, slots=True)
 class SampleRef:
     """One sample of an update, as the driver dispatches it: references to its tokens and to other models' scores of
-    them (by their name in TokenBatch), and the scalars beside them."""
+    them (by name in TokenBatch), and its scalars."""
 
     sample_id: str
     sample: ray.ObjectRef
@@ -76,7 +76,7 @@ class SampleRef:
 
     @classmethod
     def unscored(cls, sample_id: str, sample: ray.ObjectRef) -> SampleRef:
-        """Returns a sample for a forward-only pass that comes before it has a reward."""
+        """Return a sample without a reward, for a forward-only pass."""
         return cls(sample_id, sample, 0.0, NO_BASELINE, 0.0)
 
     def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
@@ -85,15 +85,14 @@ class SampleRef:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One data-parallel rank's part of an update or a pass; microbatches index into its samples."""
+    """One data-parallel rank's part of an update or a pass. Microbatches index into its samples."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
-        """Returns the batch of a rank, with only the samples that its microbatches name. microbatches: they index into
-        the whole update."""
+        """Return the batch of a rank, with only the samples in its microbatches, which index into the whole update."""
         indices = sorted(index for microbatch in microbatches for index in microbatch)
         position = {index: i for i, index in enumerate(indices)}
         return cls(
@@ -102,19 +101,21 @@ class RankBatch:
         )
 
     def with_scores(self, name: str, scores: Scores) -> RankBatch:
-        """Returns the same batch, with another model's scores of its tokens under this name."""
+        """Return the same batch, with another model's scores of its tokens under this name."""
         samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
         return replace(self, samples=tuple(samples))
 
     @property
     def key(self) -> tuple:
-        """A key that is equal for batches of the same samples in the same microbatches, whatever their rewards and
-        scores."""
+        """A key that is equal for batches with the same samples and microbatches, even if rewards or scores differ."""
         return tuple(item.sample for item in self.samples), self.microbatches
 
     def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
-        """Fetches all objects that the batch refers to in one call. samples: None where they are still to be
-        fetched."""
+        """Fetch all objects that the batch refers to, in one call.
+
+        Args:
+            samples: None if they must be fetched as well.
+        """
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
@@ -136,12 +137,12 @@ Updates = Sequence[Sequence[RankBatch]]
 
 
 def with_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
-    """Returns the same batches, with other models' scores of their tokens, by their name in TokenBatch."""
+    """Return the same batches, with other models' scores of their tokens, by name in TokenBatch."""
     return [[reduce(lambda b, item: b.with_scores(*item), scores.items(), batch) for batch in u] for u in updates]
 
 
 class FetchedBatches:
-    """Batches that a rank has fetched in this epoch of a step: the same samples once, for all passes and updates."""
+    """Batches that a rank has fetched in this epoch: samples are fetched once for all passes and updates."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
@@ -150,13 +151,13 @@ class FetchedBatches:
         earlier, batch = self._fetched.get(rank_batch.key, (None, None))
         if batch is None:
             batch = rank_batch.fetch()
-        elif earlier != rank_batch:  # rewards, baselines or scores have come since
+        elif earlier != rank_batch:  # rewards, baselines or scores were added since
             batch = batch.renewed(rank_batch.training_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch
 
     def clear(self) -> None:
-        """Forgets all batches, at the end of an epoch."""
+        """Drop all batches at the end of an epoch."""
         self._fetched.clear()
 
 

@@ -1,7 +1,7 @@
-"""The refit: the way of the actor's weights into the engines.
+"""The refit: copies the actor's weights into the engines.
 
-`connect` and `refit` are called from process to process: by Refit in the driver on the actors of EngineGroup, by these
-on their Engine, by this on vLLM's workers (RefitExtension), which write the weights.
+The methods `connect` and `refit` exist at each level: Refit in the driver calls those of EngineGroup's actors, an actor
+those of its Engine, and the engine those of vLLM's workers (RefitExtension), which write the weights.
 """
 
 from __future__ import annotations
@@ -30,45 +30,47 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """The refit of the engines. It plans once, and anew when an engine is lost or is back: all then take all weights
-    again. It connects once for a plan, or for each refit where the weights lie elsewhere each time."""
+    """The refit of the engines. It makes a plan once, and again when an engine is lost or has rejoined: then all
+    engines receive all weights again. It connects once per plan, or for each refit if the weights move in memory."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
     ):
-        """export_plan: the plan that says which trainer speaks for which elements."""
+        """export_plan: the plan by which each trainer computes the checksums of its elements."""
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan
         self._quantises = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
-        self._arrival = None if verify == "off" else SyncVerifier(self._checksums, verify, config.actor.frozen_patterns)
+        self._verifier = (
+            None if verify == "off" else SyncVerifier(self._checksums, verify, config.actor.frozen_patterns)
+        )
         self._connected: Collection[Generation] = ()
         self._plan: Plan | None = None
         self._compact: CompactPlan | None = None
         self._rendezvous: Rendezvous | None = None
-        """The place where those that send and receive by the plan meet."""
+        """Where senders and receivers of the plan meet."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
-        """Makes every engine take the weights, in place, as this version. Returns metrics.
+        """Write the weights into every engine in place, as this version. Return metrics.
 
-        rate: the learning rate of the updates since the last refit, 0 where nothing was learned.
+        Raises RunFailure if that fails, if the weights do not arrive (see SyncVerifier), or if the last engine is lost.
 
-        Raises RunFailure where that fails, where the weights do not arrive (see SyncVerifier), or where the last engine is
-        lost.
+        Args:
+            rate: learning rate of the updates since the last refit; 0 if nothing was learned.
         """
         self._engines.rejoin_restarted()
         if self._quantises or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
-        expected = None if self._arrival is None else self._arrival.expect(regions(self._engines.holders), rate)
+        expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.generations:
                 self._plan = None
             if self._plan is None or (self._reads_on_gpu and self._parameters_move):
                 self._connect()
-                if not self._connected:  # an engine was lost meanwhile: plan without it
+                if not self._connected:  # an engine was lost: plan without it
                     continue
             sending = self._trainers.send.start() if self._sends else {}
             calls = sending | self._engines.start_refit(version, expected)
@@ -86,16 +88,16 @@ class Refit:
         }
 
     def differing(self) -> dict[str, list[str] | None]:
-        """Returns for each engine, by name, the regions of its weights that are not the trainer's as they are now, a
-        line for each; None where they cannot be compared. The actor's weights are on its devices."""
+        """Return, by engine name, a line for each region whose weights differ from the trainer's; None for engines that
+        cannot be compared. The actor's weights must be on its devices."""
         if self._engines.by_loader:
             return dict.fromkeys(self._engines.names)
         return self._engines.differing(self._checksums(regions(self._engines.holders))).result()
 
     @property
     def transport(self) -> str:
-        """The transport of the weights, by the plan: what engines take on their own node they read where it lies,
-        unless everything is sent."""
+        """The transport of the weights in this plan. Engines read the memory of trainers on their own node, unless all
+        weights are sent."""
         if self._config.sends_weights:
             return "p2p"
         return device.memory_transport() + (" in a node, p2p between them" if self._sends else "")
@@ -113,13 +115,13 @@ class Refit:
 
     @cached_property
     def _sources(self) -> Sequence[Holder]:
-        """The holders of what is sent."""
+        """The holders of the weights that are sent."""
         return self._engines.sources(self._trainers.holders)
 
     @cached_property
     def _compact_export_plan(self) -> CompactPlan:
-        of_sent = make_plan(self._sources, [self._engines.whole_model]) if self._quantises else self._export_plan
-        return CompactPlan.of(of_sent)
+        plan = make_plan(self._sources, [self._engines.whole_model]) if self._quantises else self._export_plan
+        return CompactPlan.of(plan)
 
     def _connect(self) -> None:
         if self._plan is None:
@@ -149,7 +151,7 @@ class Refit:
         return make_plan(self._sources, self._engines.holders, bucket_bytes)
 
     def _meet(self) -> Rendezvous:
-        """Makes a new rendezvous for each plan, because one that somebody left cannot go on."""
+        """Return a new rendezvous for each plan: one that a process has left cannot be used again."""
         self._connections += 1
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s

@@ -1,4 +1,4 @@
-"""A Ray of our own, for the length of one run: on this machine, and on the nodes that join it."""
+"""A private Ray cluster for one run, on this machine and on the nodes that join it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from megarl.core.versions import installed_versions
 from megarl.models.huggingface import Experts
 
 SETTLE_S = 3.0
-"""The time after a first failure in which other calls may report theirs, because the cause is among them."""
+"""Time after the first failure in which other calls may report theirs, in seconds: the cause is among them."""
 
 CHECK_S = 5.0
-"""The interval during a wait at which processes that have no calls are asked for a sign of life."""
+"""Interval during a wait at which idle processes are pinged, in seconds."""
 
 PING_S = 1.0
-"""The time that they have to answer. One that is alive may take longer, for a dead one Ray answers at once."""
+"""Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray answers immediately."""
 
 SMALL = 4096
-"""The bytes up to which a result of a call is sent to the caller itself, so that samples stay where they were made."""
+"""Size in bytes up to which a call's result is sent to the caller, so that samples stay where they were created."""
 
 HEALTH_CHECKS = {
     "health_check_period_ms": 2000,
@@ -51,13 +51,13 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""A node is lost that has not answered for 4 · (2 + 5) s, half of Ray's own time: shorter than any collective's
-deadline, and longer than a busy node's processes, or its file system, may stand still."""
+"""A node counts as lost after 4 · (2 + 5) s without an answer, half of Ray's default: shorter than any collective's
+deadline, and longer than a busy node's processes or file system may stall."""
 
 
 class Session:
-    """Ray for one run: starts it, and looks after the remote calls that are under way, each with a deadline and a
-    diagnosis. It runs inside `supervised`, which ends what is left of its processes."""
+    """Ray for one run. It starts Ray, and watches all pending remote calls, each with a deadline and a diagnosis. It
+    runs inside `supervised`, which ends processes that are left."""
 
     def __init__(
         self,
@@ -67,22 +67,25 @@ class Session:
         rendezvous: Path | None = None,
         routed: Experts | None = None,
     ):
-        """scratch   the folder for files that are not needed after the run
-        rendezvous   the folder where the nodes of a run of several meet
-        routed    the experts of the actor, whose numbers samples may have
+        """Start Ray and wait for the other nodes.
 
-        Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
+        Raises UserError for a node that cannot join, and RunFailure if nodes are missing after the timeout.
+
+        Args:
+            scratch: folder for files that are not needed after the run.
+            rendezvous: folder where the nodes of a multi-node run meet.
+            routed: the experts of the actor, whose indices samples may have.
         """
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
         self._watched: dict[str, ActorHandle] = {}
-        self._under_way: list[Pending] = []
+        self._pending: list[Pending] = []
         self.trace = Trace(self.logs)
-        logging.getLogger("ray").setLevel(logging.ERROR)  # its advice to administrators is not for the console
+        logging.getLogger("ray").setLevel(logging.ERROR)  # advice for administrators
         os.environ.update(
-            RAY_AUTH_TOKEN=secrets.token_hex(32),  # without one, Ray keeps a token in the home folder
+            RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="0",  # else a fixed one, which another run may have
+            AUTOSCALER_METRIC_PORT="0",  # the default is a fixed port, which another run may use
         )
         address = None
         if config.cluster.nodes > 1:
@@ -101,24 +104,24 @@ class Session:
             configure_logging=False,
             _temp_dir=str(scratch),
             _node_ip_address=address,
-            # Ray's workers would yield to every other process; here they are the work itself.
+            # By default Ray's workers yield to every other process, but here they do the work.
             _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},
         )
         # Ray's handler prints a stack and skips all clean-up.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
-        """Ray's id of each node, by its number."""
+        """Ray's id of each node, by node number."""
         self._others: Sequence[Report] = ()
         self._meeting = None if address is None else NodeRendezvous(rendezvous)
         if self._meeting is not None:
             with ExitStack() as stack:
-                stack.push(self.__exit__)  # a run whose nodes do not come ends as any other
+                stack.push(self.__exit__)  # if nodes are missing, Ray is shut down as at the end of a run
                 self._gather(self._meeting, config, store_bytes)
                 stack.pop_all()
 
     def _gather(self, rendezvous: NodeRendezvous, config: Config, store_bytes: int) -> None:
-        """Waits until all nodes have joined."""
+        """Wait until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
         print(f"Ray: its head is at {host}:{port}", flush=True)
         token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
@@ -140,11 +143,11 @@ class Session:
         self._ray_ids += [addresses[node.address] for node in self._others]
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
-        """Returns a class of Ray's actors for which `remote` starts them on the node of this process."""
+        """Return the actor class with options that start it on the node of this process."""
         return actor_class.options(scheduling_strategy=self.node_of(process))
 
     def node_of(self, process: Process) -> NodeAffinitySchedulingStrategy:
-        """Returns what makes Ray start an actor on the node of this process."""
+        """Return the scheduling strategy that starts an actor on the node of this process."""
         return NodeAffinitySchedulingStrategy(self._ray_ids[process.node.number], soft=False)
 
     def __enter__(self) -> Session:
@@ -152,18 +155,18 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._watchdog.stop()
-        # A signal to all processes of the run has ended Ray's, too: it would be waited for in vain.
+        # A signal to the whole process group has also ended Ray's processes, and a shutdown would wait in vain.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
         if self._meeting is not None:
-            self._meeting.withdraw()  # last: whoever leaves while Ray is up counts as lost
+            self._meeting.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """Makes the loss of these processes (by name) end every wait from now on, also one for others."""
+        """Make the loss of one of these processes end every wait from now on, also waits for other processes."""
         self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
-        """Lets the loss of these processes be noticed by their calls alone."""
+        """Stop watching these processes: only their own calls notice their loss."""
         for name in names:
             self._watched.pop(name, None)
 
@@ -171,25 +174,28 @@ class Session:
         self,
         calls: Mapping[str, ray.ObjectRef],
         phase: str,
-        limit: TimeoutKind,
+        timeout: TimeoutKind,
         may_fail: Collection[str] = (),
     ) -> Pending[Answers]:
-        """Returns the future of remote calls, by the name of the process that runs each.
+        """Return the future of remote calls.
 
-        limit        the key of cluster.timeouts that bounds the wait
-        may_fail   processes whose loss is no failure; nor are the errors that follow from it in others
+        Args:
+            calls: one for each process, by its name.
+            phase: what the driver waits for, in error messages.
+            timeout: key of cluster.timeouts that bounds the wait.
+            may_fail: processes whose loss is not a failure, nor are the errors of others that follow from it.
         """
-        pending = Pending(self, calls, phase, limit, self._timeouts.seconds(limit), may_fail)
-        self._under_way.append(pending)
+        pending = Pending(self, calls, phase, timeout, self._timeouts.seconds(timeout), may_fail)
+        self._pending.append(pending)
         return pending
 
     def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
-        """Waits until `pending` has its result. See Pending.result."""
+        """Wait until `pending` has its result. See Pending.result."""
         while not pending.advance():
             self._look_after(pending.current, meanwhile)
 
     def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
-        """Waits until one of these has its result, and returns the first in the list that has."""
+        """Wait until one of these has its result, and return the first in the list that has."""
         while True:
             for pending in pendings:
                 if pending.advance():
@@ -197,11 +203,14 @@ class Session:
             self._look_after(pendings[0].current, meanwhile)
 
     def _look_after(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Waits until a call ends, whichever Pending it belongs to, or for CHECK_S seconds. wanted: the Pending that is
-        waited for, which a failure names where the fault lies with none of the calls."""
-        self._under_way = [pending for pending in self._under_way if pending.unfinished]
+        """Wait until any pending call ends, or for CHECK_S seconds.
+
+        Args:
+            wanted: the awaited Pending, which a failure names if no call is at fault.
+        """
+        self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
-        most_urgent = min(self._under_way, key=lambda pending: pending.deadline)
+        most_urgent = min(self._pending, key=lambda pending: pending.deadline)
         remaining = most_urgent.deadline - time.monotonic()
         ended = self._ended(timeout_s=min(max(remaining, 0.0), CHECK_S))
         if not ended:
@@ -213,8 +222,8 @@ class Session:
             meanwhile()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Waits for the first call to end, and takes note of all that have ended. Returns whether one did."""
-        refs = [ref for pending in self._under_way for ref in pending.unfinished]
+        """Wait for the first call to end, and record all that have ended. Return whether one has."""
+        refs = [ref for pending in self._pending for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False
         self._take(refs, timeout_s=0)
@@ -223,25 +232,25 @@ class Session:
     def _take(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         ended = set(ended)
-        for pending in self._under_way:
+        for pending in self._pending:
             pending.take(ended)
 
     def _working(self) -> list[str]:
-        """Returns the names of the processes that have calls to answer."""
-        return [name for pending in self._under_way for name in pending.unfinished.values()]
+        """Return the names of the processes with pending calls."""
+        return [name for pending in self._pending for name in pending.unfinished.values()]
 
     def _raise_failure(self, wanted: Pending) -> None:
-        """Raises the most telling of all errors, if anything has failed."""
-        if any(pending.errors and not pending.lost for pending in self._under_way):
+        """Raise the most informative error, if anything has failed."""
+        if any(pending.errors and not pending.lost for pending in self._pending):
             self._settle(wanted)
         if not (failed := self._failed()):
             return
-        all_errors = [error for pending in self._under_way for error in pending.errors.values()]
-        # A lost node may be heard of first by those that were connected with its processes, or wanted its store.
+        all_errors = [error for pending in self._pending for error in pending.errors.values()]
+        # Processes that were connected to a lost node, or read its store, may notice the loss first.
         users = any(rank(error) == 0 for error in all_errors)
         lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
         if self._others and not lost and not users:
-            self._settle(wanted)  # a process on another node, such as an engine's part, may have been lost, too
+            self._settle(wanted)  # a process on another node, such as an engine's part, may be lost as well
             if not (failed := self._failed()):
                 return
         for pending in failed:
@@ -252,24 +261,24 @@ class Session:
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:
-        """Returns those whose errors end the run, the one with the most telling error first."""
-        failed = [pending for pending in self._under_way if pending.fatal_errors()]
+        """Return the Pendings whose errors end the run, the one with the most informative error first."""
+        failed = [pending for pending in self._pending if pending.fatal_errors()]
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Takes note of errors that follow soon, and of losses not noticed before: the cause is among them. Does not
-        return if Ray itself is lost."""
-        self._take([ref for pending in self._under_way for ref in pending.unfinished], timeout_s=SETTLE_S)
-        failed = {name for pending in self._under_way for name in pending.errors}
+        """Record errors that follow soon, and losses that no call has noticed: the cause is among them. Does not return
+        if Ray itself is lost."""
+        self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
+        failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost(set(self._watched).difference(failed))
-        if any(is_loss(error) for pending in self._under_way for error in pending.errors.values()):
-            # A raylet that ends takes its actors with it, and they end first.
+        if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
+            # If a raylet ends, its actors end first.
             time.sleep(1.0)
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Returns a message that names who did not answer in time, the files with their stacks, if they still write
-        them, and the key of the deadline."""
+        """Return a message with the processes that missed the deadline, the files with their stacks, and the key of the
+        deadline."""
         names = list(pending.unfinished.values())
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._meeting is not None:
@@ -278,19 +287,19 @@ class Session:
         seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
         return (
             f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "
-            f"longer, raise cluster.timeouts.{pending.limit}"
+            f"longer, raise cluster.timeouts.{pending.timeout}"
         )
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
-        """Returns the errors of those processes that died while nothing was asked of them."""
+        """Return the errors of idle processes that have died."""
         pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 
 
 def object_store_bytes(config: Config, routed: Experts | None) -> int:
-    """Returns the size of Ray's object store. One that follows from the batch is at most nine tenths of the free shared
-    memory of the machine, as Ray would put a larger store on the disk."""
+    """Return the size of Ray's object store. A size that follows from the batch is at most nine tenths of the machine's
+    free shared memory, because Ray would place a larger store on disk."""
     wanted = object_store_mib(config, routed)
     if config.cluster.object_store_mib is None:
         wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))

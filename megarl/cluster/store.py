@@ -1,4 +1,4 @@
-"""The TCPStores where the ranks of a process group meet."""
+"""TCPStores for the rendezvous of process groups."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from megarl.cluster.network import listen
 
 
 def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPStore:
-    """Opens the store of a new process group, which the ranks of several join. It listens on the interface that has
-    this address, not on all, as torch would by itself. world_size: None where it may be joined by any number."""
+    """Open the store of a new process group. It listens on the interface with this address; torch's default is all
+    interfaces.
+
+    Args:
+        world_size: None if any number of processes may join.
+    """
     listener = listen(host)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -32,9 +36,9 @@ def join_store(host: str, port: int, world_size: int | None, timeout_s: float) -
 
 
 def is_open(store: dist.TCPStore) -> bool:
-    """Returns whether the process that has opened the store still has it."""
+    """Return whether the process that opened the store still serves it."""
     try:
         store.num_keys()
-    except RuntimeError:  # the connection is at its end
+    except RuntimeError:  # the connection is closed
         return False
     return True

@@ -1,4 +1,4 @@
-"""Watches that what the trainer learns arrives: in its own weights, and from there in the engines'."""
+"""Verifies that updates reach the trainer's weights, and from there the engines'."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
-"""Regions in the sample, and elements of each: a million at most, whose checksums take some hundredths of a second."""
+"""Number of sampled regions, and of elements of each: at most a million elements, whose checksums take some hundredths
+of a second."""
 
 
 class SyncVerifier:
-    """Compares checksums at each refit: of all weights where rollout.verify_refit asks for it, else of a sample of the
-    trained ones, the same elements every time.
+    """Compares checksums at each refit: of all weights if rollout.verify_refit says so, otherwise of a fixed sample of
+    the trained elements.
 
-    The engines' comparison proves that they hold the trainer's present bytes at these elements, whether these have
-    changed or not: an engine that keeps older weights, or reads a copy of them, is found at the first refit after an
-    update that moves any of the sample.
+    The engines' comparison proves that they hold the trainer's current bytes at these elements. An engine that keeps
+    older weights, or reads an old copy, is detected at the first refit after an update that changes any of the sample.
 
-    The trainer's own proves that its weights move while it trains. If updates with a gradient and a learning rate leave
-    the sample as it was at the refit before, all weights are compared; if these are unchanged too, the updates do not
-    reach them, and the run ends. Where only the start of the run's weights is known in full, that takes a second step.
+    The trainer's own comparison proves that its weights change during training. If updates with a gradient and a
+    learning rate leave the sample unchanged since the last refit, all weights are compared. If these are unchanged as
+    well, the updates do not reach them, and the run ends. This takes a second step if no complete checksums are known.
 
-    Neither proves that all elements have arrived, but for a refit that verifies all, nor that they moved rightly.
+    Only a refit that verifies all weights proves that all elements have arrived. Neither comparison proves that they
+    changed correctly.
     """
 
     def __init__(
@@ -35,21 +36,22 @@ class SyncVerifier:
         verify: Literal["first", "always"],
         frozen: Sequence[str],
     ):
-        """compute: the trainers' checksums of regions. frozen: patterns of tensors that are not trained."""
+        """compute: returns the trainers' checksums of regions. frozen: patterns of frozen tensors."""
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
-        """All checksums of weights that have not changed since, as far as the sample tells; None: not computed."""
+        """All checksums as of the last change of the sample; None: not computed."""
         self._movement = 0.0
-        """The sum of the learning rates of steps since then."""
+        """Sum of the learning rates of the steps since then."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
-        """Returns the checksums that the engines should have after this refit.
+        """Return the checksums that the engines should have after this refit.
 
-        regions   all that the engines hold
-        rate      the learning rate of the step before this refit, 0 where nothing was learned
+        Raises RunFailure if the trainer's weights do not change.
 
-        Raises RunFailure where the trainer's weights do not move.
+        Args:
+            regions: all regions that the engines hold.
+            rate: learning rate of the step before this refit; 0 if nothing was learned.
         """
         wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
@@ -66,11 +68,10 @@ class SyncVerifier:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """Checks that other weights have moved where the sample has not: it may be of tokens or experts without a
-        gradient."""
+        """Check that other weights have changed if the sample has not: its tokens or experts may have no gradient."""
         self._movement += rate
-        # AdamW moves an element by up to the learning rate. In bfloat16 that may be lost in rounding; of elements that
-        # make this 1 together, hundreds change, since their last digits are at some thousandths.
+        # AdamW changes an element by up to the learning rate, which rounding to bfloat16 may lose. Once the expected
+        # total change of the sample is 1, hundreds of elements change, because their last digit is about 1/1000.
         if self._movement * sum(num_elements(region.rectangle) for region in self._sampled) < 1:
             return
         values = _values(self._compute(regions), regions)

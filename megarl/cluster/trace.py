@@ -1,4 +1,4 @@
-"""The trace of a run: which process worked on what, and when."""
+"""The trace of a run: the tasks of each process, with their times."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 FILE = "trace.jsonl"
 
 DRIVER = "driver"
-"""The name of the run's own process, whose tasks are steps and their phases."""
+"""Name of the driver process, whose tasks are the steps and their phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task of a process, from begin to end in seconds since the epoch, by the clock of its machine."""
+    """A task of a process. begin and end are seconds since the epoch, by the clock of its machine."""
 
     process: str
     task: str
@@ -30,18 +30,18 @@ class Span:
 
 
 class Trace:
-    """The trace of an attempt: a line of JSON in its logs for each task that a process has done."""
+    """The trace of an attempt: a JSON line in its logs for each finished task."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
         self._seconds: Counter[str] = Counter()
 
     def record(self, task: str, begin: float, end: float) -> None:
-        """Writes a span of the driver."""
+        """Write a span of the driver."""
         self._write([Span(DRIVER, task, begin, end)])
 
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
-        """Writes the times of the answers. Returns their values, by process."""
+        """Write the times of the results. Return their values by process."""
         timed: dict[str, TimedResult] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
         self._write(spans)
@@ -50,7 +50,7 @@ class Trace:
         return {process: answer.value for process, answer in timed.items()}
 
     def take_seconds(self, process: str) -> float:
-        """Returns the seconds of all tasks of a process that were added since this was last asked."""
+        """Return the seconds of a process's tasks since the last call."""
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
@@ -59,5 +59,5 @@ class Trace:
 
 
 def read_trace(logs: Path) -> list[Span]:
-    """Returns all spans that were written to these logs, in the order in which the driver has learnt of them."""
+    """Return all spans in these logs, in the order in which the driver received them."""
     return [Span(**json.loads(line)) for line in (logs / FILE).read_text(encoding="utf-8").splitlines()]

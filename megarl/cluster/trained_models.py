@@ -1,79 +1,81 @@
-"""The models that a run trains, and what is on the devices while one of them computes."""
+"""The models that a run trains, and which parts of their state are on the devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.config.model_schema import Role
 from megarl.core.metrics import Metric
 
-PARTS = ("parameters", "gradients", "optimizer")
-"""The parts of a model's state that the keys `offload` may name."""
+if TYPE_CHECKING:
+    from megarl.megatron.offload import Part
 
-UNREAD = ("gradients", "optimizer")
-"""The parts of which a refit reads nothing."""
+PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+"""The parts of a model's state that a key `offload` may name."""
+
+UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
+"""The parts that a refit does not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """The groups of ranks by role, the actor's among them.
+    """The groups of ranks by role, including the actor's.
 
-    A part of a model's state that its key `offload` names is in host memory while engines sample, until a task brings
-    it back. It is there, too, while another model computes that has devices in common with it, and, but for the actor's
-    weights, while engines take these.
+    The parts of a model's state that its key `offload` names are in host memory during rollouts, while a model on the
+    same devices computes and, except for the actor's weights, during a refit. A task brings them back.
 
-    sharing   for each role, those that have devices in common with it, on which they take turns
+    Attributes:
+        sharing: for each role, the roles on the same devices. They take turns.
     """
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
 
-    def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[str] = PARTS) -> dict[Role, Any]:
-        """Runs a task of each of these models, none of which needs another, and returns their results.
+    def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[Part] = PARTS) -> dict[Role, Any]:
+        """Run one task for each of these models, and return the results. The tasks are independent of each other.
 
-        Where models share devices, a task begins when the one before it has ended: at once they would need the memory
-        of both, and take as long. parts: the parts of its state that a task needs.
+        On shared devices, a task starts when the one before it has finished: run together, they would take as long and
+        need the memory of both.
+
+        Args:
+            parts: the parts of a model's state that its task needs.
         """
-        under_way: dict[Role, Pending[Any]] = {}
+        running: dict[Role, Pending[Any]] = {}
         for role, task in tasks.items():
             for other in self.sharing[role]:
-                if other in under_way:
-                    under_way[other].result()
+                if other in running:
+                    running[other].result()
             self.offload_others(role)
             group = self.groups[role]
-            # A rank runs one call after the other: the task waits for its state.
-            returning = [group.onload(parts)] if group.offloads.intersection(parts) else []
-            under_way[role] = join([*returning, task()]).then(lambda results: results[-1])
-        return {role: pending.result() for role, pending in under_way.items()}
+            # A rank runs one call at a time, so the task starts after onload.
+            onload = [group.onload(parts)] if group.offloads.intersection(parts) else []
+            running[role] = join([*onload, task()]).then(lambda results: results[-1])
+        return {role: pending.result() for role, pending in running.items()}
 
     def offload_others(self, role: Role) -> None:
-        """Leaves the devices of this model to it: moves what the keys of others there name to host memory, and frees
-        what they keep for reuse."""
-        leaving = [self.groups[other].offload(PARTS) for other in self.sharing[role]]
-        for pending in leaving:
-            pending.result()
+        """Offload the other models on this model's devices, and free their cached memory."""
+        join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Has the actor's weights on its devices, to be read, and the gradients and optimizers away that keys name:
-        engines that share the devices wake to take weights."""
+        """Bring the actor's weights to its devices, and offload gradients and optimizers: engines on the same devices
+        wake up for the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
-        leaving = [group.offload(UNREAD) for group in groups]
+        offload = join([group.offload(UNREAD) for group in groups])
         actor = self.groups["actor"]
-        returning = [actor.onload(("parameters",))] if "parameters" in actor.offloads else []
-        for pending in [*leaving, *returning]:
-            pending.result()
+        if "parameters" in actor.offloads:
+            actor.onload(("parameters",)).result()
+        offload.result()
 
     def leave_all(self) -> Pending[dict[str, Metric]]:
-        """Moves what the keys name to host memory. The result has the bytes that this frees, as metrics."""
+        """Offload all models. The result has the bytes that this frees, as metrics."""
         moving = [group.offload(PARTS) for group in self.groups.values() if group.offloads]
         return join(moving).then(lambda found: {name: metric for part in found for name, metric in part.items()})
 
     def close(self) -> None:
-        """Ends the process groups of all ranks."""
-        for pending in [group.close() for group in self.groups.values()]:
-            pending.result()
+        """Destroy the process groups of all ranks."""
+        join([group.close() for group in self.groups.values()]).result()

@@ -33,7 +33,7 @@ from megarl.resharding.planning.planner import make_plan
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The groups of a run, by role, and the refit between them."""
+    """The groups of a run and the refit between them."""
 
     trained: TrainedModels
     reward_model: RewardModelGroup | RewardEngineGroup | None
@@ -42,13 +42,13 @@ class Workers:
     refit: Refit
     export_plan: Plan
     rewards_need_room: bool
-    """Whether a reward model has devices in common with the engines."""
+    """Whether a reward model shares devices with the engines."""
     model_folder: Path
-    """The folder of the actor's model."""
+    """Folder of the actor's model."""
     environments: EnvironmentGroup | None = None
-    """None where the response to the prompt is the whole rollout."""
+    """None if the response to the prompt is the whole rollout."""
     evaluation_environments: EnvironmentGroup | None = None
-    """The same processes, which play evaluation sets, too; None where neither training nor a set has an environment."""
+    """The same processes, which also run evaluation sets; None if neither training nor a set has an environment."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -67,33 +67,34 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Leaves the devices to the engines, which wake when they sample, as far as the trained models' keys `offload`
-        say. Returns the bytes that are free for them, as metrics."""
+        """Offload the trained models as their keys `offload` say, and resume the engines. Return the bytes that this
+        frees, as metrics."""
         offloaded = self.trained.leave_all().result()
         self.engines.resume().result()
         return offloaded
 
     def leave_to_rewards(self, is_last: bool) -> None:
-        """Makes the engines sleep after a round of sampling if a reward model has devices in common with them.
+        """Put the engines to sleep after a round of sampling if a reward model shares their devices.
 
-        is_last: whether a refit comes before they sample again
+        Args:
+            is_last: whether a refit follows before they sample again.
         """
         if self.rewards_need_room:
             self._quiet_engines(keeps_weights=not is_last)
 
     def return_to_engines(self) -> None:
-        """Lets the engines go on before another round of sampling, if a reward model has had their devices."""
+        """Resume the engines before another round of sampling, if a reward model used their devices."""
         if self.rewards_need_room:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Makes the engines sleep after the last round of a step, if they do not yet. A refit comes before they sample
-        again."""
+        """Put the engines to sleep after the last round of a step, unless they already are. A refit follows before they
+        sample again."""
         if not self.rewards_need_room:
             self._quiet_engines(keeps_weights=False)
 
     def leave_until_rollouts(self) -> None:
-        """Makes the engines sleep between an evaluation and the next step's rollouts, before which no refit comes."""
+        """Put the engines to sleep between an evaluation and the next rollouts, without a refit in between."""
         self._quiet_engines(keeps_weights=True)
 
     def _quiet_engines(self, keeps_weights: bool) -> None:
@@ -101,13 +102,13 @@ class Workers:
         self.engines.sleep(keeps_weights).result()
 
     def take_idle_shares(self) -> dict[str, Metric]:
-        """Returns the share of the time since this was last asked in which engines and ranks had nothing to do."""
-        asked = {"engines": self.engines.take_idle_share()}
-        asked |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
-        return {f"idle/{name}": Metric(pending.result()) for name, pending in asked.items()}
+        """Return the fraction of the time since the last call in which engines and ranks were idle."""
+        shares = {"engines": self.engines.take_idle_share()}
+        shares |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
+        return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
     def close(self) -> None:
-        """Ends the process groups of all ranks. Engines are in none, and end with their processes."""
+        """Destroy the process groups of all ranks. Engines have none, and end with their processes."""
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
@@ -121,9 +122,12 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Starts all processes side by side, then plans how weights flow between them. Each model starts from its folder,
-    and then loads its part of the checkpoint, if there is one. engines: running engines of the same config (None: they
-    are started)."""
+    """Start all processes in parallel, and plan the export of the weights. Each model loads its folder, then its part
+    of the checkpoint, if there is one.
+
+    Args:
+        engines: running engines of the same config; None: start them.
+    """
 
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),
@@ -141,7 +145,7 @@ def launch_workers(
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, elapsed)  # asleep, they leave the shared devices' memory to the others
+            _await_starts(session, starting, elapsed)  # asleep, they leave the shared devices' memory to the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -154,7 +158,7 @@ def launch_workers(
     trained = TrainedModels(groups, sharing(config))
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
-        if trained.sharing[role] and group.offloads:  # before others there have their state, too
+        if trained.sharing[role] and group.offloads:  # before the next model on these devices loads its state
             _await_starts(session, starting, elapsed)
             group.offload(PARTS).result()
     _await_starts(session, starting, elapsed)
@@ -175,7 +179,7 @@ def launch_workers(
 
 
 def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
-    """Waits until all have started, takes them out, and prints a line for each as soon as it has."""
+    """Wait until all have started, remove them, and print a line for each as soon as it has."""
     while starting:
         started = session.first(list(starting.values()))
         started.result()

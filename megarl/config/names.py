@@ -12,6 +12,7 @@ from megarl.config.algorithm_schema import Variant
 from megarl.config.schema import Config
 
 VERL = {
+    "actor.optim.lr": "actor.optimizer.lr",
     "adv_estimator": "algorithm.advantage.estimator",
     "clip_grad": "actor.optimizer.clip_grad_norm",
     "clip_ratio": "algorithm.objective.clip_low and algorithm.objective.clip_high",
@@ -20,10 +21,11 @@ VERL = {
     "clip_ratio_low": "algorithm.objective.clip_low",
     "cliprange_value": "algorithm.value.clip",
     "context_parallel_size": "actor.layout.cp",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "critic_warmup": "critic.warmup_steps",
     "custom_reward_function.name": "rewards.functions (function: path/to/file.py:name)",
     "custom_reward_function.path": "rewards.functions (function: path/to/file.py:name)",
     "custom_reward_function.reward_kwargs": "rewards.functions (options of an entry)",
-    "critic_warmup": "critic.warmup_steps",
     "data_source": "data.source_column",
     "default_local_dir": "run.folder",
     "enable_gradient_checkpointing": "actor.recompute",
@@ -31,8 +33,8 @@ VERL = {
     "experiment_name": "run.name",
     "expert_model_parallel_size": "actor.layout.ep",
     "expert_tensor_parallel_size": "actor.layout.etp",
-    "filter_groups.enable": "batch.sampling_rounds",
     "extra_info": "rewards.functions (a function's parameters get the columns of their names, `row` all of them)",
+    "filter_groups.enable": "batch.sampling_rounds",
     "free_cache_engine": "rollout.sleep",
     "gpu_memory_utilization": "rollout.kv_cache_gib (of an engine's rank, beside its weights)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
@@ -41,11 +43,11 @@ VERL = {
     "hybrid_engine": "cluster.placement",
     "input_tokenizer": "reward_model.input_format (ids, text, chat or question)",
     "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_loss_type": "algorithm.kl.estimator (low_var_kl: k3 with limit=10)",
+    "kl_loss_type": (
+        "algorithm.kl.estimator (kl: k1, mse: k2, abs: abs, low_var_kl: k3 with limit=10; +: straight_through)"
+    ),
     "kl_penalty": "algorithm.kl.estimator",
     "lam": "algorithm.advantage.gae_lambda",
-    "loss_agg_mode": "algorithm.objective.aggregation",
-    "loss_mode": "algorithm.objective.name",
     "log_prob_max_token_len_per_gpu": "actor.tokens_per_microbatch",
     "log_prob_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
     "log_prob_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",
@@ -53,6 +55,8 @@ VERL = {
     "lora_adapter_path": "actor.lora.path",
     "lora_alpha": "actor.lora.alpha",
     "lora_rank": "actor.lora.rank",
+    "loss_agg_mode": "algorithm.objective.aggregation",
+    "loss_mode": "algorithm.objective.name",
     "lr_decay_style": "actor.optimizer.schedule.name",
     "lr_scheduler_type": "actor.optimizer.schedule.name",
     "lr_warmup_steps": "actor.optimizer.schedule.warmup",
@@ -63,11 +67,17 @@ VERL = {
     "max_prompt_length": "rollout.context_length (prompt and response together)",
     "max_response_length": "rollout.max_new_tokens",
     "min_lr_ratio": "actor.optimizer.schedule.min_lr (absolute)",
+    "multi_turn.enable": "environment.class",
+    "multi_turn.format": "environment.tool_format",
+    "multi_turn.interaction_config_path": "environment.class and environment.options",
+    "multi_turn.max_assistant_turns": "environment.max_turns",
+    "multi_turn.tool_config_path": "environment.class (tools are methods of the class)",
     "n": "batch.samples_per_prompt",
     "n_agent": "batch.samples_per_prompt",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
     "over_sample_rate": "batch.oversampling (over 1, with rollout.on_stale=drop)",
+    "overlong_buffer.len": "rewards.overlong_buffer",
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
     "pipeline_model_parallel_size": "actor.layout.pp",
@@ -81,11 +91,13 @@ VERL = {
     "resume_from_path": "resume (the folder of a checkpoint)",
     "resume_mode": "resume (never, auto or the folder of a checkpoint)",
     "reward_fn_key": "data.source_column",
+    "reward_manager": "rewards.functions (batch: a function f(prompts, responses, answers))",
+    "reward_model.model.path": "reward_model.path",
+    "rollout.n": "batch.samples_per_prompt",
+    "rollout.tensor_model_parallel_size": "rollout.tp",
     "rollout_is": "algorithm.correction.weight",
     "rollout_is_threshold": "algorithm.correction.weight_limit",
     "rollout_rs": "algorithm.correction.mask",
-    "rollout.n": "batch.samples_per_prompt",
-    "rollout.tensor_model_parallel_size": "rollout.tp",
     "save_freq": "checkpoint.every_steps",
     "staleness_threshold": "rollout.max_staleness (in steps)",
     "target_modules": "actor.lora.targets",
@@ -96,17 +108,19 @@ VERL = {
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source and data.more_sources",
     "ulysses_sequence_parallel_size": "actor.layout.cp",
-    "val_before_train": "evaluation.at_start",
-    "val_files": "evaluation.sets",
     "use_kl_in_reward": "algorithm.kl.placement (reward)",
     "use_kl_loss": "algorithm.kl.coefficient (0: no KL)",
+    "val_before_train": "evaluation.at_start",
+    "val_files": "evaluation.sets",
     "virtual_pipeline_model_parallel_size": "actor.layout.vpp",
     "warmup_style": "actor.optimizer.schedule.name",
 }
 """verl's key, with its section if needed to tell keys apart -> our key."""
 
 WITHOUT_KEY = {
+    "calculate_log_probs": "the engines' log-probs are always compared; see the section logprob_check",
     "no_think_rl": "every sampled token is trained on",
+    "state_masking": "tokens of the environment are never trained on",
     "use_dynamic_bsz": "microbatches always follow from a budget, actor.tokens_per_microbatch",
     "use_remove_padding": "samples are packed, never padded",
 }
@@ -130,7 +144,7 @@ RENAMED = {
 """Former key -> current key."""
 
 REMOVED = {
-    "rollout.refit_delta": "a refit sends all weights; it was refused on GPUs and where engines share the actor's devices",
+    "rollout.refit_delta": "a refit sends all weights",
 }
 """Keys that are gone -> the reason."""
 

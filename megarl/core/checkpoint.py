@@ -20,9 +20,12 @@ NAME = PREFIX + "{:06d}"
 NOTE = "__{}.written"
 """Name of a rank's completion note. It starts like the names that Megatron gives to a rank's files."""
 
-FORMAT = 7
-"""Version of the manifest format. It increases when the config gains keys that older checkpoints lack;
-megarl.config.saved holds the values that those keys then take. Manifests of version 1 have no `format` entry."""
+FORMAT = 1
+"""Version of the manifest format. It increases when the config gains or loses keys; megarl.config.saved has the values
+that added keys take in older checkpoints."""
+
+FORMAT_KEY = "format_version"
+"""Key of the format in manifests. Pre-releases used another key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,7 @@ class Checkpoint:
             intact = False
         if not intact:
             raise UserError(f"{path}: {MANIFEST} is damaged. {_remedy(path)}")
-        if (version := content.get("format", 1)) > FORMAT:
-            raise UserError(
-                f"{path}: saved in format {version} by a later version of megarl; this version reads formats up to "
-                f"{FORMAT}. Fix: update megarl"
-            )
+        version = checked_format(content, path)
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files, version)
         for record in files:
@@ -116,6 +115,24 @@ class Checkpoint:
                 f"{self.path}: {record.path} is damaged: it has {size:,} bytes, expected {record.num_bytes:,}. "
                 f"{_remedy(self.path)}"
             )
+
+
+def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
+    """Return the format of a manifest of the file or folder `path`. Raises UserError unless this version reads it."""
+    version = manifest.get(FORMAT_KEY)
+    if version is None:
+        raise UserError(
+            f"{path}: saved by a pre-release of megarl, whose formats this version does not read. Fix: start from "
+            "scratch with another run.name"
+        )
+    if not isinstance(version, int) or version < 1:
+        raise UserError(f"{path}: unknown format {version!r}. Fix: use a checkpoint that megarl has written")
+    if version > FORMAT:
+        raise UserError(
+            f"{path}: saved in format {version} by a later version of megarl; this version reads formats up to "
+            f"{FORMAT}. Fix: update megarl"
+        )
+    return version
 
 
 def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
@@ -155,7 +172,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
     """Write the manifest that makes a folder a checkpoint. `files` are all files in it, already flushed to disk."""
-    content = {"format": FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
+    content = {FORMAT_KEY: FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
     write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
 
 

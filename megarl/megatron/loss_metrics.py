@@ -182,8 +182,8 @@ def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
 
 
 def _truncation_metrics(batch: TokenBatch) -> Sums:
-    """Return the number of candidate tokens that the engine sampled from, if it listed them, and the fraction of sampled
-    tokens that are not listed: tokens as likely as the last candidate."""
+    """Return the number of candidate tokens that the engine sampled from, if it listed them, and the fraction of
+    sampled tokens that are not listed: tokens as likely as the last candidate."""
     if batch.candidate_ids is None:
         return {}
     listed = (batch.candidate_ids >= 0).sum(1)

@@ -55,8 +55,8 @@ class CosineLength:
         wrong_end: float = 0.0,
         too_long: float = -10.0,
     ):
-        """verifier: the function that is positive for a correct response. In a config, a name as in rewards.functions, or
-        {function, options}."""
+        """verifier: a function that is positive for a correct response. In a config, its name as in rewards.functions,
+        or {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer")
         self._verifier = verifier

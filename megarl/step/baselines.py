@@ -1,4 +1,4 @@
-"""Baselines of the samples of an update, from the scalars that the driver knows of their rewards."""
+"""Baselines of an update's samples, computed by the driver from scalar rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 from megarl.step.scoring import ScoredSample, rollouts_of
 
 Totals = Mapping[str, TokenTotals]
-"""Sums over a model's rewards of tokens: sample id -> TokenTotals."""
+"""Sums over a model's per-token rewards: sample id -> TokenTotals."""
 
 Groups = Sequence[Sequence[ScoredSample]]
 """The samples of one update, by prompt."""
@@ -23,10 +23,11 @@ Groups = Sequence[Sequence[ScoredSample]]
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[ScoredSample]:
-    """Returns all samples of an update with their baselines, which are of rollouts: those of one rollout have one.
+    """Return all samples of an update with their baselines. The samples of one rollout share its baseline.
 
-    token_reward_totals   sums over an implicit reward model's rewards
-    kl_reward_totals      sums over the rewards for being close to the reference
+    Args:
+        token_reward_totals: sums over an implicit reward model's rewards.
+        kl_reward_totals: sums over the KL rewards.
     """
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
@@ -52,8 +53,8 @@ def attach_baselines(
 def update_reward_average(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> dict[str, Metric]:
-    """Adds the step's rewards to their moving average, if that is the estimator's baseline, after the baselines of all
-    updates are attached. Returns the average as it was before, as a metric."""
+    """Add the step's mean reward to the moving average, if that is the estimator's baseline, after the baselines of all
+    updates are attached. Return the previous average as a metric."""
     advantage, before = config.algorithm.advantage, average.value
     if advantage.spec.comparison != "moving_average":
         return {}

@@ -1,5 +1,5 @@
-"""Canary prompts: a few fixed ones that every engine answers, and whose tokens the trainer scores, with the same
-weights. What differs then does so for another reason than a step's training."""
+"""Canary prompts: a few fixed prompts that every engine answers, and whose tokens the trainer scores, with the same
+weights. Differences then have another reason than training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
 
 NUM_PROMPTS, NUM_TOKENS = 4, 16
-"""The prompts, and the most tokens of an answer: some hundred tokens tell a mean difference from its limit, and take
-about a second."""
+"""Number of prompts, and maximum tokens of an answer. A hundred tokens are enough to compare a mean difference with its
+limit, and take about a second."""
 
 PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -37,18 +37,18 @@ TEXTS = (
     "def add(a, b):",
     "A triangle has three sides, and a square",
 )
-"""The prompts of runs whose data have none, as their environment has tasks of its own."""
+"""Prompts for runs without prompts of their own, whose environment provides tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one engine, by kind: greedy ones, and ones sampled as the run does."""
+    """The answers of one engine by kind: greedy ones, and ones with the run's sampling settings."""
 
     samples: Mapping[str, Sequence[RemoteSample]]
 
     @classmethod
     def of(cls, samples: Sequence[RemoteSample]) -> Answers:
-        """Splits the answers to `Canaries._requests`, kind after kind."""
+        """Split the answers to `Canaries._requests` by kind."""
         each = len(samples) // len(KINDS)
         return cls({kind: samples[i * each : (i + 1) * each] for i, kind in enumerate(KINDS)})
 
@@ -57,7 +57,8 @@ class Answers:
 class Canaries:
     """The canary prompts of a run.
 
-    limit   the mean difference of an engine's tokens that rounding explains
+    Attributes:
+        limit: mean difference of an engine's tokens that rounding explains.
     """
 
     config: Config
@@ -67,7 +68,7 @@ class Canaries:
 
     @classmethod
     def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
-        """Returns the first prompts of the data, or as many of TEXTS as have tokens and room."""
+        """Return the first prompts of the data, or those of TEXTS that have tokens and fit."""
         prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         if not all(len(prompt.token_ids) for prompt in prompts):
             tokenizer = load_tokenizer(workers.model_folder)
@@ -77,8 +78,8 @@ class Canaries:
         return cls(config, workers, prompts, config.canary_limit)
 
     def ask(self) -> dict[str, Answers]:
-        """Makes every engine answer, greedily and as the run samples, and leaves the devices to the trained models.
-        Returns the answers by engine."""
+        """Let every engine answer, greedily and with the run's sampling settings, then put the engines to sleep. Return
+        the answers by engine."""
         workers = self.workers
         workers.switch_to_rollout()
         found = workers.engines.generate_on_each(self._requests).result()
@@ -86,12 +87,12 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in found.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Returns how far each engine is from the trainer, and nothing else yet."""
+        """Return each engine's difference from the trainer, without causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
     def explain(self, answers: Mapping[str, Answers], measured: Mapping[str, Evidence]) -> dict[str, Evidence]:
-        """Returns what is found of every cause, by engine."""
+        """Return the evidence for every cause, by engine."""
         config, workers = self.config, self.workers
         others = self._other_scorings()
         found = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
@@ -123,8 +124,8 @@ class Canaries:
                 kernels=(workers.actor.kernels, found.description),
             )
 
-        there = facts.keys() & differing.keys()  # another may have been lost meanwhile
-        return {name: explained(name, measured[name], facts[name]) for name in measured if name in there}
+        alive = facts.keys() & differing.keys()  # an engine may have been lost
+        return {name: explained(name, measured[name], facts[name]) for name in measured if name in alive}
 
     def _requests(self, engine: str) -> list[SamplingRequest]:
         longest = min(NUM_TOKENS, self.config.rollout.max_new_tokens)
@@ -145,7 +146,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Returns what an engine may do in place of what the run asks for, in words that go on from "the trainer's"."""
+        """Return scorings that an engine may use by mistake, each by a phrase that follows "the trainer's"."""
         own = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, own.temperature**2, 1 / own.temperature))
         others = {f"at temperature {t:g}": replace(own, temperature=t) for t in temperatures if t != own.temperature}
@@ -156,8 +157,8 @@ class Canaries:
     def _differences(
         self, answers: Mapping[str, Answers], asked: Sequence[tuple[str, Scoring]]
     ) -> list[dict[str, float]]:
-        """Returns for each kind and scoring that is asked for the mean difference of a token's log-prob, in nats, of
-        each engine's answers."""
+        """Return, for each kind and scoring, the mean absolute difference of a token's log-prob, in nats, over each
+        engine's answers."""
         actor, trained = self.workers.actor, self.workers.trained
 
         def score() -> Pending[list[dict[str, list[float]]]]:

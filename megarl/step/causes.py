@@ -1,4 +1,4 @@
-"""The causes for which trainer and engines may differ, ranked by what was checked of each."""
+"""Possible causes of differences between trainer and engines, ranked by evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class Verdict(IntEnum):
-    """What the evidence says of a cause, the likeliest last."""
+    """The verdict on a cause, in increasing order of likelihood."""
 
     EXCLUDED = 0
     UNKNOWN = 1
@@ -18,7 +18,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A cause, and the evidence for or against it, in words."""
+    """A cause, and a description of the evidence for or against it."""
 
     name: str
     verdict: Verdict
@@ -27,20 +27,21 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was checked of one engine, by canary prompts that it has answered twice: by the most likely tokens, which
-    neither temperature nor truncation changes, and as the run samples.
+    """The checks of one engine, on canary prompts that it has answered twice: greedily, where neither temperature nor
+    truncation has an effect, and with the run's sampling settings.
 
-    limit          mean difference of a token's log-prob, in nats, that rounding explains
-    greedy         mean difference of the first kind
-    sampled        mean difference of the second kind
-    rescored       that of the second kind where the trainer scores otherwise, by what it then does
-    differing      a line for each region of the weights that is not the trainer's; None: they could not be compared
-    num_regions    those that were compared
-    head_dtypes    dtype of the head's logits in the trainer and in the engine
-    other_tokens   texts that the engine's tokenizer gives other tokens than the trainer's, of num_texts
-    other_routes   mean differences where the trainer sends tokens to its own experts; None: routes are not replayed
-    has_experts    whether the model has experts
-    kernels        what trainer and engine say they compute with
+    Attributes:
+        limit: mean difference of a token's log-prob, in nats, that rounding explains.
+        greedy: mean difference of the greedy answers.
+        sampled: mean difference of the sampled answers.
+        rescored: mean difference of the sampled answers under other scorings of the trainer, by their description.
+        differing: a line for each region of the weights that differs from the trainer's; None: not comparable.
+        num_regions: number of compared regions.
+        head_dtypes: dtype of the head's logits in the trainer and in the engine.
+        other_tokens: those of num_texts texts for which the engine's tokenizer gives other tokens.
+        other_routes: mean difference if the trainer routes tokens itself; None: routes are not replayed.
+        has_experts: whether the model has experts.
+        kernels: the kernels of trainer and engine.
     """
 
     limit: float
@@ -62,8 +63,8 @@ class Evidence:
 
 
 def ranked(evidence: Evidence) -> list[Cause]:
-    """Returns all causes, the likeliest first. Kernels differ in every run: they are the cause where the forward passes
-    do and nothing else is found."""
+    """Return all causes, the likeliest first. Kernels differ in every run: they are the cause if the forward passes
+    differ and no other cause is found."""
     causes = [_weights(evidence), _sampling(evidence), _tokens(evidence), _head(evidence)]
     if evidence.has_experts:
         causes.append(_experts(evidence))
@@ -72,7 +73,7 @@ def ranked(evidence: Evidence) -> list[Cause]:
 
 
 def describe(causes: Sequence[Cause]) -> str:
-    """Returns a line for each cause that is not excluded, and one for the others."""
+    """Return a line for each cause that is not excluded, and one for all excluded ones."""
     left = [cause for cause in causes if cause.verdict is not Verdict.EXCLUDED]
     lines = [f"  {number}. {cause.name}: {cause.evidence}" for number, cause in enumerate(left, start=1)]
     excluded = [f"{cause.name} ({cause.evidence})" for cause in causes if cause.verdict is Verdict.EXCLUDED]

@@ -1,5 +1,4 @@
-"""Dispatch of the samples that a step learns from: which of them each data-parallel rank has, and the weight of each in
-the loss."""
+"""Dispatch of a step's samples: their assignment to data-parallel ranks, and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -16,28 +15,28 @@ from megarl.data.packing import Lengths, Packing, schedule
 from megarl.step.scoring import ScoredSample
 
 Group = Sequence[ScoredSample]
-"""The samples of one prompt that have a score."""
+"""The scored samples of one prompt."""
 
 
 def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
-    """Returns the groups of each update, without groups whose samples all failed and updates without a group."""
+    """Return the groups of each update, without groups whose samples all failed and without empty updates."""
     size = config.batch.prompts_per_update
     updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
     return [update for update in updates if update]
 
 
 def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
-    """Returns the groups of each update of each epoch, as `updates_of` makes them: in the first epoch of the groups in
-    their order, in others of groups that are drawn anew. What is drawn follows from run.seed, the step and the epoch.
+    """Return the groups of each update of each epoch, split as in `updates_of`. The first epoch keeps the order of the
+    groups; the others shuffle them, with a seed from run.seed, the step and the epoch.
 
-    The groups of an update keep their order: where an epoch has one update, it is the same in each.
+    The groups within an update keep their order, so that epochs of a single update are all the same.
     """
     orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
     return [updates_of(config, [groups[i] for i in order]) for order in orders]
 
 
 def _drawn(config: Config, num_groups: int, step: int, epoch: int) -> list[int]:
-    """Returns the indexes of the groups, those of one update after those of another."""
+    """Return the shuffled indices of the groups, update by update."""
     drawn = random.Random(f"{config.run.seed}.{step}.{epoch}").sample(range(num_groups), num_groups)
     size = config.batch.prompts_per_update
     return [i for begin in range(0, num_groups, size) for i in sorted(drawn[begin : begin + size])]
@@ -54,11 +53,12 @@ def dispatch(
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
 ) -> list[RankBatch]:
-    """Returns one update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
-    Samples that an objective compares in pairs stand two by two, the better one first, and stay together.
+    """Return one update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
+    Pairs of samples stand two by two, the better one first, and stay together.
 
-    scores: other models' scores of tokens, by their name in TokenBatch. Rewards that tokens have one by one are not
-    part of the sample's reward again. Whether a sample is a success does not depend on its length.
+    Args:
+        scores: other models' scores of tokens, by name in TokenBatch. Per-token rewards are subtracted from the
+            sample's reward.
     """
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
@@ -86,20 +86,20 @@ def dispatch(
 
 
 def _reward(item: ScoredSample, role: Role, process: bool) -> float:
-    """Returns the reward of the sample as a whole. process: whether its tokens' rewards are dispatched one by one."""
+    """Return the reward of the whole sample. process: whether its per-token rewards are dispatched as well."""
     if role == "implicit_reward":
         return item.outcome
     return item.reward - item.token_reward_totals.total if process else item.reward
 
 
 def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
-    """Returns how many tokens of a sample are in the loss."""
+    """Return the number of a sample's tokens in the loss."""
     skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
     return 0 if skipped else info.num_trained_tokens
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:
-    """Returns the aggregation of a role's loss: a loss of whole samples, or of pairs of them, is their mean."""
+    """Return the aggregation of a role's loss. A loss of whole samples or pairs is their mean."""
     sample_mean: Aggregation = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {

@@ -1,4 +1,4 @@
-"""Evaluations: samples of prompts that are not trained on, all by weights of one version, and what they say."""
+"""Evaluations: sampling of held-out prompts with one weight version, and the resulting estimates."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ PURPOSE = "evaluation"
 LIMITS = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS)
 
 Prompts = Mapping[str, PromptSet]
-"""The prompts of each set, by its name."""
+"""The prompts of each set, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
     """The result of one set.
 
-    shares   beside the estimates: failed_share, of rollouts that could not be scored and count in no estimate; and of
-             those whose environment has not failed truncated_share, length_mean, in tokens of the policy, and
-             turns_mean, of a set in an environment
-    failure  why the first of these could not be scored; None if all could
+    Attributes:
+        shares: further metrics: failed_share, the fraction of rollouts without a score, which no estimate counts; and
+            over rollouts whose environment has not failed truncated_share, length_mean (tokens of the policy) and, in
+            an environment, turns_mean.
+        failure: why the first of the failed rollouts has no score; None if none failed.
     """
 
     given: EvaluationSet
@@ -47,16 +48,16 @@ class SetResult:
     failure: str | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the values by their names in metrics.jsonl; ends of intervals as NAME_low and NAME_high."""
+        """Return the values by name in metrics.jsonl, with the ends of intervals as NAME_low and NAME_high."""
         found: dict[str, float] = {}
         for name, estimate in self.estimates.items():
             found[name] = estimate.value
-            if math.isfinite(estimate.low):  # of one prompt there may be no interval
+            if math.isfinite(estimate.low):  # a single prompt may have no interval
                 found |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
         return {self.given.prefix + name: value for name, value in (found | dict(self.shares)).items()}
 
     def describe(self) -> str:
-        """Returns a line with the estimates of the most samples."""
+        """Return a line with the estimates for the largest number of samples."""
         most = self.given.samples_per_prompt
         names = [name for name in (f"avg@{most}", f"pass@{most}", f"pass^{most}") if name in self.estimates]
         shown = [f"{name} {_shown(self.estimates[name])}" for name in names]
@@ -69,8 +70,11 @@ class SetResult:
 def evaluate(
     config: Config, workers: Workers, number: int, prompts: Prompts, file: Callable[[str, int], Path]
 ) -> dict[str, float]:
-    """Evaluates the sets that are due after this step, whose number is the version of the engines' weights. Returns the
-    metrics. file: returns the file of a set's samples after a step."""
+    """Evaluate the sets that are due after this step, whose number is the engines' weight version. Return the metrics.
+
+    Args:
+        file: returns the file of a set's samples after a step.
+    """
     due = config.evaluation.due(number, config.run.steps)
     if not due:
         return {}
@@ -96,10 +100,11 @@ def evaluate_sets(
     prompts: Prompts,
     file: Callable[[str, int], Path],
 ) -> list[SetResult]:
-    """Samples and scores the sets, one after the other; while one is scored the next is sampled.
+    """Sample and score the sets in order. While one is scored, the next is sampled.
 
-    environments   what plays the sets that are in one
-    version        that of the engines' weights
+    Args:
+        environments: runs the sets that have an environment.
+        version: the engines' weight version.
     """
     scoring = []
     for given in sets:
@@ -114,7 +119,7 @@ def evaluate_sets(
 
 
 def requests(config: Config, given: EvaluationSet, prompts: PromptSet) -> list[list[SamplingRequest]]:
-    """Returns the requests for each prompt of a set, whose seeds are the same in every evaluation."""
+    """Return the requests for each prompt of a set. Their seeds are the same in every evaluation."""
     return [
         [
             SamplingRequest(
@@ -136,32 +141,32 @@ def requests(config: Config, given: EvaluationSet, prompts: PromptSet) -> list[l
 
 
 def versions_of(groups: Sequence[Sequence[SampleInfo]]) -> set[int]:
-    """Returns the weight versions of all tokens. A rollout that fails before its first turn has none."""
+    """Return the weight versions of all tokens. A rollout that fails before its first turn has none."""
     infos = [info for group in groups for info in group if info.num_response_tokens]
     return {version for info in infos for version in (info.version_oldest, info.version_newest)}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout of an evaluation: its samples, one but in environments, and their score, which is that of the whole."""
+    """A rollout of an evaluation: its samples, which are one without an environment, and its score."""
 
     infos: Sequence[SampleInfo]
     score: Score
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it came to a limit, of tokens or of turns."""
+        """Whether it reached a limit of tokens or turns."""
         reason = self.infos[0].rollout and self.infos[0].rollout.stop_reason
         return reason in LIMITS or any(info.finish_reason == "length" for info in self.infos)
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the policy said."""
+        """Number of tokens that the policy generated."""
         return sum(info.num_trained_tokens for info in self.infos)
 
 
 def result(given: EvaluationSet, groups: Sequence[Sequence[SampleInfo]], scores: Sequence[Score]) -> SetResult:
-    """Returns the result of a set. groups: its samples, by prompt; scores: of all of them, in their order."""
+    """Return the result of a set. groups: its samples by prompt. scores: those of all samples, in order."""
     remaining = iter(scores)
     by_prompt = [scored_rollouts([(info, next(remaining)) for info in group]) for group in groups]
     rollouts = [rollout for group in by_prompt for rollout in group]
@@ -179,7 +184,7 @@ def result(given: EvaluationSet, groups: Sequence[Sequence[SampleInfo]], scores:
 
 
 def scored_rollouts(samples: Sequence[tuple[SampleInfo, Score]]) -> list[ScoredRollout]:
-    """Returns the rollouts of a prompt's samples, each of which counts once however many samples it has."""
+    """Return the rollouts of a prompt's samples. Each counts once, however many samples it has."""
     by_rollout: dict[str, list[tuple[SampleInfo, Score]]] = {}
     for info, score in samples:
         by_rollout.setdefault(info.rollout_id, []).append((info, score))
@@ -187,7 +192,7 @@ def scored_rollouts(samples: Sequence[tuple[SampleInfo, Score]]) -> list[ScoredR
 
 
 def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Returns the metrics of how long rollouts are, without those that a failure of their environment has cut short."""
+    """Return metrics of the rollouts' lengths, without rollouts whose environment failed."""
     whole = [rollout for rollout in rollouts if not rollout.infos[0].has_failed]
     if not whole:
         return {}

@@ -1,5 +1,5 @@
-"""The agreement of trainer and engines on the log-probs of what was sampled: watched in every step, and on canary
-prompts before the first step or after each refit."""
+"""Comparison of trainer and engine log-probs: on the samples of every step, and on canary prompts before the first
+step or after each refit."""
 
 from __future__ import annotations
 
@@ -18,36 +18,39 @@ from megarl.step.scoring import Metrics
 
 
 class LogprobCheck:
-    """Watches the agreement of a run."""
+    """The comparison of log-probs during a run."""
 
     def __init__(self, config: Config, workers: Workers, data: PromptSet):
         self._config = config
         self._canaries = Canaries.of(config, workers, data)
         self._is_explained = False
-        """Whether causes have been looked for, which a run that goes on does once."""
+        """Whether causes have been searched for, which a run that continues does once."""
 
     def begin(self) -> None:
-        """Checks the canary prompts before the first step, if logprob_check.canaries says so. Raises RunFailure, with the
-        ranked causes, where an engine is further from the trainer than the limit."""
+        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raises RunFailure, with the
+        ranked causes, if an engine differs from the trainer by more than the limit."""
         if self._has_gate:
             elapsed = ElapsedTime()
             found = " and ".join(f"{metric.value:.1e}" for metric in self._gate("before the first step").values())
             elapsed.print(f"agreement: canary prompts differ by {found} a token, greedy and sampled, found")
 
     def after_refit(self, step: int) -> Metrics:
-        """Checks them after a step's refit. Returns metrics, and raises RunFailure likewise."""
+        """Check them after a step's refit. Return metrics. Raises RunFailure as `begin` does."""
         is_due = self._has_gate and self._config.logprob_check.canaries == "refits"
         return self._gate(f"after the refit of step {step}") if is_due else {}
 
     @property
     def _has_gate(self) -> bool:
-        """Whether canaries are asked for; a tokenizer may make no tokens of them."""
+        """Whether the run has canaries. A tokenizer may produce no tokens for any of them."""
         return self._config.logprob_check.canaries != "off" and bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
-        """Warns where a step's tokens differ by more than the limit, the first time with the ranked causes, or raises
-        RunFailure with them if logprob_check.action=stop. metrics: those of the training; the engines have taken its
-        weights since."""
+        """Warn if a step's tokens differ by more than the limit, the first time with the ranked causes. With
+        logprob_check.action=stop, raise RunFailure with them instead.
+
+        Args:
+            metrics: those of the training, whose weights the engines now have.
+        """
         found = excess(self._config, metrics)
         if found is None:
             return
@@ -85,7 +88,7 @@ class LogprobCheck:
 
 
 def announce(config: Config) -> list[str]:
-    """Returns a line that says what the run leaves out of the loss, if it does."""
+    """Return a line about the tokens that the run excludes from the loss, if it does."""
     tolerance = config.tolerance
     if config.is_offline or tolerance.mask is None:
         return []
@@ -94,7 +97,7 @@ def announce(config: Config) -> list[str]:
 
 
 def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
-    """Says by how much a step's tokens differ, if that is more than the limit."""
+    """Describe by how much a step's tokens differ, if by more than the limit."""
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
     if mismatch is None or limit is None or mismatch.value <= limit:
         return None
@@ -102,7 +105,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def tell(explained: Mapping[str, Evidence]) -> str:
-    """Says how far engines are from the trainer on canary prompts, and of the furthest the ranked causes."""
+    """Describe the engines' differences from the trainer on canary prompts, with ranked causes for the largest."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (

@@ -1,4 +1,4 @@
-"""Metrics of a step as a whole, beside those of its parts."""
+"""Metrics of a whole step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Returns metrics of the step's samples, phases and weights. groups: all samples, by prompt; the last rollout of a
-    group may be a greedy one, which the metrics of lengths leave out because it is not trained on."""
+    """Return metrics of the step's samples, phases and weights.
+
+    Args:
+        groups: all samples, by prompt. Metrics of lengths leave out greedy rollouts, which are not trained on.
+    """
     infos = [sample.info for group in groups for sample in group]
     sampled = infos
     if config.samples_greedily:
@@ -37,15 +40,15 @@ def step_metrics(
 
 
 def update_rate(metrics: Mapping[str, Metric]) -> float:
-    """Returns the mean learning rate of a step's updates of the actor, 0 where there were none, where all were skipped,
-    or where no gradient was left. metrics: those of the training."""
+    """Return the mean learning rate of a step's updates of the actor; 0 if there were none, if all were skipped, or if
+    the gradient was 0. metrics: those of the training."""
     has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
     return metrics["policy/lr"].value if has_learned else 0.0
 
 
 def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Returns metrics of the training, with the share of the returns' variance that the critic's values before the step
-    explain in place of the moments that it follows from. It is left out where all returns are equal."""
+    """Replace the moments of returns and residuals by the explained variance of the critic's values before the step.
+    It is absent if all returns are equal."""
     names = ("value/return_mean", "value/return_square_mean", "value/residual_mean", "value/residual_square_mean")
     if any(name not in metrics for name in names):
         return dict(metrics)
@@ -55,22 +58,22 @@ def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def with_effective_share(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Returns metrics of the training, with the effective sample size of the engine's tokens as samples of the
-    trainer's policy, as a share of their number, (Σw)² / (n·Σw²) with w = trainer / engine, in place of the moments
-    that it follows from (Kong 1992; https://arxiv.org/abs/1602.03572 compares such sizes)."""
+    """Replace the moments of the weights w = trainer / engine by the effective sample size of the engine's tokens under
+    the trainer's policy, as a fraction of their number: (Σw)² / (n·Σw²) (Kong 1992; https://arxiv.org/abs/1602.03572
+    compares such sizes)."""
     names = ("mismatch/weight_mean", "mismatch/weight_square_mean")
     if any(name not in metrics for name in names):
         return dict(metrics)
     first, second = (metrics[name].value for name in names)
     rest = {name: metric for name, metric in metrics.items() if name not in names}
-    share = min(1.0, first**2 / second) if second else 0.0  # weights may all be too small for a number
+    share = min(1.0, first**2 / second) if second else 0.0  # all weights may underflow
     return rest | {"mismatch/effective_frac": Metric(share, metrics[names[0]].weight)}
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
-    """Returns metrics of the samples' weight versions, which are 0 where the version `trained`, from which the step's
-    updates start, sampled all tokens; and where samples may be older, the share of each age of their oldest tokens."""
-    infos = [info for info in infos if info.num_response_tokens]  # a rollout that failed at once has no token
+    """Return metrics of the samples' staleness relative to the version `trained`, from which the step's updates start.
+    With max_staleness, they include the fraction of each age of the samples' oldest tokens."""
+    infos = [info for info in infos if info.num_response_tokens]  # a rollout that failed immediately has no tokens
     if not infos:
         return {}
     ages = [trained - info.version_oldest for info in infos]
@@ -93,7 +96,7 @@ def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _rollout_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Returns metrics of rollouts in environments; none where there are none."""
+    """Return metrics of rollouts in environments; none without an environment."""
     rollouts = [*{info.rollout_id: info.rollout for info in infos if info.rollout is not None}.values()]
     if not rollouts:
         return {}

@@ -1,4 +1,4 @@
-"""The pairs of sampled responses that are compared with each other."""
+"""Pairs of sampled responses for pairwise objectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megarl.step.scoring import ScoredSample
 
 
 def best_and_worst(groups: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
-    """Returns the sample with the highest reward and the one with the lowest of each group, of equal ones the first. A
-    group whose rewards are all equal has no pair."""
+    """Return the samples with the highest and the lowest reward of each group, the first one among equals. A group
+    whose rewards are all equal has no pair."""
     pairs = []
     for group in groups:
         best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))

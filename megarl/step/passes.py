@@ -1,4 +1,4 @@
-"""The forward-only passes of a step, and the lines that say which are made and why."""
+"""The forward-only passes of a step, and the lines of the log that explain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config) -> list[str]:
-    """Returns a line for the passes that are made, and one for those that are left out, if there are any."""
+    """Return a line for the passes that run, and one for those that are left out, if there are any."""
     by_need = {"made": True, "left out": False}
     chosen = {word: [p for p in passes(config) if p.needed == need] for word, need in by_need.items()}
     return [
@@ -30,11 +30,11 @@ def needed(config: Config, name: PassName) -> bool:
 
 
 def policies(config: Config) -> list[Policy]:
-    """Returns the policies whose log-probs the algorithm needs: the one before its updates, and its reference."""
+    """Return the policies whose log-probs the algorithm needs: the old policy and the reference."""
     names: tuple[Policy, ...] = ("old", "reference")
     return [policy for policy in names if needed(config, f"{policy} log-probs")]
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:
-    """Submits a pass for each of the policies, whose log-probs stay with the ranks; see TrainerGroup.keep_log_probs."""
+    """Submit a pass for each of the policies. The log-probs stay on the ranks, see TrainerGroup.keep_log_probs."""
     return join([actor.keep_log_probs(policy, updates) for policy in policies(config)]).then(join_named_scores)

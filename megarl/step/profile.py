@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, on chosen ranks of the trained models."""
+"""Profiles of selected steps on selected ranks of the trained models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.config.schema import Config
 
 @contextmanager
 def profiled(config: Config, trained: TrainedModels, number: int, folder: Path) -> Iterator[None]:
-    """Profiles what its body does on the ranks of run.profile, if step `number` is one of its steps: a file for each of
-    them in the folder, which is made. Other steps have nothing of it."""
+    """Profile the body on the ranks of run.profile, if step `number` is one of its steps. Create the folder and write
+    one file per rank into it. Other steps are not affected."""
     settings = config.run.profile
     if number not in settings.steps:
         yield

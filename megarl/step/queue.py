@@ -1,4 +1,4 @@
-"""The rollouts that are under way: begun before their step where rollout.max_staleness lets them, and waited for."""
+"""The pending rollouts. With rollout.max_staleness they start before the step that trains on them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
 
 WAITING = "rollouts/waiting.pickle"
-"""The file of a checkpoint with the samples that wait for a step."""
+"""File of a checkpoint with the samples that wait for a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The rollouts of one prompt that are under way, beside others that are submitted with them.
+    """The pending rollouts of one prompt.
 
-    item    the prompt's row in the data, and the version that began it
-    order   its place among all groups of this attempt at the run
-    names   the names of the rollouts
-    place   its place among those that are submitted together
+    Attributes:
+        item: the prompt's row in the data, and the weight version with which it started.
+        order: position among all groups of this attempt.
+        names: names of the rollouts.
+        place: position among the groups that were submitted together.
     """
 
     item: PendingPrompt
@@ -41,14 +42,13 @@ class Group:
     place: int = 0
 
     def result(self) -> Sampled:
-        """Waits for the rollouts."""
+        """Wait for the rollouts."""
         return self.pending.result()[self.place]
 
 
 @dataclass(slots=True)
 class Dropped:
-    """The rollouts that were too old to be trained on, since this was last asked, and those of them that were ended
-    while they were sampled; tokens: how many were sampled for them."""
+    """Counts of stale rollouts since the last call of `metrics`, and of those among them that were aborted."""
 
     samples: int = 0
     tokens: int = 0
@@ -76,10 +76,10 @@ class Dropped:
 
 @dataclass(slots=True)
 class RolloutQueue:
-    """The groups of rollouts between their beginning and the step that trains on them.
+    """The groups of rollouts between their start and the step that trains on them.
 
-    The driver's state lists their rows, so that a run that goes on from a checkpoint asks for them again, but for those
-    that have ended, whose samples the checkpoint has."""
+    The driver's state lists their rows. A resumed run samples these prompts again, except for finished groups, whose
+    samples are in the checkpoint."""
 
     config: Config
     workers: Workers
@@ -98,8 +98,8 @@ class RolloutQueue:
         )
 
     def begin(self, number: int, wanted: int) -> None:
-        """Begins what may be begun during this step, which takes the `wanted` next groups. Prompts that were begun
-        before, and not trained on, come first and are waited for."""
+        """Start the groups that may start during this step, which takes the next `wanted` groups. Prompts whose earlier
+        rollouts were dropped come first, and the step waits for them."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
@@ -117,8 +117,7 @@ class RolloutQueue:
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
-        """Waits for groups that this step trains on, and returns their samples, in the order in which they were
-        begun."""
+        """Wait for the groups that this step trains on, and return their samples, in the order of their start."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()
@@ -139,8 +138,8 @@ class RolloutQueue:
         return sampled
 
     def drop(self, number: int) -> None:
-        """Ends the rollouts that are too old for the step after this one, and waits until the engines have left them.
-        Their prompts come again before others."""
+        """Abort the rollouts that are too old for the step after this one, and wait until the engines have stopped
+        them. Their prompts start again before others."""
         expired = self._schedule.expire(number)
         if not expired:
             return
@@ -151,16 +150,16 @@ class RolloutQueue:
         self.state.put_back([group.item for group in expired], number)
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """Writes the samples of the groups that have ended and wait into a checkpoint's folder. Returns the records of
-        the files, none where no group waits."""
+        """Write the samples of finished groups that wait for a step into a checkpoint's folder. Return the records of
+        the files: none if no group waits."""
         self._note_finished()
         waiting = {group: group.result() for group in self._schedule.finished}
         groups = [(group.item.row, group.item.version, samples) for group, samples in waiting.items()]
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Takes up the groups that waited when the checkpoint was saved, as far as steps to come may train on them. The
-        rows of others are asked for again, and so are all where another version of megarl saved it."""
+        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. The other
+        prompts are sampled again, as are all if another version of megarl saved the checkpoint."""
         records = [record for record in checkpoint.files if record.path == WAITING]
         if not records or checkpoint.format != FORMAT:
             return
@@ -180,7 +179,7 @@ class RolloutQueue:
                 self._schedule.finish(group)
 
     def metrics(self) -> dict[str, Metric]:
-        """Returns the metrics of a step, after it has taken its groups."""
+        """Return the metrics of a step, after it has taken its groups."""
         metrics: dict[str, Metric] = {}
         if self.config.rollout.max_staleness:
             metrics["rollout/groups_ahead"] = Metric(len(self._schedule))
@@ -191,7 +190,7 @@ class RolloutQueue:
         return metrics
 
     def _in_order(self, items: Sequence[PendingPrompt]) -> list[int]:
-        """Returns the places of the rows in the order in which they are submitted."""
+        """Return the positions of the rows in the order of their submission."""
         places, lengths = list(range(len(items))), self.state.lengths
         if not self.config.rollout.longest_first or not lengths:
             return places
@@ -199,19 +198,19 @@ class RolloutQueue:
         return sorted(places, key=lambda i: -lengths.get(items[i].row, unknown))
 
     def _submissions(self, numbers: Sequence[int]) -> list[Sequence[int]]:
-        """Returns which groups are submitted together: all where a step waits for all of them, else each by itself."""
+        """Return which groups are submitted together: all if a step waits for all of them, otherwise each by itself."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
     def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
-        """Submits the sampling of the requests of each prompt: by the engines alone, or in environments. The rewards
-        begin with a sample as soon as it is there."""
+        """Submit the requests of each prompt to the engines or the environments. The rewards score each sample as soon
+        as it is finished."""
         workers = self.workers
         source = workers.environments if self.config.has_environment else workers.engines
         return source.generate(asked, workers.rewards.listener)
 
 
 def describe(config: Config) -> list[str]:
-    """Returns lines on the age of the samples that a step trains on, where it has no age to speak of none."""
+    """Return lines about the staleness of the samples that a step trains on; none if they are never stale."""
     if config.is_offline:
         return []
     staleness, correction, ahead = config.rollout.max_staleness, config.algorithm.correction, config.prompts_ahead

@@ -12,9 +12,12 @@ from megarl.rollout.engine import SamplingRequest
 
 
 def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
-    """Returns samples_per_prompt requests for each prompt, and one for a greedy response where the estimator asks for
-    it. Seeds follow from run.seed and the sample's place in the run. first: how many prompts the step has had
-    before."""
+    """Return samples_per_prompt requests for each prompt, and one for a greedy response if the estimator needs it.
+    Seeds follow from run.seed and the sample's position in the run.
+
+    Args:
+        first: number of earlier prompts of the step.
+    """
     groups = [
         [
             SamplingRequest(

@@ -1,4 +1,4 @@
-"""The collection of a step's rollouts: sampled and scored, in further rounds where too few prompts are informative."""
+"""Collection of a step's rollouts: sampling and scoring, with more rounds while too few prompts are informative."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from megarl.step.scoring import Metrics, ScoredSample, is_informative, rollouts_
 class Rollouts:
     """The rollouts of a step.
 
-    sampled           all samples, by prompt
-    chosen            the samples that the step learns from, by prompt
-    process_rewards   references to the rewards of single tokens, if there are any
-    solve_rates       the share of its samples that solved a prompt, by its id, of all with a scored sample
+    Attributes:
+        sampled: all samples, by prompt.
+        chosen: the samples that the step trains on, by prompt.
+        process_rewards: references to per-token rewards, if there are any.
+        solve_rates: fraction of solved rollouts of each prompt with a scored sample, by prompt id.
     """
 
     sampled: Sequence[Sequence[RemoteSample]]
@@ -46,13 +47,13 @@ def collect_rollouts(
     watch: Stopwatch,
     meanwhile: Callable[[], None],
 ) -> Rollouts:
-    """Takes the rollouts of prompts_per_step prompts, and of further ones in place of those whose samples all have one
-    outcome, until enough of them are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
-    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics are of all that was taken.
+    """Collect the rollouts of prompts_per_step prompts, and of more prompts in place of uninformative ones, until
+    enough are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
+    (https://arxiv.org/abs/2503.14476, eq. 11). The metrics cover all collected rollouts.
 
-    What is begun for later steps goes on until the devices change hands, or while this step trains if they do not; what
-    is too old for them is dropped. Without rollout.max_staleness nothing goes on. No trained model computes between
-    rounds, so that the devices change hands once for all of them."""
+    Rollouts for later steps continue until the devices switch to training, or throughout the step if devices are not
+    shared; stale ones are dropped. Without rollout.max_staleness there are none. The devices switch once for all
+    rounds, because no trained model computes between rounds."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
@@ -87,8 +88,8 @@ def collect_rollouts(
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dict[str, float]:
-    """Returns the share of each prompt's rollouts with an outcome above data.solved_above, by the prompt's id. A prompt
-    without a scored rollout is left out."""
+    """Return the fraction of each prompt's rollouts with an outcome above data.solved_above, by prompt id, without
+    prompts that have no scored rollout."""
     above = config.data.solved_above
     return {
         group[0].sample.info.prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
@@ -98,19 +99,19 @@ def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dic
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
-    """Submits writing the advantages of the samples that the step has trained on into its file of rollouts. They are
-    scalars, one a sample: the ranks return means over a sample's tokens, and of a few samples each token's."""
+    """Submit writing the advantages of the step's trained samples into its file of rollouts. The ranks return the mean
+    over each sample's tokens, and per-token values for a few samples."""
     taken = join([workers.actor.take_advantages(), workers.actor.take_token_details()])
     return taken.then(lambda found: workers.rewards.write_advantages(rollouts, *found) if found[0] else None)
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Returns how many prompts give the missing ones, if as large a share of them is informative as of those seen."""
+    """Return how many prompts yield the missing informative ones, if the fraction seen so far holds."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
-    """Returns the first informative groups and, where they are too few, the first of the others, those without a scored
+    """Return the first informative groups and, if they are too few, the first of the others, those without a scored
     sample last. Groups keep their order."""
     by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

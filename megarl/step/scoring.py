@@ -1,4 +1,4 @@
-"""The scored samples of a step: those that the rewards could judge, from which it learns."""
+"""The scored samples of a step: those with a reward, on which it trains."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample that the rewards have judged, with its baseline once that is known.
+    """A sample with its rewards, and its baseline once that is known.
 
-    outcome               the value that the rewards give it
-    length_reward         the reward for its length, which is added to the outcome
-    token_reward_totals   the part of the outcome that its tokens have one by one
-    greedy                the reward of the greedy response to its prompt, where the estimator asks for one
+    Attributes:
+        outcome: the value of the reward functions.
+        length_reward: the reward for its length, which is added to the outcome.
+        token_reward_totals: the part of the outcome that consists of per-token rewards.
+        greedy: the reward of the greedy response to its prompt, if the estimator needs one.
     """
 
     sample: RemoteSample
@@ -40,7 +41,7 @@ class ScoredSample:
 
 
 def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
-    """Returns the samples of each rollout of a group. They have one reward, that of the rollout."""
+    """Return the samples of each rollout of a group. They share the rollout's reward."""
     rollouts: dict[str, list[ScoredSample]] = {}
     for item in group:
         rollouts.setdefault(item.sample.info.rollout_id, []).append(item)
@@ -48,17 +49,19 @@ def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
 
 
 def is_informative(group: Sequence[ScoredSample]) -> bool:
-    """Returns whether the group's outcomes differ: else no sample is better than another, but for its length."""
+    """Return whether the group's outcomes differ. If not, its samples differ at most in their length reward."""
     return len({item.outcome for item in group}) > 1
 
 
 def select(
     config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
 ) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Joins samples with their scores, by group; the last rollout of a group may be a greedy one, which is not trained
-    on. A sample whose reward or environment failed is left out, and counted, and so are those whose greedy response has
-    no reward; above rewards.failure_limit, or with rewards.max_consecutive_failures, which are of rewards alone, the run
-    stops."""
+    """Join samples with their scores, by group. The last rollout of a group may be a greedy one, which is not trained
+    on.
+
+    Samples whose reward or environment failed are left out and counted, as are those whose greedy response has no
+    reward. Above rewards.failure_limit, or after rewards.max_consecutive_failures, the run stops; both count failures
+    of rewards only."""
     infos = [sample.info for group in groups for sample in group]
     of_rewards = [score for info, score in zip(infos, scores, strict=True) if not info.has_failed]
     failures = [score.failure for score in of_rewards if score.failure is not None]
@@ -99,7 +102,7 @@ def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) ->
         if failed == limit:
             raise UserError(
                 f"{score.failure} ({failed} samples of the step in a row failed, which are "
-                f"rewards.max_consecutive_failures={limit}; mend the function, or raise it)"
+                f"rewards.max_consecutive_failures={limit}; fix the function or raise the limit)"
             )
 
 
@@ -129,7 +132,7 @@ def _length_reward(config: Config, sample: RemoteSample) -> float:
 
 
 def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], judged: Sequence[Judged]) -> Metrics:
-    """Returns the metrics of rewards, in which a rollout of several samples counts once."""
+    """Return the metrics of rewards. A rollout with several samples counts once."""
     rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
     scores = {sample.info.rollout_id: score for sample, score in judged}.values()
     if not rewards:

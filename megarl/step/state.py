@@ -75,11 +75,10 @@ class RunState:
             cursor = WeightedCursor.restore(saved["cursor"], weights_of(data), config.data.solved_weight)
         else:
             cursor = PromptCursor.restore(saved["cursor"])
-        rows = saved.get("under_way", ())  # earlier formats have none
-        versions = saved.get("under_way_since", [saved["step"]] * len(rows))
-        again = [PendingPrompt(row, version) for row, version in zip(rows, versions, strict=True)]
+        under_way = zip(saved["under_way"], saved["under_way_since"], strict=True)
+        again = [PendingPrompt(row, version) for row, version in under_way]
         again.sort(key=lambda item: item.version)  # whose turn is first
-        lengths = {int(row): length for row, length in saved.get("lengths", {}).items()}
+        lengths = {int(row): length for row, length in saved["lengths"].items()}
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
 
 

@@ -1,4 +1,4 @@
-"""Rewards of single tokens, from models that are asked after a step's samples are scored."""
+"""Per-token rewards from models that run after a step's samples are scored."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from megarl.step.scoring import Metrics, ScoredSample
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Rewards that tokens have one by one.
+    """Per-token rewards.
 
-    scores                references to the rewards, by their name in TokenBatch
-    token_reward_totals   sums over the implicit reward model's rewards, by sample
-    kl_reward_totals      sums over the rewards for being close to the reference, by sample
-    log_probs             references to those of the actor's passes, as TrainerGroup.keep_log_probs returns them
-    metrics               metrics of the implicit reward model's training
+    Attributes:
+        scores: references to the rewards, by name in TokenBatch.
+        token_reward_totals: sums over the implicit reward model's rewards, by sample.
+        kl_reward_totals: sums over the KL rewards, by sample.
+        log_probs: references to the log-probs of the actor's passes, as from TrainerGroup.keep_log_probs.
+        metrics: metrics of the implicit reward model's training.
     """
 
     scores: dict[str, Scores]
@@ -37,11 +38,12 @@ class TokenRewards:
 def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[ScoredSample]]], process_rewards: Scores
 ) -> TokenRewards:
-    """Joins the rewards that are known (a reward model's, or those of turns) with those of the implicit reward model,
-    which learns from the samples after it has scored them, and with the KL to the reference where it is a reward.
+    """Join the known per-token rewards (of a reward model or of turns) with those of the implicit reward model, which
+    trains on the samples after scoring them, and with the KL to the reference if it is a reward.
 
-    updates           the groups of each update
-    process_rewards   references to the rewards that are known; empty if there are none
+    Args:
+        updates: the groups of each update.
+        process_rewards: references to the known rewards; empty if there are none.
     """
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
@@ -63,13 +65,12 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
-    """Submits scoring and training of a model that learns from the samples that it has scored. The result is ((scores,
-    totals), metrics)."""
+    """Submit scoring, and then training, of a model. The result is ((scores, totals), metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
     return join([scored, trained, ended]).then(lambda results: results[:2])
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
-    """Submits the passes and the KL that follows from them. The result is ((scores, totals) of the KL, log-probs)."""
+    """Submit the passes and the computation of the KL. The result is ((scores, totals) of the KL, log-probs)."""
     made, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
     return made.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

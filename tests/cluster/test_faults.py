@@ -62,7 +62,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
     assert len(run.resumed) == 3 and run.resumed[2] > saved
-    assert "% of" in run.log and "of allocation went into steps that lasted" in run.log
+    assert "% of" in run.log and "of allocated time was spent on completed steps" in run.log
 
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
     cluster.ask("scancel", run.number)

@@ -112,7 +112,7 @@ def test_two_steps_equal_plain_torch(folder, layout):
         if step == 0:
             assert not ours.any() and not exact.any()  # the model is its reference
         else:  # a difference of log-probs that are nearly equal
-            assert_close({"rewards": ours}, {"rewards": exact}, {"rewards": rounded}, "token")
+            assert_close({"tokens": ours}, {"tokens": exact}, {"tokens": rounded}, "reward")
     ranks = [rank for rank, _ in results]
     metrics = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["implicit_reward/loss"].value for m in metrics) == close_to(*loss)

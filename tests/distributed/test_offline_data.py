@@ -302,7 +302,7 @@ def test_two_updates_equal_plain_torch(models, tmp_path, name, layout):
     config = config_of(
         model,
         "rollout.temperature=1.0",
-        f"data={{source: {source}, rows: {kind}}}",
+        f"data={{source: {source}, format: {kind}}}",
         f"algorithm.objective={{{case.objective}}}",
         f"actor.layout={LAYOUTS[layout]}",
         "actor.tokens_per_microbatch=128",

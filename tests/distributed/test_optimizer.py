@@ -110,8 +110,8 @@ def updates_with_factors(store, rank: int, config: Config, folder: Path, factors
             loss = terms.loss * next(multiples)
             return terms._replace(loss=loss, actor_loss=loss)
 
-        spoiled = replace(plain.fget(worker), terms=spoil)
-        ActorWorker.loss = property(lambda _, spoiled=spoiled: spoiled)  # of this forked process alone
+        # Only in this forked process.
+        ActorWorker.loss = property(lambda worker, spoil=spoil: replace(plain.fget(worker), terms=spoil))
         before, message, metrics = state_of(worker), "", {}
         try:
             metrics = worker.update(batch)

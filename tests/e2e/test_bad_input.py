@@ -27,7 +27,9 @@ def test_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     definition = "define it as digit_shar(prompt, response, answer)"
-    assert done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'; {definition}\n"
+    assert (
+        done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'. Fix: {definition}\n"
+    )
     # It is made before any process is started.
     assert not list(tmp_path.iterdir()), "the run has got a folder"
 
@@ -38,7 +40,7 @@ def test_reward_function_that_raises(recipe: Path, tmp_path: Path) -> None:
         assert run.end(START_S) == 2
         assert run.errors == [
             f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "
-            "prompts.jsonl:1, whose response is the row's answer",
+            "prompts.jsonl:1 (the trial used the row's answer as response)",
             f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
             "(16 of 16 samples failed; rewards.failure_limit=0 allows 0)",
         ]

@@ -1,1 +1,1 @@
-"""Groups of the ranks or engines of a role, called together: one Ray actor for each process."""
+"""Groups of the processes of a role, one Ray actor for each process."""

@@ -1,4 +1,4 @@
-"""One rollout engine, in a process of its own."""
+"""One rollout engine in its own process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Rollouts of a group that were ended while they were sampled. num_tokens: what had been sampled of them."""
+    """The rollouts of a group that were aborted. num_tokens: the tokens sampled until then."""
 
     num_tokens: int
 
 
 @dataclass(slots=True)
 class _Generating:
-    """A call of EngineActor.generate. num_tokens: of the samples that it has told of."""
+    """A call of `generate`. num_tokens: tokens of the samples that it has passed to the listener."""
 
     requests: Sequence[SamplingRequest]
     samples: asyncio.Future[list[Sample]]
@@ -49,18 +49,18 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Because a method is async, Ray runs all of them in one event loop: others run while `generate` waits
+    """One engine. Because a method is async, Ray runs all calls in one event loop: others run while `generate` waits
     for its samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
-        """Returns the engine, which has no weights yet."""
+        """Build the engine, without weights."""
 
     def _load(self, arguments: Mapping[str, Any]) -> Engine:
         engine = self._make_engine(arguments)
         self._turns = defaultdict(lambda: EngineTurns(engine))
         self._generating: dict[str, _Generating] = {}
-        """The calls of `generate` under way, by the names of their first requests."""
+        """Running calls of `generate`, by the name of the first request."""
         return engine
 
     def call(self, method: str, *arguments: Any) -> TimedResult:
@@ -84,9 +84,9 @@ class EngineProcess(VllmActor):
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
     ) -> list[TimedResult | Sample | None]:
-        """Returns the samples' infos first, then the samples: each is a return value of the call, which, unlike objects
-        that this process puts into the store, outlives the process. The listener gets them as they come. Of a call that
-        is aborted, Aborted stands for the infos."""
+        """Return the samples' infos, then the samples, each as a return value of its own: these outlive the process,
+        unlike objects that it puts into the store. The listener receives samples as they finish. An aborted call
+        returns Aborted in place of the infos."""
         begin = time.time()
 
         def tell(samples: list[Sample]) -> None:
@@ -107,20 +107,20 @@ class EngineProcess(VllmActor):
         return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
-        """Ends the calls of `generate` whose first requests have these names, as far as they are under way here."""
+        """Abort the running calls of `generate` whose first requests have these names."""
         for name in self._generating.keys() & set(names):
             call = self._generating[name]
             call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
             call.samples.cancel()
 
     async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
-        """Takes turns of a process that makes rollouts, and returns those that have ended, see EngineTurns."""
+        """Begin turns of a process that runs rollouts, and return those that have finished, see EngineTurns."""
         with self._whole():
             return await self._turns[maker].exchange(turns, abandoned)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ends this process when one of the engine's ranks has died, because the engine is lost with it."""
+        """End this process if one of the engine's ranks has died, because the engine is then lost."""
         try:
             yield
         except Exception:

@@ -1,4 +1,4 @@
-"""The rollout engines as the driver sees them: all replicas, who samples what, and what becomes of lost ones."""
+"""The rollout engines in the driver: all replicas, the assignment of prompts to them, and the recovery of lost ones."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 SHOWN = 3
-"""The number of parameters or kernels that a message names of those that are in the way of writing in place."""
+"""Number of parameters or kernels that a message names when they prevent writing in place."""
 
 SLOW = 1.5
-"""The times the fastest engine's seconds a token from which on an engine gets fewer requests: less is chance."""
+"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Less is noise."""
 
 MUCH_SLOWER = 2.0
-"""The times the fastest engine's seconds a token from which on idle engines begin anew what an engine has under way:
-they have ended as much as it began, and so end that in the same time once more, and it would take longer."""
+"""Slowdown relative to the fastest engine above which idle engines restart an engine's prompts: at twice the time, the
+idle engines finish the same work from scratch before it does."""
 
 RESTARTS = 3
-"""The number of times that an engine is started again: what ended it so often would end it once more."""
+"""Maximum number of restarts of an engine: whatever ended it so often would end it again."""
 
 GENERATE = RemoteMethod("generate", timeout="rollout", phase="rollout")
 """EngineActor.generate, which returns more than one value."""
 
 Generation = tuple[str, int]
-"""The name of an engine's process, and the number of processes of this name that were lost before it."""
+"""The name of an engine's process, and the number of processes of this name that were lost before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """A sample as the driver knows it: its numbers, and a reference to its tokens."""
+    """A sample in the driver: its metadata, and a reference to its tokens."""
 
     info: SampleInfo
     ref: ray.ObjectRef
 
     @classmethod
     def put(cls, sample: Sample) -> RemoteSample:
-        """Puts the sample into Ray's object store, for as long as somebody refers to it."""
+        """Put the sample into Ray's object store, where it stays while a reference to it exists."""
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
@@ -76,27 +76,27 @@ Sampled = list[RemoteSample] | Aborted
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that engines have been given. losses: of each how many processes of its name were lost before."""
+    """Requests assigned to engines. losses: for each engine, how many processes of its name were lost before."""
 
     requests: Mapping[str, int]
     losses: Mapping[str, int]
     group: EngineGroup
 
     def end(self) -> None:
-        """Takes them off the engines' load."""
+        """Subtract them from the engines' load."""
         self.group.load.subtract(self.requests)
 
     def still_there(self, lost: Collection[str]) -> list[str]:
-        """Returns those of the lost engines that nobody has replaced yet: their loss may have been noticed before."""
+        """Return the lost engines that have not been replaced: another call may have noticed their loss before."""
         return [name for name in lost if self.group.losses[name] == self.losses[name]]
 
 
 class EngineGroup(VllmGroup):
-    """All replicas. Requests are assigned out by group, so that the samples of one prompt share a prefix cache, to those
-    that have the least to do, with rollout.max_staleness slower ones less than others.
+    """All replicas. The samples of one prompt go to the same engine, to share a prefix cache: to the one with the least
+    load. With rollout.max_staleness, slower engines receive fewer.
 
-    When one of several is lost, the others do its work, and it is started again: the first refit after that is where it
-    joins them. Not so on GPUs that it shares with trainers: while they train there is no room for it to start.
+    When one of several engines is lost, the others do its work while it restarts, and it rejoins them at the next
+    refit. An engine that shares GPUs with trainers does not restart: while they train, there is no memory for it.
     """
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
@@ -142,20 +142,20 @@ class EngineGroup(VllmGroup):
         self._starts_again = not (config.is_colocated and device.on_cuda())
         self.losses: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
-        """The requests that each engine has not answered."""
+        """Number of pending requests of each engine."""
         self._weighs_speed = config.rollout.max_staleness > 0
-        """Whether slower ones get less. Where a step waits for all that it begins, what each engine samples, and so the
-        run, would not be the same twice."""
+        """Whether slower engines receive fewer requests. A step that waits for all of its rollouts does without: its
+        assignment, and so the run, would not be reproducible."""
         self._latencies: dict[str, float] = {}
-        """The seconds in which each engine gave each of its samples a token, on average over the last steps."""
+        """Seconds per token of each engine, averaged over the last steps."""
         self._places: dict[str, str] = {}
-        """The engines that groups submitted each by itself are under way on, by the names of the first requests."""
+        """The engines of groups that were submitted one by one, by the name of the first request."""
         self._moving: set[str] = set()
-        """The names of the first requests of groups that another engine is to begin anew, until the calls are over."""
+        """First requests of groups that another engine restarts, until their calls return."""
         self._aborted: set[str] = set()
-        """The names of the first requests of groups that nobody wants any more, until they are over."""
+        """First requests of aborted groups, until their calls return."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
-        """The engines that are started again, each with the calls after which it is ready."""
+        """Restarting engines, each with the calls after which it is ready."""
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
@@ -170,9 +170,9 @@ class EngineGroup(VllmGroup):
 
         self._make_holders, self._holders = hold, hold(None)
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
-        """The holder of a folder that has all that they take."""
+        """The holder of a folder with all weights that the engines take."""
         self.by_loader = False
-        """Whether they take weights by vLLM's own loader, which does not keep them as they arrive."""
+        """Whether the engines take weights through vLLM's loader, which does not keep them unchanged."""
 
     def start(self) -> Pending[None]:
         """Start the engines, check whether their parameters are those of the model's family, which a plan can write,
@@ -186,8 +186,8 @@ class EngineGroup(VllmGroup):
         return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
     def _check_parameters(self, found: tuple[Sequence[Parameters], Sequence[str]]) -> None:
-        """Takes whole tensors if parameters differ from the model's family, but for experts that are padded, or if
-        kernels have packed them. found: of the first engine the parameters of each worker, and what packs them."""
+        """Switch to whole tensors if parameters differ from the model's family, except for padded experts, or if
+        kernels have repacked them. found: the first engine's parameters of each worker, and what repacks them."""
         workers, repacking = found
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
@@ -214,7 +214,7 @@ class EngineGroup(VllmGroup):
         refit replaces as a whole need not be kept, but vLLM's own loader may leave some of them as they are."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
-    def _switch(self, call: RemoteCall[None, Any, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
+    def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
         """Run a method by which engines give up or take back their devices, if it applies to this run."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
@@ -225,8 +225,8 @@ class EngineGroup(VllmGroup):
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
     def _take_whole_tensors(self, reason: str, places: Sequence[str]) -> None:
-        """Makes every worker take the whole model, in the tensors of the checkpoint. places: where the reason is
-        found."""
+        """Make every worker take the whole model, in the tensors of the checkpoint. places: the parameters or kernels
+        concerned."""
         print(
             "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
             f"{reason}: {'; '.join(places[:SHOWN])}{'; …' if len(places) > SHOWN else ''}",
@@ -240,21 +240,21 @@ class EngineGroup(VllmGroup):
 
     @property
     def names(self) -> list[str]:
-        """The names of the processes that are not lost."""
+        """The names of the live processes."""
         return list(self._actors)
 
     @property
     def generations(self) -> list[Generation]:
-        """The processes that are not lost: one that has been started again is another than the one before."""
+        """The live processes. A restarted one differs from the one before."""
         return [(name, self.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
-        """The holders of the weights in all workers of these processes."""
+        """The holders of the weights in all workers of the live processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
-        """Returns a trainer's holders as holders of what these engines take of it."""
+        """Return a trainer's holders as holders of the weights that these engines take."""
         return quantised_sources(self._hf_config, holders) if self._quantises else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
@@ -396,7 +396,7 @@ class EngineGroup(VllmGroup):
         """Compare every engine's weights with checksums, see Engine.differing; by name."""
         return self._run_on_each(self._differing, share(expected))
 
-    def _run_on_each(self, call: RemoteCall[T, Any, Unpack[Ts]], *arguments: Unpack[Ts]) -> Pending[dict[str, T]]:
+    def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
         """Run a method on every engine. The result has the return values of those that are not lost, by name."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:
@@ -430,8 +430,9 @@ class EngineGroup(VllmGroup):
         return self._refit.start(version, share(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Leaves out the lost engines, and starts them again. Raises RunFailure if none is left."""
-        lost = [name for name in lost if name in self._actors]  # a refit during a rollout may have noticed first
+        """Remove the lost engines, and restart them. Raises RunFailure if none is left."""
+        # A refit during a rollout may have noticed the loss first.
+        lost = [name for name in lost if name in self._actors]
         for name in lost:
             del self._actors[name]
             self._latencies.pop(name, None)
@@ -457,7 +458,7 @@ class EngineGroup(VllmGroup):
         self._starting[name] = actor, calls
 
     def rejoin_restarted(self) -> None:
-        """Takes the engines that have started again among the others, before a refit: they hold no weights yet."""
+        """Add the restarted engines to the others, before a refit: they have no weights yet."""
         for name, (actor, calls) in list(self._starting.items()):
             ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
             if len(ended) < len(calls):
@@ -478,7 +479,7 @@ class EngineGroup(VllmGroup):
         return f"the run goes on with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """Watches the last engine, whose loss ends every wait; the loss of another is noticed at its next call."""
+        """Watch the last engine, whose loss ends every wait. The loss of another is noticed at its next call."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)

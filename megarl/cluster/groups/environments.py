@@ -1,4 +1,4 @@
-"""The processes that make rollouts in environments: one beside each engine."""
+"""The processes that run rollouts in environments: one beside each engine."""
 
 from __future__ import annotations
 
@@ -38,41 +38,42 @@ Complete = Callable[[TurnRequest], Awaitable[Completion]]
 
 
 class EnvironmentWorker:
-    """Makes rollouts, many at once in one event loop. Environments are in processes of their own: those of training for
-    the whole run, those of an evaluation set for as long as it is played, so that it finds them the same each time, and
-    training finds its own as it left them."""
+    """Runs many rollouts concurrently in one event loop. Environments run in separate processes: those of training for
+    the whole run, those of an evaluation set during its evaluation only, so that an evaluation always starts from the
+    same state and leaves the state of training's environments alone."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
         """
-        num_processes   with environments
-        address         of this machine, on which agents reach the policy
+        Args:
+            num_processes: number of processes with environments.
+            address: address of this machine, at which agents reach the policy.
         """
         self._config, self._tokenizer = config, tokenizer
         self._num_processes, self._address = num_processes, address
         self._training: RolloutRunner | None = None
 
     async def start(self) -> None:
-        """Starts the environments of training, if it has some."""
+        """Start the environments of training, if it has any."""
         if self._config.has_environment:
             self._training = await self._start_runner(self._config)
 
     async def close(self) -> None:
-        """Ends the environments of training. Else they end with this process."""
+        """End the environments of training. Otherwise they end with this process."""
         if self._training is not None:
             await self._training.close()
 
     async def train(
         self, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Returns what `made` makes of the samples of each rollout, which it gets as soon as they are there."""
+        """Run rollouts, and call `made` on the samples of each as soon as it is over. Return the results of `made`."""
         assert self._training is not None, "the run has an environment"
         return await _play_all(self._training, requests, complete, made, len(requests))
 
     async def evaluate(
         self, of_set: Config, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Does so for an evaluation set, of_set being its recipe. No more rollouts are under way at once than in a step
-        of training, whose environments the machine has room for."""
+        """Do the same for an evaluation set, whose recipe is of_set, with at most as many concurrent rollouts as a step
+        of training has, for which the machine has room."""
         runner = await self._start_runner(of_set)
         try:
             return await _play_all(runner, requests, complete, made, _at_once(self._config))
@@ -109,18 +110,18 @@ async def _play_all(
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # those that go on without one that has raised
+        for task in tasks:  # the others, if one has raised
             task.cancel()
 
 
 def _at_once(config: Config) -> int:
-    """Returns the rollouts of a step of training beside each engine."""
+    """Return the number of rollouts of a step of training per engine."""
     return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EnvironmentActor(AsyncProcessActor):
-    """A process that makes rollouts. Its worker is an EnvironmentWorker."""
+    """A process that runs rollouts. Its worker is an EnvironmentWorker."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
@@ -152,7 +153,7 @@ class EnvironmentActor(AsyncProcessActor):
         return await _finish(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
-        """Returns this process's turns in an engine, which outlive a call: an agent that has ended may leave some."""
+        """Return this process's turns in an engine. They outlive a call: an agent that has ended may leave some."""
         if engine not in self._turns:
             self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
         return self._turns[engine]

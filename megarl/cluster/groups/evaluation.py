@@ -1,5 +1,5 @@
-"""The scores of samples of evaluations, by functions in processes of their own: those that score training's samples may
-keep a state, which these calls must not change."""
+"""Scoring of evaluation samples, by functions in separate processes: the functions that score training samples may keep
+state, which an evaluation must not change."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from megarl.rewards.scorer import Scorer
 
 
 class SetScorer:
-    """The functions of one evaluation set, and the pool that has them and no others."""
+    """The functions of one evaluation set, and the pool that runs only them."""
 
     def __init__(self, config: Config, pool: FunctionPool):
-        """config: that of the set."""
+        """config: the recipe of the set."""
         self._functions = function_names(config)
         self._single = [name for name in self._functions if name not in pool.batch_functions]
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
         self._pool = pool
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
-        """Scores the samples, each as its whole rollout is, and writes them, decoded, into a JSONL file for people to
-        read."""
+        """Score the samples, each by its whole rollout, and write them, decoded, into a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
         single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))
@@ -43,7 +42,7 @@ class SetScorer:
 
 
 class EvaluationScorer:
-    """The scorers of all sets. Sets with the same functions share their processes."""
+    """The scorers of all sets. Sets with the same functions share processes."""
 
     def __init__(self, config: Config, num_processes: int):
         self._pools: dict[str, FunctionPool] = {}
@@ -68,7 +67,7 @@ def function_names(config: Config) -> tuple[str, ...]:
 
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Writes a new file, in place of what a run that was killed here may have left."""
+    """Write the file from scratch: a run that was killed here may have left one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     append_rollouts(file, version, zip(samples, scores, strict=True))

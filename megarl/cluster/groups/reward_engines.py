@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardEngineActor(VllmActor):
-    """One classifier on vLLM, or one language model that judges."""
+    """One classifier or one judging language model on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
         if self._judges:

@@ -1,4 +1,4 @@
-"""Rewards in a process of their own, which reads the samples' text so that the driver need not."""
+"""Rewards, computed in a separate process that reads the samples' text so that the driver need not."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
 
 
 class RewardWorker:
-    """Reads and scores samples, whose text the driver never sees."""
+    """Scores samples, whose text the driver never sees."""
 
     def __init__(self, config: Config, models: ModelFolders, num_processes: int):
-        """num_processes: how many calls of the user's functions run at once."""
+        """num_processes: number of concurrent calls of the user's functions."""
         self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
-        """The readings of this step's samples, where the reward model does not read the sampled ids."""
+        """The readings of this step's samples, if the reward model does not read the sampled ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
-        """Samples that are being judged, or are."""
+        """Samples whose judging has started."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -92,7 +92,7 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
-        """Begins to judge a sample. One that is the same as another of its name is judged once."""
+        """Start to judge a sample. An equal sample of the same name is judged once."""
         begun, task = self._begun.get(sample.id, (None, None))
         if task is None or begun != sample:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
@@ -100,18 +100,18 @@ class RewardWorker:
         return task
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Ends the judging of the samples of rollouts that nobody will ask for."""
+        """Cancel the judging of the samples of dropped rollouts."""
         for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
             _, task = self._begun.pop(name)
             task.cancel()
 
     def close(self) -> None:
-        """Ends the processes of the user's functions. Else they end with this one."""
+        """End the processes of the user's functions. Otherwise they end with this process."""
         self._pool.close()
         self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
-        """Returns the samples in the reward model's own tokens, without those that it cannot read."""
+        """Return the samples in the reward model's own tokens, without those that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [RemoteSample.put(sample) for sample in read]
@@ -125,14 +125,17 @@ class RewardWorker:
     async def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
-        """Scores the samples and appends them, decoded, to a JSONL file for people to read. Returns their scores, and
-        references to the rewards of single tokens, if the reward model or a function gives them. model_scores:
-        references to the reward model's scores, if there is one."""
+        """Score the samples and append them, decoded, to a JSONL file. Return their scores, and references to per-token
+        rewards if the reward model or a function returns them.
+
+        Args:
+            model_scores: references to the reward model's scores, if there is one.
+        """
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
-        # All samples are there now, which functions of batches wait for.
+        # Functions of batches need all samples.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         of_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
@@ -155,7 +158,7 @@ class RewardWorker:
         return [score for score, _ in scores], _put(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
-        """Scores samples of the evaluation set of this name, see SetScorer.score."""
+        """Score samples of the evaluation set of this name, see SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
@@ -172,7 +175,7 @@ class RewardWorker:
     write_advantages = staticmethod(write_advantages)
 
     def _token_texts(self, sample: Sample) -> list[str] | None:
-        """Returns the texts of the tokens of a sample whose line lists them."""
+        """Return the texts of the sample's tokens if its line lists them."""
         if not has_token_details(sample.id, self._num_detailed_groups):
             return None
         return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
@@ -182,7 +185,7 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Returns the judge's verdicts by sample id; empty if there is no judge. samples: all of their prompts."""
+        """Return the judge's verdicts by sample id; empty without a judge. samples: all samples of their prompts."""
         if self._rewards.judge is None:
             return {}
         asked = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -207,13 +210,13 @@ class RewardWorker:
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Returns the reward of the classifier in this folder."""
+    """Return the reward of the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 
 def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Puts rewards of single tokens, by sample id, into Ray's object store: float32 [R] each."""
+    """Put per-token rewards, by sample id, into Ray's object store: float32 [R] each."""
     if not by_token:
         return {}
     import torch
@@ -222,7 +225,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Returns the reader of the samples' text, None where the reward model reads the sampled ids."""
+    """Return the reader of the samples' text; None if the reward model reads the sampled ids."""
     settings = config.reward_model
     if settings.input_format == "ids":
         return None
@@ -231,7 +234,7 @@ def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | N
 
 
 def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
-    """Returns what asks the language model in this folder, and reads its ratings."""
+    """Return the judge that queries the language model in this folder and parses its ratings."""
     settings = config.reward_model
     _, longest = config.context_of(settings)
     return ModelJudge(settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))

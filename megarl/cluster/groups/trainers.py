@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megarl.megatron.offload import Part
     from megarl.megatron.workers.actor import Policy
     from megarl.resharding.planning.plan import Plan
-    from megarl.resharding.transports.p2p import Rendezvous, Sent
+    from megarl.resharding.transports.p2p import Rendezvous
     from megarl.resharding.transports.published import Published
     from megarl.resharding.transports.transport import Transport
     from megarl.resharding.verification import Checksum, Region
@@ -206,8 +206,8 @@ class TrainerGroup(RankGroup):
     def _connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> None: ...
 
     @remote(timeout="refit")
-    def send(self) -> Sent:
-        """Send each rank's part of a refit."""
+    def send(self) -> int:
+        """Send each rank's part of a refit. The result lists the bytes sent."""
         ...
 
     @remote(timeout="refit", join=_add_checksums)

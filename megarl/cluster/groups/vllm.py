@@ -1,7 +1,6 @@
-"""Engines on vLLM, one Ray actor for each, or for an engine over several nodes one on each of them.
+"""Engines on vLLM: one Ray actor each or, for an engine on several nodes, one on each node.
 
-Its first actor is the engine. It starts the others, whose loss is its own: when one ends so does it, and the others end
-when they find it gone.
+The first actor is the engine. It starts the others, and ends when one of them does. They end when the first is gone.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from megarl.core.collector import imports
 from megarl.rollout.vllm.environment import environment
 
 CHECK_S = 0.5
-"""The interval at which a part of an engine looks whether its first one is there."""
+"""Interval at which a part of an engine checks that the first part is alive, in seconds."""
 
 
 class VllmActor(ProcessActor):
-    """One engine, which vLLM imports after its environment is set."""
+    """One engine. Its environment is set before vLLM is imported."""
 
     def __init__(
         self,
@@ -45,17 +44,17 @@ class VllmActor(ProcessActor):
         elsewhere: Sequence[NodeAffinitySchedulingStrategy],
         logs: Path,
     ):
-        """elsewhere: what makes Ray start an actor on the node of each of the engine's other parts."""
+        """elsewhere: the scheduling strategy of each of the engine's other parts."""
         super().__init__(process, logs)
         self._is_batch_invariant = self.is_batch_invariant(config)
         _prepare(process, self._is_batch_invariant)
         self._config, self._model_folder, self._elsewhere, self._logs = config, model_folder, elsewhere, logs
         self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
-        """The actors of the engine's other parts, each with a call that ends with it."""
+        """The actors of the engine's other parts, each with a call that lasts as long as the actor."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
-        """Returns whether what it computes of a sequence must not depend on the others of a batch."""
+        """Return whether results for a sequence must not depend on the rest of its batch."""
         return False
 
     def start(self) -> None:
@@ -67,14 +66,14 @@ class VllmActor(ProcessActor):
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:
-        """Returns the arguments of vLLM, which is imported here."""
+        """Return the arguments of vLLM, which is imported here."""
 
     @abstractmethod
     def _load(self, arguments: Mapping[str, Any]) -> Any:
-        """Makes the engine."""
+        """Build the engine."""
 
     def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts the engine's other parts. Returns the arguments of its first one."""
+        """Start the engine's other parts. Return the arguments of the first."""
         parts = self._process.parts
         if len(parts) == 1:
             return {}
@@ -93,7 +92,7 @@ class VllmActor(ProcessActor):
         return first
 
     def _end_with_others(self) -> None:
-        """Ends this process as soon as one of the engine's other parts has ended."""
+        """End this process as soon as one of the engine's other parts has ended."""
         calls = {call: name for name, (_, call) in self._others.items()}
         [ended], _ = ray.wait(list(calls), num_returns=1)
         value, error = outcome(ended)
@@ -101,22 +100,22 @@ class VllmActor(ProcessActor):
         end_process()
 
     def _has_lost_a_part(self) -> bool:
-        """Returns whether one of the engine's other parts has ended, after the time in which Ray hears of it."""
+        """Return whether one of the engine's other parts has ended, after the time in which Ray notices."""
         calls = [call for _, call in self._others.values()]
         return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """The ranks of an engine on one of its nodes after the first."""
+    """The ranks of an engine on one of its nodes other than the first."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)
         _prepare(process, batch_invariant)
 
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Starts the ranks. Returns when one has died, and says so. Ends this process and them as soon as the engine's
-        first part is gone: Ray would give them half a minute more."""
+        """Start the ranks. Return a message when one has died. End this process and its ranks as soon as the engine's
+        first part is gone: Ray would take half a minute longer."""
         with imports():
             from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address
@@ -131,20 +130,20 @@ class PartActor(ProcessActor):
 
 
 def end_process() -> None:
-    """Ends this process and the engine's ranks on this node, as the engine is lost."""
+    """End this process and the engine's ranks on this node, because the engine is lost."""
     processes.end_descendants()
     os._exit(1)
 
 
 def _prepare(process: Process, batch_invariant: bool) -> None:
-    """Sets what vLLM reads when it is imported, and has its files and semaphores where they are removed."""
+    """Set the environment that vLLM reads on import, with its files and semaphores in a place that is cleaned up."""
     scratch = own_scratch()
-    # Elsewhere the sockets between vLLM's processes would stay behind, and the files by which its ranks meet.
+    # By default vLLM would leave behind the sockets of its processes and the files of its ranks' rendezvous.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)
-    tempfile.tempdir = None  # Python has read the variable when Ray imported it
+    tempfile.tempdir = None  # Python read TMPDIR when Ray imported the module
     segments.name_semaphores(scratch)
 
 

@@ -39,14 +39,13 @@ class StoredAdapters:
         config: the config of the run.
         folder: the checkpoint with the factors.
         base: Hugging Face folder of the base model.
-        base_hash: `weights_hash` of the base model when the run started; None if the checkpoint is of format 1,
-            which does not record it.
+        base_hash: `weights_hash` of the base model when the run started.
     """
 
     config: Config
     folder: TorchDistFolder
     base: Path
-    base_hash: str | None
+    base_hash: str
 
     @property
     def lora(self) -> Lora:
@@ -121,7 +120,7 @@ def adapters_to_huggingface(
         UserError: the base model is not the one the run trained with.
     """
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
-        if adapters.base_hash not in (None, weights_hash(adapters.base)):
+        if adapters.base_hash != weights_hash(adapters.base):
             raise UserError(
                 f"{adapters.base}: these are not the base weights that the adapters in {path} were trained on. "
                 "Fix: pass --hf with a folder of the original base model"
@@ -160,5 +159,5 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
     revision = config.model.revision if huggingface is None else None
     base = resolve(str(huggingface or config.model.path), key="--hf", revision=revision)
     with TorchDistFolder(path) as folder:
-        base_hash = sealed.state.get("models", {}).get("model.path", {}).get("hash")
+        base_hash = sealed.state["models"]["model.path"]["hash"]
         yield StoredAdapters(config, folder, base, base_hash)

@@ -1,4 +1,4 @@
-"""One rank of the actor: the policy that is trained, and its reference, a second set of the same model's weights."""
+"""One rank of the actor: the trained policy and its reference, a second set of the same model's weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from megarl.models.folder import read_config
 from megarl.models.value_head import with_value_head
 
 Policy = Literal["old", "reference"]
-"""The policy whose log-probs a forward-only pass computes: that of the start of the step, or the reference."""
+"""The policy whose log-probs a pass computes: the policy at the start of the step, or the reference."""
 
 
 class ActorWorker(TrainerWorker):
@@ -62,18 +62,18 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
-        """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is given."""
+        """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
         """The penalty of kl_penalty, once algorithm.objective.penalty_target has changed it."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
-        """The mean advantages of samples that updates have learned from, until they are taken."""
+        """Mean advantages of trained samples, until `take_advantages`."""
         self._own_moments: list[torch.Tensor] = []
-        """The moments of this rank's advantages in each update of the step, with whiten_over=step."""
+        """Moments of this rank's advantages in each update of the step, with whiten_over=step."""
         self._step_moments: torch.Tensor | None = None
-        """The moments of all updates and of all ranks, once the first update has begun."""
+        """Moments over all updates and ranks, from the first update on."""
 
     @property
     def loss(self) -> Loss:
@@ -113,11 +113,11 @@ class ActorWorker(TrainerWorker):
         }
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
-        """Makes a forward-only pass. The log-probs stay here for the update of the same samples, and so do the values
-        that come with the policy's.
+        """Run a forward-only pass. Its log-probs, and the values that the policy's pass also gives, stay here for the
+        update of the same samples.
 
-        Where another epoch may have the samples on other ranks, one rank of each data-parallel replica returns all of
-        them: name as in TokenBatch -> sample id -> float32 [R] on the host.
+        If another epoch may place the samples on other ranks, one rank of each data-parallel replica returns them: name
+        in TokenBatch -> sample id -> float32 [R] on the host.
         """
         with self._reference() if policy == "reference" else nullcontext():
             scored = self._forward(batch, replays=policy == "old")
@@ -130,8 +130,8 @@ class ActorWorker(TrainerWorker):
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
-        """Returns sample id -> trainer's less engine's log-prob of each response token, by a forward-only pass of which
-        nothing is kept. One rank of each data-parallel replica returns them."""
+        """Return sample id -> trainer's minus engine's log-prob of each response token, from a forward-only pass that
+        keeps nothing. One rank of each data-parallel replica returns them."""
         with scored_at(self.chunks, scoring.temperature):
             scored = self._forward(batch, scoring.replays, scoring.truncates)
         if not parallel.returns_results():
@@ -140,14 +140,14 @@ class ActorWorker(TrainerWorker):
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _reference(self) -> AbstractContextManager[None]:
-        """Makes the model the reference while it is entered: beside adapters, that is the model itself."""
+        """Turn the model into the reference inside the context: with adapters, into the model without them."""
         if self.adapters is not None:
             return adapters_off(self.chunks)
         return self._weight_snapshots.swapped_in("reference")
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Returns sample id -> reward of each response token for being close to the reference, float32 [R] on the host,
-        after both passes of these samples. One rank of each data-parallel replica returns them."""
+        """Return sample id -> KL reward of each response token, float32 [R] on the host, after both passes over these
+        samples. One rank of each data-parallel replica returns them."""
         if not parallel.returns_results():
             return {}
         settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
@@ -165,8 +165,8 @@ class ActorWorker(TrainerWorker):
         }
 
     def note_advantages(self, batch: LocalBatch) -> None:
-        """Notes the moments of an update's advantages, before the first update of the step, which are whitened over all
-        of it."""
+        """Record the moments of an update's advantages, before the step's first update: all updates are whitened
+        together."""
         if parallel.is_last_stage(None):
             estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
             self._own_moments.append(moments(estimated))
@@ -194,24 +194,24 @@ class ActorWorker(TrainerWorker):
         return with_selection(algorithm, batches, batch.members)
 
     def take_advantages(self) -> dict[str, float]:
-        """Returns sample id -> mean advantage over its trained tokens, of all updates since the last call, in steps'
-        first epochs. One rank of each data-parallel replica returns them."""
+        """Return sample id -> mean advantage over its trained tokens, for the first-epoch updates since the last call.
+        One rank of each data-parallel replica returns them."""
         taken, self._advantages = self._advantages, {}
         return taken
 
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
-        """Returns sample id -> name -> value of each response token, of a few samples of these updates."""
+        """Return sample id -> name -> value of each response token, for a few samples of these updates."""
         return self._token_details.take()
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
-        """Adapts the KL coefficient after a step with this mean divergence from the reference."""
+        """Adapt the KL coefficient to a step's mean divergence from the reference."""
         kl = self._config.algorithm.kl
         self.kl_coefficient = adapted(
             self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
         )
 
     def adapt_penalty(self, divergence: float) -> None:
-        """Adapts the penalty of kl_penalty after a step with this mean divergence from the old policy."""
+        """Adapt the penalty of kl_penalty to a step's mean divergence from the old policy."""
         objective = self._config.algorithm.objective
         penalty = objective.option("penalty") if self._penalty is None else self._penalty
         self._penalty = adapted_penalty(penalty, divergence, objective.adapted_penalty_target)
@@ -226,7 +226,7 @@ class ActorWorker(TrainerWorker):
         self._penalty = counters.get("penalty")
 
     def renew_reference(self) -> None:
-        """Makes the reference take algorithm.kl.renew_share of the policy, after a step."""
+        """Move the reference towards the policy by algorithm.kl.renew_share, after a step."""
         self._weight_snapshots.renew("reference")
 
     def _load_weights(self) -> None:

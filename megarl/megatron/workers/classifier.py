@@ -1,4 +1,4 @@
-"""One rank of a reward model that is trained: on preferences, a classifier of whole samples; on labels, of tokens."""
+"""One rank of a trained reward model: a classifier of samples (preferences) or of tokens (labels)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClassifierWorker(TrainerWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose score head then starts at 0."""
+        """model_folder: a classifier with one label, or a language model, whose score head starts at 0."""
         hf_config = as_classifier(read_config(model_folder), config.algorithm.objective.spec.classifier)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 

@@ -1,4 +1,4 @@
-"""One rank of the critic: a trunk of its own with a value head."""
+"""One rank of the critic: a separate backbone with a value head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CriticWorker(TrainerWorker):
     metrics = "value"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose value head then starts at 0."""
+        """model_folder: a classifier with one label, or a language model, whose value head starts at 0."""
         hf_config = as_classifier(read_config(model_folder))
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
@@ -31,10 +31,10 @@ class CriticWorker(TrainerWorker):
         return configured_value_loss(self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Returns sample id -> value of the state before each response token, float32 [R] on the host, by a
+        """Return sample id -> value of the state before each response token, float32 [R] on the host, from a
         forward-only pass.
 
-        The values stay here, too, for the update of the same samples. One rank of each data-parallel replica returns
+        The values also stay here for the update of the same samples. One rank of each data-parallel replica returns
         them.
         """
         values = {name: columns[:, 0] for name, columns in self._forward(batch).items()}

@@ -1,4 +1,4 @@
-"""One rank of the implicit reward model: a language model that is trained, and its start as its reference."""
+"""One rank of the implicit reward model: a trained language model whose reference is its initial weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ImplicitRewardWorker(TrainerWorker):
         return configured_implicit_reward_loss(self._config.implicit_reward)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Returns sample id -> reward of each response token, float32 [R] on the host, by two forward-only passes.
+        """Return sample id -> reward of each response token, float32 [R] on the host, from two forward-only passes.
 
-        The reference's log-probs stay here, for the update of the same samples. One rank of each data-parallel replica
+        The reference's log-probs stay here for the update of the same samples. One rank of each data-parallel replica
         returns the rewards.
         """
         with self._weight_snapshots.swapped_in("reference"):
@@ -54,5 +54,5 @@ class ImplicitRewardWorker(TrainerWorker):
         return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Returns microbatches without advantages, because it learns from the samples' rewards."""
+        """Return microbatches without advantages: the model learns from the samples' rewards."""
         return self._scored(batch, self._kept)

@@ -1,4 +1,4 @@
-"""One rank of a model in Megatron: its shard, with the weights of a Hugging Face folder, and forward-only passes."""
+"""One rank of a model in Megatron: its shard, loaded from a Hugging Face folder, and forward-only passes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 class ModelWorker:
-    """One rank of a model, from which each role derives a class. It takes samples as a `LocalBatch`; tensors made from
+    """One rank of a model, and the base class of all roles. It receives samples as a `LocalBatch`; tensors made from
     them stay here."""
 
     role: MegatronRole
     reads: Reads = "states"
-    """The row of the pack that its head reads for a response token."""
+    """Which row of the pack the head reads for a response token."""
     truncates: bool = True
-    """Whether the distribution of a token is over the candidates that the engine kept when it sampled."""
+    """Whether a token's distribution is over the engine's candidate tokens only."""
 
     replays: bool = False
-    """Whether tokens go to the experts that the engine sent them to: the policy's, which the engine has, and no other
-    model's."""
+    """Whether tokens are routed to the engine's experts: only the policy, which the engine runs, replays routes."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class ModelWorker:
         store: Store,
         threads: int,
     ):
-        """hf_config: the config of the role's model, which may differ from the folder's by its head."""
+        """hf_config: the config of the role's model, whose head may differ from the folder's."""
         self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
         self._folder, self._rank = model_folder, rank
         settings = self._settings
@@ -79,7 +78,7 @@ class ModelWorker:
 
     @property
     def temperature(self) -> float:
-        """The divisor of a language model's logits: for an actor, the sampling temperature."""
+        """Divisor of a language model's logits: for an actor, the sampling temperature."""
         return self._config.rollout.temperature
 
     @property
@@ -107,12 +106,11 @@ class ModelWorker:
         parallel.destroy()
 
     def _frozen(self) -> Collection[str]:
-        """Returns the names of this rank's parameters that are not trained."""
+        """Return the names of this rank's frozen parameters."""
         return self.holder.shapes
 
     def _load_weights(self) -> None:
-        """Loads the weights from the folder. A score or value head that the folder's model does not have starts at
-        zero."""
+        """Load the weights from the folder. A score or value head that the folder lacks starts at zero."""
         with self._opened_folder() as (transport, source):
             missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
             plan = make_plan([source], [self.holder.zeroed(missing)])
@@ -120,15 +118,15 @@ class ModelWorker:
 
     @contextmanager
     def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
-        """Opens the folder of the weights, as a transport and as what it holds."""
+        """Open the folder of the weights. Yields its transport and its holder."""
         with SafetensorsFolder(self._folder) as transport:
             yield transport, transport.with_file_dtypes(huggingface_holder(read_config(self._folder)))
 
     def _forward(
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
     ) -> dict[str, torch.Tensor]:
-        """Returns sample id -> the head's output for its response tokens, float32 [R, columns], by a forward-only pass;
-        empty before the last stage. replays, truncates: None for the class's own."""
+        """Return sample id -> the head's output for its response tokens, float32 [R, columns], from a forward-only
+        pass; empty before the last stage. replays, truncates: None for the class attributes."""
         scored = step.score(self.chunks, self._collate(batch, replays, truncates))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):

@@ -32,8 +32,8 @@ class RewardModelWorker(ModelWorker):
             print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Returns sample id -> score of each response token, float32 [R] on the host, or with a sequence classifier of
-        the last one, [1], by a forward-only pass. One rank of each data-parallel replica returns them."""
+        """Return sample id -> score of each response token, float32 [R] on the host, or with a sequence classifier of
+        the last token, [1], from a forward-only pass. One rank of each data-parallel replica returns them."""
         with self._present():
             scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         if not parallel.returns_results():
@@ -43,14 +43,14 @@ class RewardModelWorker(ModelWorker):
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Has on the device, while it is inside, what the key `offload` names."""
+        """Keep the parts that the key `offload` names on the device inside the context."""
         for part in set(self._settings.offload):
             self._offload.move_in(part)
         yield
         self._move_out()
         if not is_alone(self._config, self.role):
-            device.release_cache()  # others of its device may be next
+            device.release_cache()  # another model on the device may run next
 
     def _move_out(self) -> int:
-        """Moves what the key `offload` names to host memory. Returns the bytes that this frees on the device."""
+        """Offload the parts that the key `offload` names. Return the bytes that this frees on the device."""
         return sum(self._offload.move_out(part) for part in set(self._settings.offload))

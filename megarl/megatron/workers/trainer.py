@@ -1,4 +1,4 @@
-"""One rank of a model that the run trains: its shard and its optimizer. Each role derives a class of its own."""
+"""One rank of a trained model: its shard and its optimizer, and the base class of the trained roles."""
 
 from __future__ import annotations
 
@@ -58,12 +58,11 @@ from megarl.resharding.verification import Checksum, Region, source_checksums
 
 
 class TrainerWorker(ModelWorker, ABC):
-    """One rank of a trained model. Each role says which model it is, its scores in a forward-only pass, and its
-    loss."""
+    """One rank of a trained model. Each role defines its model, its loss, and its scores in a forward-only pass."""
 
     role: Role
     metrics: str
-    """The first part of the names of its metrics."""
+    """Prefix of its metrics' names."""
 
     def __init__(
         self,
@@ -74,29 +73,29 @@ class TrainerWorker(ModelWorker, ABC):
         store: Store,
         threads: int,
     ):
-        """hf_config: the config of the role's model, which may differ from the folder's by its head."""
+        """hf_config: the config of the role's model, whose head may differ from the folder's."""
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
-        """Scores from passes over the samples of this step: name as in TokenBatch -> sample id -> float32 [R]."""
+        """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
-        trained = named_parameters(self.chunks)  # without routers' biases, which no pattern needs to keep from decay
+        trained = named_parameters(self.chunks)  # without routers' biases, which never decay
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._begin_main_weights(rounded_parameters(self.optimizer, trained))
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
-        """The number of optimizer steps done, from which the learning rate follows."""
+        """Number of optimizer steps, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
         self._profiler = Profiler()
         self._has_moved = False
-        """Whether an update has been done in this step."""
+        """Whether this step has updated the parameters."""
         self._repeats = False
-        """Whether the updates are of samples that the step has trained on before, in an earlier epoch."""
+        """Whether the step has trained on these samples in an earlier epoch."""
         self._is_complete = True
-        """Whether others may read the parameters: see `_complete_parameters`."""
+        """Whether the parameters are complete on this rank: see `_complete_parameters`."""
 
     @property
     @abstractmethod
@@ -104,13 +103,12 @@ class TrainerWorker(ModelWorker, ABC):
         """The loss of the next update."""
 
     def prepare_refit(self) -> None:
-        """Makes of the weights as they are what engines take in their place: with adapters merged into them, and
-        quantised. All ranks call it."""
+        """Prepare weights for the refit: merge adapters, quantize. All ranks call it together."""
         if self.adapters is not None:
             self.adapters.merge(self.parameters())
         if self._quantises:
             self._quantised_copy.fill(self._whole_weights, parallel.reduce_max)
-        device.synchronize()  # before another process reads it
+        device.synchronize()  # before another process reads them
 
     @property
     def _quantises(self) -> bool:
@@ -128,7 +126,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights of the model that is trained, with the adapters merged where there are any."""
+        """The weights of the trained model, with merged adapters if it has any."""
         return self.parameters() | ({} if self.adapters is None else self.adapters.merged)
 
     @property
@@ -138,15 +136,15 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights | quantised
 
     def publish(self, for_refit: bool) -> Published:
-        """Moves the live parameters, or what a refit sends in their place, into shared memory, where others on this
-        machine read them from now on; on GPU, a copy of them as they are."""
+        """Publish the live parameters, or the weights that a refit sends, in shared memory for readers on this machine;
+        on GPU, a copy of their current values."""
         weights = self._refit_weights if for_refit else self._exported_weights()
         self._published = {name: weight.cpu() for name, weight in weights.items()}
         return shared_memory.publish(self._published)
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
-        """Lets others on this machine read what a refit sends where it is. readers: name -> the parameters that it
-        will read."""
+        """Publish the weights that a refit sends for readers on this machine, in place. readers: name -> the parameters
+        that it reads."""
         parameters = self._refit_weights
         return {
             reader: cuda_memory.publish({name: parameters[name].detach() for name in names})
@@ -154,24 +152,24 @@ class TrainerWorker(ModelWorker, ABC):
         }
 
     def connect(self, plan: Plan, rendezvous: Rendezvous) -> None:
-        """Makes this plan the one of which `send` sends this rank's part to others at the rendezvous."""
+        """Set the plan of which `send` sends this rank's part, and meet the receivers at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
     def send(self) -> int:
-        """Sends this rank's part of a refit."""
+        """Send this rank's part of a refit."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Returns this rank's part of the checksums that engines should have. plan: the plan of an export of what a
+        """Return this rank's part of the checksums that engines should have. plan: an export of the weights that a
         refit sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """Does one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skips it where the gradient
-        is not finite. Returns metrics on the ranks that report for their replica, nothing on the others; those of a
-        skipped update are of nothing that was learned, and are left out.
+        """Take one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skip it if the gradient is
+        not finite. Return metrics on the ranks that report for their replica, and nothing on the others. A skipped
+        update has no metrics of the loss.
 
-        Raises RuntimeError, on all ranks, where that makes optimizer.nonfinite_limit skipped updates in a row.
+        Raises RuntimeError, on all ranks, after optimizer.nonfinite_limit skipped updates in a row.
         """
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
@@ -203,9 +201,10 @@ class TrainerWorker(ModelWorker, ABC):
         return merge(map(read, sums)) | routes | metrics | found
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
-        """Does the step of the update, unless the gradient is not finite. Returns the gradient's norm, and metrics.
+        """Take the optimizer step, unless the gradient is not finite. Return the gradient's norm, and metrics.
 
-        batches, sums: the microbatches, and the objective's metrics of them
+        Args:
+            batches, sums: the microbatches, and the loss's metrics of each.
         """
         return step.apply_gradients(self.optimizer), {}
 
@@ -214,7 +213,7 @@ class TrainerWorker(ModelWorker, ABC):
         return {}
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
-        """Checks the updates skipped in a row, the last of which had these samples, metrics and gradient norm."""
+        """Check the number of updates skipped in a row. The arguments describe the last one."""
         key, limit = f"{self._settings.section}.optimizer", self._settings.optimizer.nonfinite_limit
         if self._skipped.in_a_row >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
@@ -225,8 +224,8 @@ class TrainerWorker(ModelWorker, ABC):
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Moves these parts away, as far as the section's key `offload` names them, until `onload`, and frees what the
-        device keeps for reuse. Returns the bytes as metrics."""
+        """Move those of these parts that the section's key `offload` names to host memory, until `onload`, and free the
+        device's cached memory. Return the bytes as metrics."""
         section = self._settings.section
         num_bytes = {part: self._offload.move_out(part) for part in self._offloaded(parts)}
         device.release_cache()
@@ -243,21 +242,21 @@ class TrainerWorker(ModelWorker, ABC):
         return sorted(set(parts).intersection(self._settings.offload))
 
     def end_epoch(self) -> None:
-        """Ends an epoch, after which the step may go through its samples again."""
+        """End an epoch. The step may train on the same samples again."""
         self._repeats = True
         self._complete_parameters()
 
     def end_step(self) -> None:
-        """Ends the step: forgets the scores of its samples, which do not come back."""
+        """End the step, and drop the scores of its samples."""
         self._has_moved = self._repeats = False
         self._complete_parameters()
         self._kept.clear()
         if not is_alone(self._config, self.role):
-            device.release_cache()  # others of its device are next
+            device.release_cache()  # another model on the device runs next
 
     def _complete_parameters(self) -> None:
-        """Completes the parameters after updates, unless it is done, for those who read them now, also from another
-        process. Later they may be away."""
+        """Gather the parameters after updates, unless they are complete, before other processes read them or they are
+        offloaded."""
         if not self._is_complete:
             step.gather_parameters(self.chunks)
             device.synchronize()
@@ -272,7 +271,7 @@ class TrainerWorker(ModelWorker, ABC):
             self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
-        """Returns what an export reads, as it is now."""
+        """Return the current weights of an export."""
         if self.adapters is None:
             return self.parameters()
         if self._settings.adapters.export == "adapters":
@@ -281,23 +280,23 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Writes the model, read from all ranks by the transport, as a Hugging Face folder, or its adapters as a PEFT
-        folder."""
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. The transport reads all ranks'
+        weights."""
         if self.adapters is not None and self._settings.adapters.export == "adapters":
             self.adapters.write(plan, transport, self._config.model.path, out)
             return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
-        """Writes the parameters of this rank of which an export takes something, for ranks on other nodes to read.
-        plan: this rank's part of the export's."""
+        """Write this rank's parameters that an export reads to files, for ranks on other nodes. plan: this rank's part
+        of the export's plan."""
         number = plan.holders.index(self.holder.name)
         moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
         write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Verifies this rank's share of the role's files, under the layout that it was saved from those that the rank
-        wrote: what it loads next is then in memory already. Raises UserError that names a damaged one."""
+        """Verify this rank's share of the role's files. If the layout has not changed, these are the files that the
+        rank wrote, which it loads next and which are then cached. Raises UserError that names a damaged file."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
         own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
@@ -307,12 +306,12 @@ class TrainerWorker(ModelWorker, ABC):
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Loads weights, optimizer, counts, random states and the weight snapshots that change, in place. A reference
-        that does not change is the model that the run started from, in its folder.
+        """Load weights, optimizer, counters, random states and weight snapshots that change, in place. A fixed
+        reference is loaded from the folder of the initial model instead.
 
-        Random states belong to a place in a layout. Under another one they follow from run.seed and the number of
-        updates. Training draws nothing from them: there is no dropout, and routers have no noise unless
-        megatron_overrides asks for it.
+        Random states belong to a rank of a layout. In another layout they are seeded from run.seed and the number of
+        updates. Training does not depend on them: there is no dropout, and routers have no noise unless
+        megatron_overrides adds it.
         """
         same_layout = self._has_layout_of(checkpoint)
         folder, adapters = checkpoint.path / self.role, self._sharded_adapters()
@@ -325,8 +324,8 @@ class TrainerWorker(ModelWorker, ABC):
         return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()
 
     def save_checkpoint(self, checkpoint: Path) -> None:
-        """Copies everything to host memory; the files, in checkpoint/role, are written while training goes on. An
-        optimizer's state that is away comes back parameter by parameter: an engine may be awake on the device."""
+        """Copy the state to host memory, and write it into files in checkpoint/role while training continues. Offloaded
+        optimizer state returns parameter by parameter, because an engine may be awake on the device."""
         self._saving = sharded.save(
             self.chunks,
             self.optimizer,
@@ -344,11 +343,11 @@ class TrainerWorker(ModelWorker, ABC):
         return self._saving.written
 
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """Waits for this rank's files, and returns their records once they are on the disk."""
+        """Wait for this rank's files, and return their records once they are on disk."""
         return self._saving.finish(checkpoint)
 
     def _counters(self) -> dict[str, float]:
-        """Returns the counters that a run needs to go on, the same on all ranks."""
+        """Return the counters that a resumed run needs, which are the same on all ranks."""
         return {"num_updates": self.num_updates} | self._skipped.counters() | self._loss_scale.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
@@ -357,7 +356,7 @@ class TrainerWorker(ModelWorker, ABC):
         self._loss_scale.restore(counters)
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
-        """Sets the main weights of rounded parameters, from the folder those that it has in float32 throughout."""
+        """Set the main weights of rounded parameters. Those that the folder has in float32 are read from it."""
         if not rounded:
             return
         tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
@@ -376,16 +375,15 @@ class TrainerWorker(ModelWorker, ABC):
         return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen_patterns)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
-        """Returns this rank's parameters that the patterns (of a key of its section) choose among the model's
-        tensors."""
+        """Return this rank's parameters that match the patterns of a key of its section."""
         key = f"{self._settings.section}.{key}"
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Returns the microbatches of an update: the samples, scores from passes and other models, and advantages."""
+        """Return the microbatches of an update: samples, scores from passes and other models, and advantages."""
         batches = self._with_all_scores(batch)
-        # Only the last stage reads advantages, and a critic's values are on no other.
+        # Only the last stage has a critic's values and reads advantages.
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return self._with_advantages(batches) if estimated else batches
 
@@ -402,6 +400,6 @@ class TrainerWorker(ModelWorker, ABC):
         return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
-        """Keeps scores for the update of the same samples, on the last stage, which alone has and reads them."""
+        """Keep scores for the update of the same samples, on the last stage, which has and reads them."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)

@@ -43,7 +43,7 @@ class FakeTrainers:
 
     def connect(self, plan, rendezvous) -> Pending[None]:
         assert len(plan.order), "who sends follows it"
-        if "Far" in type(rendezvous).__name__:
+        if "Remote" in type(rendezvous).__name__:
             self._log.append("trainers connect")
         return ready(None)
 

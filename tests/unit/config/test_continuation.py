@@ -88,7 +88,7 @@ def test_every_changed_key_has_a_line() -> None:
 
 def test_fewer_steps_than_are_done_are_refused() -> None:
     assert violations("run.steps=10") == []
-    assert violations("run.steps=9") == ["run.steps=9: ck has 10 steps done; set run.steps to at least 10"]
+    assert violations("run.steps=9") == ["run.steps=9: ck has completed 10 steps. Fix: set run.steps to at least 10"]
 
 
 COSINE = "actor.optimizer.schedule.name=cosine"

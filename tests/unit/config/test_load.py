@@ -181,11 +181,11 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
         "run: {name: a, folder: b, seed: 0, export: true, replace: false, token_samples: 0, trackers: [], "
         "profile: {steps: [], ranks: [0]}}\n"
     )
-    remedy = "start the file with `base: base.yaml`, which has the defaults"
+    remedy = "Fix: start the file with `base: base.yaml`, which has the defaults"
     assert errors(path) == [
         f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, logprob_check, "
-        f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers; {remedy}",
-        f"{path}:1: missing key run.steps; {remedy}",
+        f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers. {remedy}",
+        f"{path}:1: missing key run.steps. {remedy}",
     ]
 
 

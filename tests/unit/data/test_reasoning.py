@@ -143,14 +143,23 @@ def test_error_in_the_row_process_is_raised_here():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.options={a: 1}", "it is of reasoning-gym's tasks, and data.source=arithmetic"),
-        ("data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.shuffle=true data.size=null", "in their order"),
-        ("data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.size=5", "data.size=5: with data.stages"),
-        ("data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null", "has no size; give"),
-        ("data.source_column=task", "data.source=arithmetic has no columns; set it to null"),
+        ("data.options={a: 1}", "data.options={a: 1}: has no effect unless data.source=reasoning_gym:TASK"),
+        (
+            "data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.shuffle=true data.size=null",
+            "set data.shuffle=false",
+        ),
+        (
+            "data.stages=[{size: 1}] data.source=reasoning_gym:gcd data.size=5",
+            "data.size=5: each of data.stages has its own size",
+        ),
+        (
+            "data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null",
+            "has no size. Fix: set",
+        ),
+        ("data.source_column=task", "data.source_column=task: has no effect unless data.source="),
     ],
 )
-def test_rules_of_procedural_data(override, message):
+def test_inconsistent_procedural_data_keys_are_refused(override, message):
     parts = [f"data.{part}" for part in override.replace(" data.", "\ndata.").split("\ndata.")]
     with pytest.raises(ValueError, match=re.escape(message)):
         load(QUICKSTART, [part.replace("data.data.", "data.") for part in parts])

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier megarl saved. Those in the folder `saved` are as it wrote them: they are not changed."""
+"""Checkpoints of every format. The folders in `saved` are not changed after their format is released."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.config.saved import ADDED, complete
+from megarl.config import saved as saved_config
+from megarl.config.saved import ADDED, REMOVED, complete
 from megarl.config.schema import Config
-from megarl.core.checkpoint import FORMAT, MANIFEST, Checkpoint
+from megarl.core.checkpoint import FORMAT, FORMAT_KEY, MANIFEST, Checkpoint, checked_format
+from megarl.core.errors import UserError
 from megarl.run.checkpoints import Checkpoints
+from tests.unit.run.saved_format import SAVED, write
 from tests.unit.run.test_resume import PROMPTS, config, start
 
-SAVED = sorted((Path(__file__).parent / "saved").iterdir())
-FIRST_ADDED = ("actor.optimizer.nonfinite_limit", "rewards.judge_order", "rewards.processes", "rewards.timeout_s")
+FOLDERS = sorted(SAVED.iterdir())
 
 
-def put(saved: Path, root: Path) -> Path:
-    """Makes it the newest checkpoint of the run root/a."""
+def put(folder: Path, root: Path) -> Path:
+    """Make a saved checkpoint the newest one of the run root/a."""
     checkpoint = root / "a" / "checkpoints" / "step_000002"
-    shutil.copytree(saved, checkpoint)
+    shutil.copytree(folder, checkpoint)
     Checkpoints(checkpoint.parent).point_to(checkpoint)
     return checkpoint
 
@@ -34,45 +37,78 @@ def rewrite(checkpoint: Path, change) -> None:
     (checkpoint / MANIFEST).write_text(json.dumps({"sha256": digest, "content": content}))
 
 
-def remove_keys(content: dict) -> None:
-    for key in FIRST_ADDED:
-        *sections, name = key.split(".")
-        section = content["state"]["config"]
-        for part in sections:
-            section = section[part]
-        del section[name]
-
-
-@pytest.mark.parametrize("saved", SAVED, ids=lambda path: path.name)
-def test_every_format_goes_on(saved: Path, tmp_path: Path) -> None:
-    """A key that fails here is in none of the saved ones: it goes into megarl.config.saved.ADDED with a new format."""
-    checkpoint = Checkpoint.open(put(saved, tmp_path))
-    assert f"format_{checkpoint.format}" == saved.name
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_every_format_is_resumed(folder: Path, tmp_path: Path) -> None:
+    """If a key fails here, add it to megarl.config.saved.ADDED or REMOVED with a new format."""
+    checkpoint = Checkpoint.open(put(folder, tmp_path))
+    assert f"format_{checkpoint.format}" == folder.name
     Config.model_validate(complete(checkpoint.state["config"], checkpoint.format))
     resume_point = start(config(tmp_path, "resume=auto"), PROMPTS)
     assert (resume_point.state.step, resume_point.checkpoint) == (2, checkpoint)
 
 
-def test_a_checkpoint_without_the_keys_that_came_since_goes_on(tmp_path: Path) -> None:
-    rewrite(put(SAVED[0], tmp_path), remove_keys)
-    assert start(config(tmp_path, "resume=auto"), PROMPTS).state.step == 2
+def test_every_format_has_a_folder_and_its_keys(tmp_path: Path) -> None:
+    """The current code writes the folder of the current format; see saved_format.py."""
+    assert [folder.name for folder in FOLDERS] == [f"format_{number}" for number in range(1, FORMAT + 1)]
+    assert {*ADDED, *REMOVED} <= set(range(2, FORMAT + 1))
+    write(tmp_path / "now")
+    now, then = (Checkpoint.open(folder).state for folder in (tmp_path / "now", FOLDERS[-1]))
+    assert keys(now) == keys(then)
 
 
-def test_a_key_that_came_since_has_the_value_of_the_runs_before_it(tmp_path: Path) -> None:
-    rewrite(put(SAVED[0], tmp_path), remove_keys)
-    with pytest.raises(ValueError, match=r"^rewards.judge_order=seeded: .* was saved with both. Fix: restore it"):
-        start(config(tmp_path, "resume=auto", "rewards.judge_order=seeded"), PROMPTS)
+def keys(value: Any) -> Any:
+    return {name: keys(inner) for name, inner in value.items()} if isinstance(value, dict) else None
 
 
-def test_the_format_is_saved_and_a_later_one_refused(tmp_path: Path) -> None:
-    checkpoint = put(SAVED[0], tmp_path)
-    rewrite(checkpoint, lambda content: content.update(format=FORMAT + 1))
-    with pytest.raises(
-        ValueError, match=rf"saved in format {FORMAT + 1} by a later version of megarl; .* up to {FORMAT}. Fix: update"
-    ):
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, r"saved by a pre-release of megarl, .* Fix: start from scratch with another run.name"),
+        ("7", r"unknown format '7'. Fix: use a checkpoint that megarl has written"),
+        (0, r"unknown format 0. Fix: use"),
+        (FORMAT + 1, rf"saved in format {FORMAT + 1} by a later version of megarl; .* up to {FORMAT}. Fix: update"),
+    ],
+)
+def test_other_formats_are_refused(tmp_path: Path, version: Any, message: str) -> None:
+    checkpoint = put(FOLDERS[-1], tmp_path)
+    rewrite(checkpoint, lambda content: content.update({FORMAT_KEY: version}))
+    with pytest.raises(UserError, match=message):
         start(config(tmp_path, "resume=auto"), PROMPTS)
 
 
-def test_every_format_has_its_keys() -> None:
-    assert sorted(ADDED) == list(range(2, FORMAT + 1))
-    assert SAVED
+def test_manifests_of_pre_releases_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^m: saved by a pre-release"):
+        checked_format({"format": 7}, Path("m"))
+
+
+@pytest.fixture
+def later_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two formats later, with added and removed keys in sections and in entries of lists."""
+    added = {2: {"run.color": "red", "rewards.functions[].weight": 1.0}, 3: {"new.section": {"size": 3}, "top": None}}
+    monkeypatch.setattr(saved_config, "FORMAT", 3)
+    monkeypatch.setattr(saved_config, "ADDED", added)
+    monkeypatch.setattr(saved_config, "REMOVED", {3: ("run.old", "rewards.functions[].name")})
+
+
+SAVED_IN_2 = {"run": {"old": 1, "color": "blue"}, "rewards": {"functions": [{"name": "a", "weight": 2.0}]}}
+SAVED_IN_1 = {"run": {"old": 1}, "rewards": {"functions": [{"name": "a"}, {"name": "b"}]}}
+LATER = {"new": {"section": {"size": 3}}, "top": None}
+
+
+@pytest.mark.usefixtures("later_format")
+@pytest.mark.parametrize(
+    ("saved", "version", "expected"),
+    [
+        (SAVED_IN_2, 3, SAVED_IN_2),
+        (SAVED_IN_2, 2, LATER | {"run": {"color": "blue"}, "rewards": {"functions": [{"weight": 2.0}]}}),
+        (
+            SAVED_IN_1,
+            1,
+            LATER | {"run": {"color": "red"}, "rewards": {"functions": [{"weight": 1.0}, {"weight": 1.0}]}},
+        ),
+    ],
+)
+def test_later_formats_add_and_remove_keys(saved: dict, version: int, expected: dict) -> None:
+    before = json.dumps(saved)
+    assert complete(saved, version) == expected
+    assert json.dumps(saved) == before

@@ -419,8 +419,8 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
     lines = [
         "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) is none of the "
-        "family's; vllm:0.0: model.norm.weight is missing"
+        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
+        "to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 

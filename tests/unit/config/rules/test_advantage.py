@@ -11,12 +11,13 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
         (
             ["algorithm.advantage.gae_lambda=0.9"],
-            "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, gamma, "
+            "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
+            "gamma, "
             "credit, group_of_one, whiten, whiten_over, whiten_std, whiten_epsilon; gae_lambda is an option of gae",
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
-            "batch.samples_per_prompt=1: rloo compares the samples of a prompt with each other and needs at least 2",
+            "batch.samples_per_prompt=1: rloo compares the samples of a prompt and needs at least 2. Fix: set",
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],

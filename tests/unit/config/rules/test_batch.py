@@ -16,8 +16,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
-            "batch.sampling_rounds=3: prompts whose samples all have one reward are replaced, and with "
-            "batch.samples_per_prompt=1 that is each of them. Fix: set batch.sampling_rounds=1",
+            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward, which "
+            "is every prompt with batch.samples_per_prompt=1. Fix: set",
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
@@ -25,7 +25,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch={epochs: 2, epochs_kl_limit: 0.1}", "algorithm.objective.name=dpo"],
-            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective that learns from",
+            "batch.epochs_kl_limit=0.1: has no effect unless algorithm.objective.name=clip (or another objective "
+            "that learns from",
         ),
         (
             ["batch.epochs_kl_limit=0.1"],
@@ -34,12 +35,12 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.oversampling=1.5"],
-            "batch.oversampling=1.5: the one step that may train on a sample with rollout.max_staleness=0 has no room "
-            "for more than 1 times the prompts of one. Fix: set rollout.on_stale=drop, which ends the rest, or",
+            "batch.oversampling=1.5: with rollout.max_staleness=0 a sample is used within 1 step, which takes at most "
+            "1 x batch.prompts_per_step prompts. Fix: set rollout.on_stale=drop, which drops the rest, or",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
-            "have no room for more than 3 times the prompts of one",
+            "which take at most 3 x batch.prompts_per_step prompts. Fix",
         ),
         (
             ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],

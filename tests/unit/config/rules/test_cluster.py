@@ -10,41 +10,41 @@ APART = "cluster.placement=disaggregated"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: give devices to all of actor, rollout"),
+        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: set actor, rollout and no other role, or"),
         (
             [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
-            "cluster.roles: the run has no critic. Fix: give devices to all of actor, rollout and to no other, or to none",
+            "cluster.roles: the run has no critic. Fix: set actor, rollout and no other role, or none",
         ),
         (
             [APART, "cluster.roles={actor: 0-3, rollout: 4}"],
-            "cluster.roles.actor=0-3: 4 devices, and actor.layout makes 2 ranks, one on each. Fix: set "
-            "cluster.roles.actor=0-1, or another layout",
+            "cluster.roles.actor=0-3: 4 devices for the 2 ranks of actor.layout. Fix: set cluster.roles.actor=0-1, or "
+            "another layout",
         ),
         (
             [APART, "cluster.roles={actor: 1-0, rollout: 4}"],
-            "cluster.roles.actor=1-0: 0 devices, and actor.layout makes 2 ranks",
+            "cluster.roles.actor=1-0: 0 devices for the 2 ranks of actor.layout. Fix: set",
         ),
         (
             [APART, "cluster.roles={actor: 0-1, rollout: 2-3}"],
-            "cluster.roles.rollout=2-3: 2 devices, and rollout.replicas x rollout.tp makes 1 ranks",
+            "cluster.roles.rollout=2-3: 2 devices for the 1 ranks of rollout.replicas x",
         ),
         (
             [APART, "cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1: disaggregated engines share devices with no model, and cluster.roles.actor=0-1",
+            "cluster.roles.rollout=1: disaggregated engines cannot share devices with models, and",
         ),
         (
             ["cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1: colocated engines begin on the actor's first device, and cluster.roles.actor=0-1",
+            "cluster.roles.rollout=1: colocated engines start on the actor's first device, and",
         ),
         (["cluster.roles={actor: first, rollout: 1}"], "cluster.roles.actor=first"),
         (
             [APART, "cluster.roles={actor: nodes 0-2, rollout: 9}"],
-            "cluster.roles.actor=nodes 0-2: 3 nodes, and actor.layout makes 2 ranks, which is no whole number on each",
+            "cluster.roles.actor=nodes 0-2: 3 nodes, and actor.layout makes 2 ranks, which do not divide by the",
         ),
         (
             [APART, "cluster.roles={actor: node 0, rollout: node 2}"],
-            "cluster.roles: a node would have as many devices as these roles have ranks on each of theirs, and that "
-            "is actor 2, rollout 1",
+            "cluster.roles: roles placed by nodes need the same number of ranks per node, and have actor 2, rollout "
+            "1. Fix: set equal",
         ),
     ],
 )

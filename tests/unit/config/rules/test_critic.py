@@ -10,7 +10,7 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
     [
         (
             [GAE, "run.steps=3", "critic.warmup_steps=3"],
-            "critic.warmup_steps=3: in these steps only the critic is trained, and the run has run.steps=3. Fix: set",
+            "critic.warmup_steps=3: the actor would never be trained in run.steps=3. Fix: set critic.warmup_steps",
         ),
         (
             [GAE, "critic.shared_backbone=true", "critic.warmup_steps=1"],

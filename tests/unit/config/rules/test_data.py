@@ -18,26 +18,26 @@ FILE = "data.source=rows.jsonl"
             ["data.weight_column=level"],
             "data.weight_column=level: has no effect unless data.source=FILE",
         ),
-        ([FILE, "data.sort_column=level"], "data.sort_column=level: with data.shuffle=true rows would not come in its"),
+        ([FILE, "data.sort_column=level"], "data.sort_column=level: data.shuffle=true changes the order. Fix: set"),
         (
             [FILE, "data.sort_column=level", "data.solved_weight=0.1"],
-            "data.sort_column=level: rows that are drawn by data.weight_column, solved_weight or source_weights",
+            "data.sort_column=level: data.weight_column, solved_weight and source_weights draw rows in random",
         ),
         (
             ["data.more_sources=[b.jsonl]"],
-            "data.source=arithmetic: several sources are files, and its rows are made. Fix: set",
+            "data.source=arithmetic: only files can be combined, and it is procedural. Fix:",
         ),
         (
             [FILE, "data.more_sources=[rows.jsonl]"],
-            "data.more_sources: rows.jsonl is a source twice, and its rows would",
+            "data.more_sources: rows.jsonl is listed twice. Fix: list it once",
         ),
         (
             [FILE, "data.more_sources=[arithmetic]"],
-            "data.more_sources=arithmetic: several sources are files, and its rows",
+            "data.more_sources=arithmetic: only files can be combined, and it is procedural.",
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "it has a weight for each file, which are rows.jsonl, b.jsonl. Fix: name these, or the column",
+            "with data.source_column=null its keys are the files rows.jsonl, b.jsonl. Fix: use these keys",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],
@@ -64,11 +64,14 @@ def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.chat_template=false"], "with data.chat_template=false nothing says how a system message is written"),
-        (["data.source=environment", "environment.class=calculator"], "with data.source=environment there are none"),
+        (["data.chat_template=false"], "data.chat_template=false cannot format a system message. Fix"),
+        (
+            ["data.source=environment", "environment.class=calculator"],
+            "data.source=environment has none. Fix: remove it",
+        ),
         (
             ["algorithm.objective.name=sft", "data.format=messages"],
-            "with data.format=messages there are none. Fix: remove it",
+            "data.format=messages has none. Fix: remove it",
         ),
     ],
 )

@@ -7,7 +7,7 @@ ECHO = "environment.class=echo.py:Echo"
 
 def test_own_tasks_need_an_environment() -> None:
     [line] = errors("data.source=environment")
-    assert line.startswith("data.source=environment: these are tasks that an environment makes itself, ")
+    assert line.startswith("data.source=environment: the environment generates the tasks, ")
     recipe("data.source=environment", ECHO)
 
 
@@ -24,7 +24,7 @@ def test_rewards_may_be_the_environments_alone() -> None:
 def test_what_reads_one_prompt_and_one_response_is_refused() -> None:
     per_turn = "rewards.functions=[{function: 'a.py:f', per_turn: true}]"
     lines = errors(ECHO, per_turn, "rewards.judge=a.py:judge", "algorithm.objective.name=dpo")
-    starts = [line.split(": it reads a prompt and one response")[0] for line in lines]
+    starts = [line.split(": it scores one response")[0] for line in lines]
     assert "rewards.judge=a.py:judge" in starts
     assert "rewards.functions: ['a.py:f'] with per_turn=true" in starts
     assert "algorithm.objective.name=dpo" in starts
@@ -33,7 +33,7 @@ def test_what_reads_one_prompt_and_one_response_is_refused() -> None:
 
 def test_a_turn_fits_into_a_response() -> None:
     [line] = errors(ECHO, "environment.turn_tokens=99999")
-    assert line.startswith("environment.turn_tokens=99999: all turns of a sample have rollout.max_new_tokens=")
+    assert line.startswith("environment.turn_tokens=99999: it exceeds rollout.max_new_tokens=")
 
 
 def test_nothing_answers_given_responses() -> None:

@@ -22,49 +22,52 @@ def sets(*items: str) -> str:
     [
         (
             [sets("name: a", "name: b", "name: a")],
-            "evaluation.sets: a is the name of two. Fix: give each one of its own",
+            "evaluation.sets: a is the name of two sets. Fix: rename one",
         ),
         (
             [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
-            "evaluation.sets: a would never be evaluated, with at_start and at_end false. Fix: set evaluation.every_steps=",
+            "evaluation.sets: a would never be evaluated with at_start=false and at_end=false. Fix: set",
         ),
         (
             [sets("name: a, samples_per_prompt: 2")],
-            "evaluation.sets: a has samples_per_prompt=2 with temperature=0, so that all samples of a prompt would be",
+            "evaluation.sets: a has samples_per_prompt=2 with temperature=0, so all samples of a prompt are equal.",
         ),
-        ([sets("name: a, functions: []")], "evaluation.sets: a has no functions, and rewards.functions has none"),
+        (
+            [sets("name: a, functions: []")],
+            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
+        ),
         (
             ["rewards.functions=[]", "reward_model.path=m", sets("name: a")],
-            "evaluation.sets: a has no functions, and rewards.functions has none",
+            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
         ),
         (
             ["data.chat_template=false", sets("name: a, system_prompt: Be brief.")],
-            "evaluation.sets: a has a system_prompt, and with chat_template=false nothing says how a system message",
+            "evaluation.sets: a has a system_prompt, which chat_template=false cannot format. Fix: set",
         ),
         (
             [sets("name: a, system_prompt: Be brief., source: environment, environment: {class: text_game}")],
-            "evaluation.sets: a has a system_prompt, which stands before prompts of rows, and with source=environment",
+            "evaluation.sets: a has a system_prompt, and with source=environment the environment writes the prompts.",
         ),
         (
             [sets("name: a, environment: {class: null, options: {size: 3}}")],
-            "evaluation.sets: a has environment.options={'size': 3}, and nothing reads them without environment.class",
+            "evaluation.sets: a has environment.options={'size': 3}, which have no effect unless environment.class",
         ),
         (
             [sets("name: a, source: environment")],
-            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none. Fix: give it an",
+            "evaluation.sets: a has source=environment without an environment that generates the tasks. Fix: set its",
         ),
         (
             ["environment.class=text_game", "data.source=environment", sets("name: a, environment: {class: null}")],
-            "evaluation.sets: a has source=environment, tasks that an environment makes itself, and none. Fix: give it an",
+            "evaluation.sets: a has source=environment without an environment that generates the tasks. Fix: set its",
         ),
         (
             [sets("name: a, functions: [{function: 'f.py:f', per_turn: true}], environment: {class: text_game}")],
-            "evaluation.sets: a has f.py:f with per_turn=true, which reads a prompt and one response, and with "
-            "environment.class=text_game a rollout has several turns",
+            "evaluation.sets: a has f.py:f with per_turn=true, which scores one response, and with "
+            "environment.class=text_game a rollout has several turns. Fix:",
         ),
         (
             ["environment.class=text_game", "rewards.functions=[]", sets("name: a, environment: {class: null}")],
-            "evaluation.sets: a has no functions, and rewards.functions has none",
+            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
         ),
         (
             ["environment.options={width: 4}", sets("name: a, environment: {class: text_game}")],
@@ -77,8 +80,8 @@ def sets(*items: str) -> str:
         (["environment.max_turns=3"], "environment.max_turns=3: has no effect unless environment.class=NAME"),
         (
             [sets("name: a, max_new_tokens: 256")],
-            "evaluation.sets: a has max_new_tokens=256, which leaves 0 of rollout.context_length=256 tokens for the "
-            "prompt (256 - 256)",
+            "evaluation.sets: a has max_new_tokens=256, which leaves 256 - 256 = 0 of rollout.context_length=256 "
+            "tokens for the",
         ),
         (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets. Fix: list some"),
         (
@@ -88,8 +91,8 @@ def sets(*items: str) -> str:
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/avg@4", "checkpoint.every_steps=null"],
-            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null none is saved. Fix: set "
-            "checkpoint.every_steps=50",
+            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null no checkpoint is saved. Fix: "
+            "set",
         ),
         (
             [
@@ -98,8 +101,8 @@ def sets(*items: str) -> str:
                 "evaluation.every_steps=15",
                 "checkpoint.every_steps=10",
             ],
-            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved every "
-            "10, so that some evaluations would have none. Fix: set checkpoint.every_steps=5",
+            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved "
+            "every 10, so some evaluations have none. Fix: set checkpoint.every_steps=5",
         ),
         (["evaluation.every_steps=5"], "evaluation.every_steps=5: has no effect unless evaluation.sets="),
         ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),
@@ -113,7 +116,7 @@ def test_what_is_refused(overrides: list[str], line: str) -> None:
 def test_offline_data_have_no_engine() -> None:
     offline = ("data.format=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
     [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
-    assert found.startswith("evaluation.sets: with data.format=messages no engine starts that could sample")
+    assert found.startswith("evaluation.sets: with data.format=messages no engine is started")
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,20 @@ def test_offline_data_has_no_routes():
     [
         ("moe_router_fusion: true", "the fused router chooses and weighs experts in one kernel"),
         ("moe_router_load_balancing_type: sinkhorn", "sinkhorn chooses experts by itself"),
-        ("cuda_graph_impl: local", "a graph would send every microbatch where the first one went"),
+        ("cuda_graph_impl: local", "a graph replays the routes of the first microbatch"),
     ],
 )
 def test_routers_that_would_ignore_routes_are_refused(override, reason):
     key = f"actor.megatron_overrides.model={{{override}}}"
     [error] = errors(REPLAY, key)
-    assert error.startswith(f"actor.megatron_overrides.model.{override.replace(': ', '=')}: {reason}, and ")
+    assert error.startswith(f"actor.megatron_overrides.model.{override.replace(': ', '=')}: {reason}, ")
     recipe(key)
 
 
 def test_the_engines_cache_follows_from_replay():
     key = "rollout.vllm_overrides={enable_prefix_caching: false}"
     [error] = errors(REPLAY, key)
-    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: with actor.experts.replay_routes=true")
+    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: actor.experts.replay_routes=true")
     recipe(key)
 
 
@@ -41,6 +41,6 @@ def test_dense_models_have_neither_routes_nor_routers():
     with pytest.raises(ValueError) as error:
         check_model(recipe(REPLAY, "actor.experts.router=frozen"), SMOLLM2)
     assert str(error.value).splitlines() == [
-        "actor.experts.replay_routes=true: model.path=smollm2 has no experts. Fix: set actor.experts.replay_routes=false",
-        "actor.experts.router=frozen: model.path=smollm2 has no routers. Fix: set actor.experts.router=free",
+        "actor.experts.replay_routes=true: model.path=smollm2 has no experts; set actor.experts.replay_routes=false",
+        "actor.experts.router=frozen: model.path=smollm2 has no routers; set actor.experts.router=free",
     ]

@@ -9,7 +9,7 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
     ("overrides", "message"),
     [
         (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
-        (["actor.layout.pp=1"], "actor.layout.last_stage_layers given, but actor.layout.pp=1 is a single stage"),
+        (["actor.layout.pp=1"], "actor.layout.last_stage_layers is set, but actor.layout.pp=1 is a single stage"),
         (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
         (
             ["actor.layout.ep=3", "actor.layout.dp=4"],

@@ -10,16 +10,16 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["logprob_check.action=mask", "algorithm.correction.old=rollout"],
-            "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer makes no log-probs to compare "
-            "the engine's with. Fix: set old=trainer, or action=warn or stop",
+            "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer computes no log-probs to "
+            "compare with the engine's. Fix: set",
         ),
         (
             ["logprob_check.action=mask", "algorithm.objective={name: dpo, aggregation: sequence_mean_of_token_means}"],
-            "logprob_check.action=mask: algorithm.objective.name=dpo compares whole samples in pairs",
+            "logprob_check.action=mask: algorithm.objective.name=dpo has a loss per pair, so single",
         ),
         (
             ["logprob_check.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated"],
-            "logprob_check.action=stop: with rollout.max_staleness=1 samples of earlier weights differ by more than ",
+            "logprob_check.action=stop: with rollout.max_staleness=1 stale samples differ by more than rounding,",
         ),
         (
             ["logprob_check.mask=sample"],

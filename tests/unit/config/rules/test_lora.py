@@ -25,27 +25,28 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true"],
-            "actor.lora.rank=8: with critic.shared_backbone=true the actor has a new value head, which would not be trained",
+            "actor.lora.rank=8: with critic.shared_backbone=true the actor has a new value head, which would not be "
+            "trained",
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],
-            "actor.fp8=blockwise: with actor.lora.rank=8 engines get the sum of each weight and its adapter, which",
+            "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, which",
         ),
         (
             ["algorithm.kl={coefficient: 0.1, renew_steps: 2}"],
-            "algorithm.kl.renew_steps=2: with actor.lora.rank=8 the reference is the model without its adapters, which",
+            "algorithm.kl.renew_steps=2: with actor.lora.rank=8 the reference is the model without adapters, which",
         ),
         (
             ["actor.offload=[gradients, parameters]"],
-            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 the weights that engines get, with the",
+            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 the merged weights for the engines",
         ),
         (
             ["actor.megatron_overrides.model={moe_router_bias_update_rate: 0.001}"],
-            "moe_router_bias_update_rate=0.001: with actor.lora.rank=8 the model is frozen, and no checkpoint would",
+            "moe_router_bias_update_rate=0.001: with actor.lora.rank=8 checkpoints contain only adapters",
         ),
         (
             ["actor.megatron_overrides.model={moe_shared_expert_overlap: true}"],
-            "moe_shared_expert_overlap=true: with actor.lora.rank=8 adapters gather and reduce inside their layers",
+            "moe_shared_expert_overlap=true: with actor.lora.rank=8 adapters communicate inside their layers",
         ),
     ],
 )

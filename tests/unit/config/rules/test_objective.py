@@ -46,13 +46,15 @@ def test_what_only_rollouts_read_is_no_hindrance():
         (
             "sft",
             ["data.format=prompts"],
-            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format to that, or take one "
+            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format to that, "
+            "or take one "
             "of cispo, clip,",
         ),
         (
             "sft",
             ["algorithm.objective.name=clip"],
-            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format to that, or take one "
+            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format to that, "
+            "or take one "
             "of sft",
         ),
         (
@@ -63,17 +65,20 @@ def test_what_only_rollouts_read_is_no_hindrance():
         (
             "sft",
             ["algorithm.objective.beta=0.1"],
-            "algorithm.objective.beta: unknown key; algorithm.objective.name=sft has no options; beta is an option of dpo",
+            "algorithm.objective.beta: unknown key; algorithm.objective.name=sft has no options; beta is an option "
+            "of dpo",
         ),
         (
             "reward_model",
             ["algorithm.objective.length_normalised=true"],
-            "algorithm.objective.length_normalised: unknown key; algorithm.objective.name=reward_model has label_smoothing;",
+            "algorithm.objective.length_normalised: unknown key; algorithm.objective.name=reward_model has "
+            "label_smoothing;",
         ),
         (
             "dpo",
             ["algorithm.kl.coefficient=0.1"],
-            "algorithm.kl.coefficient=0.1: has no effect unless algorithm.objective.name=clip (or another objective that "
+            "algorithm.kl.coefficient=0.1: has no effect unless algorithm.objective.name=clip (or another objective "
+            "that "
             "learns from advantages). Fix: set algorithm.objective.name=clip (or another objective that learns from "
             "advantages), or remove the key, which is 0.0 by default",
         ),
@@ -85,14 +90,16 @@ def test_what_only_rollouts_read_is_no_hindrance():
         (
             "sft",
             ["rollout.temperature=0.5"],
-            "rollout.temperature=0.5: has no effect unless data.format=prompts. Fix: set data.format=prompts, or remove "
+            "rollout.temperature=0.5: has no effect unless data.format=prompts. Fix: set data.format=prompts, or "
+            "remove "
             "the key, which is 1.0 by default",
         ),
         ("sft", ["reward_model.path=x"], "reward_model.path=x: has no effect unless data.format=prompts. Fix"),
         (
             "dpo",
             ["algorithm.objective.aggregation=token_mean"],
-            "algorithm.objective.aggregation=token_mean: has no effect unless algorithm.objective.name=clip (or another "
+            "algorithm.objective.aggregation=token_mean: has no effect unless algorithm.objective.name=clip (or "
+            "another "
             "objective with a loss for each token). Fix",
         ),
         (
@@ -105,7 +112,11 @@ def test_what_only_rollouts_read_is_no_hindrance():
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
             "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
         ),
-        ("sft", ["data.chat_template=false"], "data.chat_template=false: with data.format=messages it is the chat"),
+        (
+            "sft",
+            ["data.chat_template=false"],
+            "data.chat_template=false: with data.format=messages only the chat template can",
+        ),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (
             "dpo",
@@ -143,7 +154,8 @@ def test_every_key_without_a_reader_is_named():
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
-            "algorithm.objective.dual_clip: unknown key; algorithm.objective.name=gspo has clip_low, clip_high; dual_clip "
+            "algorithm.objective.dual_clip: unknown key; algorithm.objective.name=gspo has clip_low, clip_high; "
+            "dual_clip "
             "is an option of clip",
         ),
         (
@@ -173,6 +185,8 @@ def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
 def test_a_penalty_is_adapted_where_there_are_several_updates() -> None:
     keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
     [line] = rules.errors(*keys)
-    assert line.startswith("algorithm.objective.penalty_target=0.01: in a step's only update the policy is the old one")
+    assert line.startswith(
+        "algorithm.objective.penalty_target=0.01: with one update per step the policy is the old one"
+    )
     assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
     assert rules.recipe(*keys, "batch.epochs=2").algorithm.objective.adapted_penalty_target == 0.01

@@ -38,25 +38,25 @@ def judge(*overrides: str) -> list[str]:
     [
         (
             ["engine=megatron"],
-            "reward_model.input_format=question: a language model that answers needs an engine, and "
-            "reward_model.engine=megatron computes scores only. Fix: set reward_model.engine=vllm",
+            "reward_model.input_format=question: a judge generates text, which reward_model.engine=megatron cannot. "
+            "Fix: set reward_model.engine=vllm",
         ),
         (["step_end=x"], "reward_model.step_end=x: has no effect unless reward_model.input_format=ids. Fix"),
         (["aggregation=min"], "reward_model.aggregation=min: has no effect unless reward_model.input_format=ids. Fix"),
         (
             ["judge.template=Good?"],
-            "reward_model.judge.template=Good?: it has no {response}, and every response would be rated the same. Fix: say "
-            "where the judge reads it",
+            "reward_model.judge.template=Good?: it has no {response}, so all responses would get the same rating. "
+            "Fix: add {response} where the",
         ),
         (
             ["judge.scale=[10, 1]"],
-            "reward_model.judge.scale=[10.0, 1.0]: it is the lowest and the highest rating. Fix: give them in this "
-            "order, such as [1, 10]",
+            "reward_model.judge.scale=[10.0, 1.0]: the lowest rating is not below the highest. Fix: set them in this "
+            "order, such as [1,",
         ),
         (
             ["judge.max_new_tokens=256"],
-            "reward_model.judge.max_new_tokens=256: question and answer have rollout.context_length=256 tokens "
-            "together. Fix: lower it, or raise reward_model.context_length",
+            "reward_model.judge.max_new_tokens=256: rollout.context_length=256 is the limit of question and answer "
+            "together. Fix: lower it, or raise",
         ),
     ],
 )

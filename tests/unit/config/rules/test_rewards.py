@@ -8,15 +8,15 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rewards.functions=[]"], "rewards.functions=[]: nothing would reward the samples. Fix: list a function"),
+        (["rewards.functions=[]"], "rewards.functions=[]: samples would have no reward. Fix: list a function such"),
         (
             ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
-            "rewards.functions: numeric_match with per_turn=true: it returns one reward, of the whole response. Fix: set "
-            "per_turn=false, or name path/to/file.py:function, a function of your own that returns a list",
+            "rewards.functions: numeric_match with per_turn=true: it returns one reward for the whole response. Fix: "
+            "set per_turn=false, or list path/to/file.py:function, a function that returns one reward per",
         ),
         (
             ["rewards.overlong_buffer=17"],
-            "rewards.overlong_buffer=17: it is the last part of rollout.max_new_tokens=16. Fix: set it to at most 16",
+            "rewards.overlong_buffer=17: it exceeds rollout.max_new_tokens=16. Fix: set it to at most 16",
         ),
     ],
 )
@@ -29,7 +29,7 @@ def test_a_judge_rewards_samples_that_it_can_compare() -> None:
     judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
     assert recipe(*judge).rewards.judge == "judge.py:better"
     one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
-    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt with"):
+    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt, and"):
         recipe(*judge, *one)
-    with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: nothing would reward .* or rewards.judge$"):
+    with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: samples would have no reward.* or rewards.judge$"):
         recipe("rewards.functions=[]")

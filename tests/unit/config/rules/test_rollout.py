@@ -8,22 +8,22 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the tokens that the engine kept"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
-            "rollout.quantization=fp8_block: engines with fp8 blocks compute in bfloat16, and model.dtype=float32. Fix: set",
+            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, and model.dtype=float32. Fix: set",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
-            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights come quantised",
+            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights arrive",
         ),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
-            "rollout.sleep=true: with rollout.max_staleness=2 and cluster.placement=disaggregated engines always have",
+            "rollout.sleep=true: with rollout.max_staleness=2 and cluster.placement=disaggregated engines are never",
         ),
         (
             ["rollout.max_staleness=1", "rollout.sleep=true"],
-            "rollout.kv_cache_on_update=keep: with rollout.sleep=true and rollout.max_staleness=1 engines that share",
+            "rollout.kv_cache_on_update=keep: with rollout.sleep=true and rollout.max_staleness=1 colocated engines",
         ),
         (
             ["rollout.kv_cache_on_update=recompute"],
@@ -39,9 +39,12 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
-            "rollout.on_stale=drop: it ends rollouts in the middle, and those of environment.class=calculator are not",
+            "rollout.on_stale=drop: it aborts running rollouts, and those of environment.class=calculator cannot be",
         ),
-        (["rollout.max_new_tokens=256"], "rollout.max_new_tokens=256: 0 of rollout.context_length=256 tokens"),
+        (
+            ["rollout.max_new_tokens=256"],
+            "rollout.max_new_tokens=256: 256 - 256 = 0 of rollout.context_length=256 tokens",
+        ),
     ],
 )
 def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> None:

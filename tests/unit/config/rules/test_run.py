@@ -8,11 +8,14 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["run.trackers=[wandb,wandb]"], "run.trackers=[wandb, wandb]: wandb is named twice"),
-        (["run.steps=3", "run.profile={steps: [2, 4]}"], "run.profile.steps: there is no step 4 with run.steps=3"),
+        (["run.trackers=[wandb,wandb]"], "run.trackers=[wandb, wandb]: wandb is listed twice. Fix: list it once"),
+        (
+            ["run.steps=3", "run.profile={steps: [2, 4]}"],
+            "run.profile.steps: step 4 is after the last step, run.steps=3. Fix: list",
+        ),
         (
             ["run.profile={steps: [1], ranks: [0, 2]}"],
-            "run.profile.ranks: no trained model has a rank 2, as the largest",
+            "run.profile.ranks: no trained model has rank 2; the largest has 2 ranks. Fix:",
         ),
         (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: has no effect unless run.profile.steps"),
         (["trackers.project=a"], "trackers.project=a: has no effect unless run.trackers=[wandb]"),

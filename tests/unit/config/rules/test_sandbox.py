@@ -10,7 +10,7 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["sandbox.provider=apptainer"],
-            "sandbox.image=null: sandbox.provider=apptainer runs programs in an image. Fix: set it to one that has a",
+            "sandbox.image=null: sandbox.provider=apptainer needs an image with a python3. Fix: set it, such as to",
         ),
         (
             ["sandbox.provider=bubblewrap", "sandbox.image=python.sif"],

@@ -12,14 +12,17 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
             [GAE, "critic.optimizer.schedule.min_lr=1e-7"],
             "critic.optimizer.schedule.min_lr=1.0e-07: has no effect unless critic.optimizer.schedule.name=cosine",
         ),
-        (["actor.fp8=delayed", "model.dtype=float32"], "actor.fp8=delayed: its matrix products are between parameters"),
+        (
+            ["actor.fp8=delayed", "model.dtype=float32"],
+            "actor.fp8=delayed: fp8 products need parameters and activations in bfloat16,",
+        ),
         (
             ["actor.optimizer.schedule.warmup=2.5"],
-            "actor.optimizer.schedule.warmup=2.5: from 1 on this counts updates. Fix: give a whole number, or a share",
+            "actor.optimizer.schedule.warmup=2.5: values from 1 count updates. Fix: set a whole number, or a share",
         ),
         (
             ["actor.optimizer.schedule.name=wsd"],
-            "actor.optimizer.schedule.name=wsd: it needs the length of its decay. Fix: set actor.optimizer.schedule.decay=",
+            "actor.optimizer.schedule.name=wsd: its decay has no length. Fix: set actor.optimizer.schedule.decay=0.2",
         ),
         (
             ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
@@ -31,12 +34,12 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],
-            "actor.optimizer.schedule.min_lr=0.001: the schedule decays to it from actor.optimizer.lr=1e-06. Fix: set",
+            "actor.optimizer.schedule.min_lr=0.001: it is above the peak actor.optimizer.lr=1e-06. Fix: set min_lr",
         ),
         (
             ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
-            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but in the run there are 10. Fix: give "
-            "both as shares of the run",
+            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but the run has 10. Fix: set both to "
+            "shares of the run, such as",
         ),
     ],
 )

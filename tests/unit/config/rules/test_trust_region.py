@@ -22,24 +22,24 @@ def test_what_it_needs_is_enough() -> None:
     [
         (
             "algorithm.objective.name=clip",
-            "it bounds the surrogate that has no clip. Fix: set algorithm.objective.name=unc",
+            "it bounds the unclipped surrogate. Fix: set algorithm.objective.name=unc",
         ),
         (
             "batch.prompts_per_update=8",
-            "it bounds the one update of a step, at whose start the policy is the old one; ",
+            "it bounds a step's only update, which starts at the old policy. Fix: ",
         ),
         (
             "batch.epochs=2",
-            "it bounds the one update of a step. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
+            "it bounds a step's only update. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
         ),
-        ("model.dtype=bfloat16", "it differentiates between weights that lie closer together than those of bfloat16; "),
+        ("model.dtype=bfloat16", "its finite differences are too small for bfloat16. Fix: "),
         (
             "actor.lora.rank=8",
-            "its vectors are of whole weights. Fix: set actor.lora.rank=null, or algorithm.trust_region.kl",
+            "its vectors have the shape of the weights. Fix: set actor.lora.rank=null, or algorithm.trust_region.kl",
         ),
         (
             "algorithm.correction.old=rollout",
-            "the divergence from the old policy begins at 0. Fix: set algorithm.correction.",
+            "the divergence from the old policy must start at 0. Fix: set algorithm.correction.",
         ),
     ],
 )
@@ -51,7 +51,7 @@ def test_each_key_that_does_not_go_with_it_is_refused_by_name(override: str, rea
 def test_a_value_head_on_the_actor_is_refused() -> None:
     (line,) = errors(*TRPO, GAE, "critic.shared_backbone=true")
     assert (
-        "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence says nothing of"
+        "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence ignores values"
         in line
     )
 

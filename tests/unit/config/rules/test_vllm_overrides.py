@@ -8,9 +8,10 @@ from tests.unit.config.rules.recipes import errors, recipe
 def test_arguments_of_vllm_have_one_home() -> None:
     extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
     assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
-        "reward_model.vllm_overrides.tensor_parallel_size=2: this follows from reward_model.layout.tp. Fix: set it there",
-        "rollout.vllm_overrides.dtype=float16: this follows from model.dtype. Fix: set it there",
-        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl relies on its own value. Fix: leave it out",
+        "reward_model.vllm_overrides.tensor_parallel_size=2: reward_model.layout.tp determines it. Fix: set "
+        "reward_model.layout.tp",
+        "rollout.vllm_overrides.dtype=float16: model.dtype determines it. Fix: set model.dtype",
+        "rollout.vllm_overrides.logprobs_mode=raw_logprobs: megarl depends on its own value. Fix: leave it out",
     ]
 
 
@@ -18,12 +19,10 @@ def test_weights_stay_where_refits_write_them() -> None:
     extra = "{expert_placement_strategy: round_robin, enable_eplb: true, offload_group_size: 2}"
     placement, balance, offload = errors(f"rollout.vllm_overrides={extra}")
     assert placement.startswith(
-        "rollout.vllm_overrides.expert_placement_strategy=round_robin: a refit writes a rank's "
+        "rollout.vllm_overrides.expert_placement_strategy=round_robin: a refit writes consecutive experts"
     )
-    assert balance.startswith("rollout.vllm_overrides.enable_eplb=true: experts would move between ranks, ")
-    assert offload.startswith(
-        "rollout.vllm_overrides.offload_group_size=2: a layer's parameters would be read from copies"
-    )
+    assert balance.startswith("rollout.vllm_overrides.enable_eplb=true: a refit writes experts to their original ranks")
+    assert offload.startswith("rollout.vllm_overrides.offload_group_size=2: a refit does not reach the copies")
     assert placement.endswith(". Fix: leave it out")
     as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
     recipe(f"rollout.vllm_overrides={as_ever}")

@@ -1,4 +1,7 @@
-"""Converts between Hugging Face folders and Megatron checkpoints. Run it with --help."""
+"""`megarl convert`: convert between Hugging Face folders and Megatron checkpoints.
+
+Commands import torch and Megatron lazily, so that `megarl --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +20,42 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megarl.core.errors import UserError
-from megarl.resharding.selection import ONE_PROCESS
 
 if TYPE_CHECKING:
     from megarl.megatron.checkpoint.conversion import Options
 
 app = typer.Typer(
-    help="Convert between Hugging Face folders and Megatron checkpoints, in one process, a tensor at a time.",
+    help="Convert between Hugging Face folders and Megatron checkpoints, in one process, tensor by tensor.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option(help="The new folder; it appears when it is complete.")]
+Out = Annotated[Path, typer.Option(help="Output folder. It is renamed into place once complete.")]
 Checkpoint = Annotated[
     Path,
-    typer.Option(help="A Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (its actor) or …/critic."),
+    typer.Option(help="Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (the actor) or …/critic."),
 ]
 HuggingFace = Annotated[
     Path | None,
-    typer.Option("--hf", help="Where the model's config.json and tokenizer are; by default the checkpoint knows."),
+    typer.Option("--hf", help="Folder with the model's config.json and tokenizer (default: from the checkpoint)."),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
-Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages of each pipeline stage.")]
+Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages per pipeline stage.")]
 Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
-Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks of each expert; by default as --tp.")]
-FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage; by default stages are even.")]
-LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage.")]
-ShardGb = Annotated[float, typer.Option(min=0, help="Size of a weights file, in 10^9 bytes.")]
+Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks per expert (default: --tp).")]
+FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage (default: even).")]
+LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage (default: even).")]
+ShardGb = Annotated[float, typer.Option(min=0, help="Maximum size of a weights file in GB (10^9 bytes).")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert to it; by default all keep theirs.")
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Target dtype (default: unchanged).")
 ]
-Verify = Annotated[bool, typer.Option(help="Check the files of a run's checkpoint; read everything back and compare.")]
+Verify = Annotated[bool, typer.Option(help="Verify checksums of a run's checkpoint, and read the output back.")]
 
 
 @app.command()
 def hf_to_megatron(
-    hf: Annotated[Path, typer.Option(help="A Hugging Face folder with safetensors.")],
+    hf: Annotated[Path, typer.Option(help="Hugging Face folder with safetensors.")],
     out: Out,
     tp: Tp = 1,
     pp: Pp = 1,
@@ -67,11 +67,11 @@ def hf_to_megatron(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Megatron checkpoint, as ranks of the layout would. It loads under any other one."""
+    """Convert a Hugging Face folder to a Megatron checkpoint, which can be loaded with any layout."""
     from megarl.megatron.checkpoint.conversion import huggingface_to_megatron, layout_of_files
 
-    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
+        layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
         _report(out, huggingface_to_megatron(hf, out, layout, options))
 
 
@@ -84,7 +84,7 @@ def megatron_to_hf(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Hugging Face folder."""
+    """Convert a Megatron checkpoint to a Hugging Face folder."""
     from megarl.megatron.checkpoint.conversion import megatron_to_huggingface
 
     with _options(dtype, verify) as options:
@@ -95,16 +95,14 @@ def megatron_to_hf(
 def adapters_to_hf(
     checkpoint: Checkpoint,
     out: Out,
-    hf: Annotated[
-        Path | None, typer.Option(help="A folder with the model that they are for; by default the run's model.path.")
-    ] = None,
+    hf: Annotated[Path | None, typer.Option(help="Folder of the base model (default: the run's model.path).")] = None,
     shard_gb: ShardGb = 5.0,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of all weights; by default the run's.")
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Target dtype (default: the run's).")
     ] = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Hugging Face folder of the model, with the adapters in a checkpoint of a run with actor.lora merged."""
+    """Merge the adapters of a LoRA run's checkpoint into the model and write a Hugging Face folder."""
     from megarl.megatron.checkpoint.adapters import adapters_to_huggingface
 
     with _options(dtype, verify) as options:
@@ -113,7 +111,7 @@ def adapters_to_hf(
 
 @app.command()
 def adapters_to_peft(checkpoint: Checkpoint, out: Out) -> None:
-    """Write the adapters in a checkpoint of a run with actor.lora as a PEFT folder."""
+    """Write the adapters of a LoRA run's checkpoint as a PEFT folder."""
     from megarl.megatron.checkpoint.adapters import adapters_to_peft
 
     _report(out, adapters_to_peft(checkpoint, out))
@@ -134,52 +132,54 @@ def reshape(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Megatron checkpoint as ranks of another layout would, the optimizer's state included."""
+    """Convert a Megatron checkpoint to another layout, including optimizer state."""
     from megarl.megatron.checkpoint.conversion import layout_of_files, reshape
 
-    layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
     with _options(dtype, verify) as options:
+        layout = layout_of_files(tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers)
         _report(out, reshape(checkpoint, out, layout, hf, options))
 
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A Megatron checkpoint (torch_dist), or a run's.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every tensor.")] = False,
+    checkpoint: Annotated[Path, typer.Argument(help="Megatron checkpoint (torch_dist), or a run's checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every tensor.")] = False,
 ) -> None:
-    """Print what a checkpoint holds: its model, tensors, dtypes, and the files that they are in."""
+    """Print a checkpoint's model, tensors, dtypes and files."""
     from megarl.megatron.checkpoint.description import describe
 
-    found = describe(checkpoint)
-    typer.echo(json.dumps(found.__dict__, indent=1) if as_json else found.text())
+    description = describe(checkpoint)
+    typer.echo(json.dumps(description.__dict__, indent=1) if as_json else description.text())
 
 
-def main() -> None:
-    """Exits with the command's code; a UserError is one line on stderr, and the exit code 2."""
-    # An interrupted conversion removes what it has written.
+@app.callback()
+def _callback() -> None:
+    prepare_process()
+
+
+def prepare_process() -> None:
+    """Set up this process before torch and Megatron are imported."""
+    # An interrupted conversion removes its output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Megatron says at import what it lacks on this machine, and nothing here needs it.
+    # Importing Megatron warns about optional packages, none of which a conversion uses.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    # Tensors in large pages of memory: getting it page by page takes longer than filling it. torch reads this once.
+    # Allocate tensors in huge pages: page faults would take longer than filling them. torch reads this once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # All is done on the CPU, whichever machine this is: no GPU's memory is taken, and Megatron loads no compiler.
+    # Conversions run on the CPU: no GPU memory is used, and Megatron does not load a compiler.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        app()
-    except UserError as error:
-        print(f"convert: error: {_with_options(str(error))}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _with_options(text: str) -> str:
-    """Returns the text with options in place of the keys that the checks of layouts name."""
-    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda found: f"--{found[1].replace('_', '-')}=", text)
+    """Replace layout keys in an error message by their options."""
+    from megarl.resharding.selection import ONE_PROCESS
+
+    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda match: f"--{match[1].replace('_', '-')}=", text)
 
 
 @contextmanager
 def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
-    """Yields options of conversions, with a progress bar for each thing that is done."""
+    """Yield the options of a conversion, with a progress bar per task. Errors name options instead of keys."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from megarl.megatron.checkpoint.conversion import Options
@@ -193,12 +193,11 @@ def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
                 tasks[done] = bar.add_task(done, total=total)
             bar.advance(tasks[done], num_bytes)
 
-        yield Options(dtype, verify, progress)
+        try:
+            yield Options(dtype, verify, progress)
+        except UserError as error:
+            raise UserError(_with_options(str(error))) from None
 
 
 def _report(out: Path, num_bytes: int) -> None:
     typer.echo(f"{out}: {num_bytes / 1e9:.3f} GB of tensors")
-
-
-if __name__ == "__main__":
-    main()
