@@ -93,15 +93,13 @@ def test_nodes_can_connect_only_while_the_first_listens() -> None:
     with listen_for_nodes(first, on_two_nodes()) as first:
         host, port = first.address
         assert (host, check_connection(other, first)) == ("127.0.0.1", other)
-    connection_error = check_connection(other, first)
-    assert connection_error.connection_error.startswith(
-        f"cannot connect over lo to the first node at 127.0.0.1:{port}: "
-    )
+    unconnected = check_connection(other, first)
+    assert unconnected.connection_error.startswith(f"cannot connect over lo to the first node at 127.0.0.1:{port}: ")
     last = reports()[2]
-    assert find_objection([first, connection_error, last], NODES, RUN, 60) == Objection(
-        "failed", f"node n1: {connection_error.connection_error}", ["n1"]
+    assert find_objection([first, unconnected, last], NODES, RUN, 60) == Objection(
+        "failed", f"node n1: {unconnected.connection_error}", ["n1"]
     )
-    both = [first, connection_error, replace(last, connection_error=connection_error.connection_error)]
+    both = [first, unconnected, replace(last, connection_error=unconnected.connection_error)]
     assert find_objection(both, NODES, RUN, 60).bad_nodes == ["n0"]
 
 
