@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from statistics import fmean
 
 import pytest
-from tools.benchmarks.machine import machine
 
 from tests.e2e.learning_cases import CASES, Case
 from tests.e2e.series import Series
