@@ -180,10 +180,10 @@ CASES = [
         rewards("FOLDER/missing_import.py:f"),
         ["rewards.functions: importing FOLDER/missing_import.py raised ModuleNotF"],
     ),
-    (rewards("FOLDER/leaves.py:f"), ["rewards.functions: FOLDER/leaves.py:f: importing it ended the process"]),
+    (rewards("FOLDER/leaves.py:f"), ["rewards.functions: FOLDER/leaves.py:f: the import ended the process"]),
     (
         rewards("FOLDER/crashes.py:f"),
-        ["rewards.functions: FOLDER/crashes.py:f: importing it ended the process (exit st"],
+        ["rewards.functions: FOLDER/crashes.py:f: the import ended the process (exit st"],
     ),
     (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
     (
