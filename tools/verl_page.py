@@ -1,4 +1,4 @@
-"""Write the table of verl's keys in configs/coming-from-verl.md from megarl.config.names: `python tools/verl_page.py`."""
+"""Write the table of configs/coming-from-verl.md from megarl.config.names: `python tools/verl_page.py`."""
 
 from __future__ import annotations
 

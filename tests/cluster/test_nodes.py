@@ -254,7 +254,7 @@ def test_timeout_shows_stacks_of_another_node(machines: list[Machine], shared: P
 def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: Path) -> None:
     with cluster_run(machines[:1], shared, "missing", "cluster.nodes=2", "cluster.timeouts.start=15") as run:
         run.check_end(0, RUN_S, 1)
-        assert "of 1 other nodes 0 joined in cluster.timeouts.start=15 s" in run.output(0)
+        assert "0 of 1 other nodes joined within cluster.timeouts.start=15 s" in run.output(0)
     package = shared / "other" / "transformers-0.0.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
@@ -264,7 +264,7 @@ def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: 
         assert joining.wait(RUN_S) == 2
         run.check_end(0, WAIT_S, 2)
         for output in (run.output(0), (shared / "differing.n1").read_text()):
-            assert "node n1: other versions than on the first node: transformers is 0.0.1, there " in output
+            assert "node n1: versions differ from the first node: transformers 0.0.1, not " in output
 
 
 def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: Path) -> None:

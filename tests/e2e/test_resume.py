@@ -78,7 +78,7 @@ class Recipe:
     def interrupt_in_a_step(self, run: Run) -> None:
         """Signal the run's process group in the middle of its first step, as Slurm does, and then let the step end."""
         os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
+        run.wait_until(lambda: "interrupted; saves after the current step" in run.output)
         time.sleep(QUIET_S)  # an unprotected Ray process would exit in this time
         assert not run.metrics
         self._open_gate(1)
@@ -146,10 +146,10 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 5 <= reached <= 7
     with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
-        assert f"goes on after step {reached}, " in run.output
+        assert f"resumes after step {reached} " in run.output
         kill(run)  # after the last step, as this run has no step limit
     run = recipe.finish(folder, *EVALUATION)
-    assert f"goes on after step {STEPS}, " in run.output
+    assert f"resumes after step {STEPS} " in run.output
     return folder / "tiny"
 
 

@@ -147,7 +147,8 @@ def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
     stages = diagnose(config, rollout.token_ids, folders, tmp_path)
     [first] = [stage for stage in stages if stage is first_different(stages)]
     assert (first.name, first.odd) == ("layer 1", "engine")
-    assert "layer 1 is the first that differs" in verdict(stages) and verdict(stages).endswith("look at the engine's")
+    assert "layer 1 is the first stage that differs" in verdict(stages)
+    assert verdict(stages).endswith("inspect this stage in the engine")
     names = [stage.name for stage in stages]
     assert names == ["embedding", *(f"layer {i}" for i in range(len(names) - 3)), "final norm", "log-probs"]
     before = stages[: names.index("layer 1")]
@@ -260,9 +261,7 @@ def test_evaluate_reproduces_the_final_evaluation(learned, tmp_path):
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"megarl: error: --out {out}: already there, and nothing is overwritten; name another folder\n"
-    )
+    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
 
 
 def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):

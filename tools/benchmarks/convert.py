@@ -15,23 +15,18 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
-from rich.console import Console
-from rich.table import Table
+from benchmark import ROOT, children_cpu_seconds, option, run_benchmark
 
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import whole
 from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
 
-ROOT = Path(__file__).resolve().parents[2]
-TARGET_RATIO, TARGET_GB = 2.0, 2.0
 # The shape of Llama-3.2-3B.
 MODEL = dict(
     model_type="llama",
@@ -54,28 +49,12 @@ TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8
 BLOCK_BYTES = 64 * 2**20
 
 
-def main() -> None:
-    arguments = _parse()
-    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), _own_cpu_seconds()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work) as name:
-        measured = measure(SIZES[arguments.size], Path(name))
-    elsewhere = machine_cpu_seconds() - machine_before - (_own_cpu_seconds() - own_before)
-    percent = 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count())
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": percent,
-        **measured,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
-    if percent > QUIET_PERCENT:
-        print(f"warning: {percent:.0f} % of the CPU time went elsewhere; measure when it is quiet")
+        return measure_in(Path(name), SIZES[arguments.size])
 
 
-def measure(num_layers: int, work: Path) -> dict[str, Any]:
+def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
     """Each conversion with and without reading back, and just before it the plain reading and writing of its bytes."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
@@ -191,39 +170,10 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def show(result: Mapping[str, Any]) -> None:
-    size = f"{result['num_parameters'] / 1e9:.2f}B parameters, {result['gb']:.2f} GB"
-    start = f"start {result['start_seconds']:.1f} s ({result['start_cpu_seconds']:.1f} of CPU)"
-    table = Table(title=f"{size}, {start}")
-    for column in (
-        "",
-        "seconds",
-        "of CPU",
-        "read",
-        "write",
-        "of CPU",
-        f"ratio (target {TARGET_RATIO:g})",
-        f"peak GB (target {TARGET_GB:g})",
-    ):
-        table.add_column(column)
-    for name, values in result["runs"].items():
-        plain = ("read_seconds", "write_seconds", "plain_cpu_seconds")
-        keys = ("seconds", "cpu_seconds", *plain, "ratio", "peak_gb")
-        table.add_row(name, *(f"{values[key]:.2f}" for key in keys))
-    Console(width=120).print(table)
-
-
-def _own_cpu_seconds() -> float:
-    return time.process_time() + children_cpu_seconds()
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="3B")
-    parser.add_argument("--work", type=Path, help="where its 20 GB of files go for the time being")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("--size", choices=SIZES, default="3B"),
+        option("--work", type=Path, help="folder for 20 GB of temporary files"),
+    )

@@ -8,13 +8,10 @@ collated. Engines, rewards and ranks are stubs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import random
-import time
 import tracemalloc
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,11 +22,8 @@ import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads
 import numpy as np
 import ray
 import torch
-from machine import machine, machine_cpu_seconds
-from plan import Laps
+from benchmark import BASE, Laps, option, run_benchmark
 from ray import cloudpickle
-from rich.console import Console
-from rich.table import Table
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import RemoteSample
@@ -58,7 +52,6 @@ from megarl.step.requests import requests
 from megarl.step.rollouts import choose
 from megarl.step.scoring import ScoredSample, select
 
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 FEWER_TOKENS = 8
 """The divisor of each sample's number of tokens for the comparison of memory."""
 
@@ -133,27 +126,9 @@ class StubGroup(WorkerGroup):
         self._update().result()
 
 
-def main(scratch: Path) -> None:
-    arguments = _parse()
-    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
-    result = measure(case, scratch)
-    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
-        **case._asdict(),
-        **result,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
-
-
-def measure(case: Case, scratch: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """The step as it is, and the driver's memory also where samples have an eighth of the tokens."""
+    case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
     config, packing, step = config_of(case), packing_of(case), step_of(case)
     lap = Laps()
     rank_batches = driver(config, packing, step, lap)
@@ -164,6 +139,7 @@ def measure(case: Case, scratch: Path) -> dict[str, Any]:
     }
     call_all_ranks(config, case.ranks, scratch, lap)  # last: Ray's threads stay
     return {
+        **case._asdict(),
         "microbatches_per_rank": len(rank_batches[0].microbatches),
         "driver": {"cpu_seconds": lap.seconds, "peak_bytes_by_tokens": memory},
         "rank": rank(case, packing, rank_batches[0], step),
@@ -310,35 +286,13 @@ def config_of(case: Case) -> Config:
     return load(BASE, [f"{key}={value}" for key, value in settings.items()])
 
 
-def show(result: dict[str, Any]) -> None:
-    samples = result["prompts"] * result["samples_per_prompt"]
-    print(f"{samples:,} samples of {result['tokens']:,} tokens for {result['ranks']:,} ranks")
-    table = Table()
-    for column in ("", "CPU s"):
-        table.add_column(column)
-    for who in ("driver", "rank"):
-        seconds: dict[str, float] = result[who]["cpu_seconds"]
-        for name, value in seconds.items():
-            table.add_row(f"{who}: {name}", f"{value:.4f}")
-        table.add_row(f"{who}, in all", f"{sum(seconds.values()):.3f}", end_section=True)
-    Console().print(table)
-    for tokens, peak in result["driver"]["peak_bytes_by_tokens"].items():
-        print(f"driver, peak memory with {int(tokens):,} tokens a sample: {peak / 2**20:.1f} MiB")
-    own = result["rank"]
-    micros = 1e6 * own["cpu_seconds"]["collate"] / own["tokens"]
-    print(f"rank: {own['bytes'] / own['tokens']:.2f} bytes a token, {micros:.3f} µs a token to collate")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=1024)
-    parser.add_argument("--samples-per-prompt", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=2000, help="of a sample, on average (default: 2000)")
-    parser.add_argument("--ranks", type=int, default=1024, help="data-parallel ones")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    with supervised() as scratch:
-        main(scratch)
+    with supervised() as folder:
+        run_benchmark(
+            __doc__,
+            lambda arguments: measure(arguments, folder),
+            option("--prompts", type=int, default=1024),
+            option("--samples-per-prompt", type=int, default=16),
+            option("--tokens", type=int, default=2000, help="mean length of a sample (%(default)s)"),
+            option("--ranks", type=int, default=1024, help="data-parallel ranks"),
+        )

@@ -7,8 +7,6 @@ those of a run: an engine, one beside it that makes the rollouts, and the enviro
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -19,29 +17,25 @@ from typing import TYPE_CHECKING, Any
 import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
 
 # isort: split
-import sys
 
 import numpy as np
 import psutil
 import ray
-from machine import machine, machine_cpu_seconds
+from benchmark import machine_cpu_seconds, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # the model is the one that the tests make
-
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample  # noqa: E402
-from megarl.cluster.groups.environments import EnvironmentGroup  # noqa: E402
-from megarl.cluster.placement import place  # noqa: E402
-from megarl.cluster.session import Session  # noqa: E402
-from megarl.cluster.supervision.supervisor import supervised  # noqa: E402
-from megarl.config.load import load  # noqa: E402
-from megarl.core.types import Prompt, RolloutInfo  # noqa: E402
-from megarl.data.turns import ChatTokens  # noqa: E402
-from megarl.environments.tools import describe  # noqa: E402
-from megarl.models.tokenizer import load_tokenizer  # noqa: E402
-from megarl.rollout.engine import SamplingRequest  # noqa: E402
-from tests.paths import BASE  # noqa: E402
-from tests.tiny_model import write_tiny_llama  # noqa: E402
+from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.environments import EnvironmentGroup
+from megarl.cluster.placement import place
+from megarl.cluster.session import Session
+from megarl.cluster.supervision.supervisor import supervised
+from megarl.config.load import load
+from megarl.core.types import Prompt, RolloutInfo
+from megarl.data.turns import ChatTokens
+from megarl.environments.tools import describe
+from megarl.models.tokenizer import load_tokenizer
+from megarl.rollout.engine import SamplingRequest
+from tests.paths import BASE
+from tests.tiny_model import write_tiny_llama
 
 if TYPE_CHECKING:
     from megarl.rollout.vllm.engine import VllmEngine
@@ -113,8 +107,8 @@ class Listener:
         pass
 
 
-def measure(scratch: Path) -> tuple[dict[str, Any], float]:
-    """Returns the figures, and the CPU time of all processes of the benchmark."""
+def measure(scratch: Path) -> dict[str, Any]:
+    begin, before = time.perf_counter(), machine_cpu_seconds()
     (scratch / "slow.py").write_text(ENVIRONMENT)
     folder = write_tiny_llama(scratch / "model", max_positions=2048)
     keys = [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", "cluster.object_store_mib=200"]
@@ -131,7 +125,16 @@ def measure(scratch: Path) -> tuple[dict[str, Any], float]:
         for starting in (engines.start(), environments.start()):
             starting.result()
         found = drive(engines, environments, groups(folder))
-        return found, _cpu_seconds([psutil.Process(), *psutil.Process().children(recursive=True)])
+        own_s = _cpu_seconds([psutil.Process(), *psutil.Process().children(recursive=True)])
+    elsewhere = max(0.0, machine_cpu_seconds() - before - own_s)
+    return {
+        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - begin) * os.cpu_count()),
+        "turns_per_rollout": TURNS,
+        "tool_median_s": MEDIAN_S,
+        "tool_sigma": SIGMA,
+        "processes": PROCESSES,
+        "run": found,
+    }
 
 
 def groups(folder: Path) -> list[list[SamplingRequest]]:
@@ -212,30 +215,6 @@ def summary(
     }
 
 
-def main(scratch: Path) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    begin, before = time.perf_counter(), machine_cpu_seconds()
-    run, own_s = measure(scratch)
-    elsewhere = machine_cpu_seconds() - before - own_s
-    share = max(0.0, elsewhere) / ((time.perf_counter() - begin) * os.cpu_count())
-    found = {
-        "machine": machine(),
-        "cpu_percent_elsewhere": round(100 * share, 1),
-        "turns_per_rollout": TURNS,
-        "tool_median_s": MEDIAN_S,
-        "tool_sigma": SIGMA,
-        "processes": PROCESSES,
-        "run": run,
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    with supervised() as scratch:
-        main(scratch)
+    with supervised() as folder:
+        run_benchmark(__doc__, lambda _: measure(folder))

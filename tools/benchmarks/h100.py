@@ -16,21 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from machine import machine
-from rich.console import Console
-from rich.table import Table
+from benchmark import ROOT, option, run_benchmark
 from training_case import SHAPES
 
 if TYPE_CHECKING:
     import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # models are written as the tests write theirs
 TIMEOUT_S = 3600
 REPEATS = 5
 
@@ -65,22 +60,11 @@ SIZES = {
 }
 
 
-def main() -> None:
-    arguments = _parse()
-    sizes = SIZES[arguments.sizes]
-    if arguments.only:
-        print(json.dumps(MEASUREMENTS[arguments.only](sizes)))
-        return
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "sizes": arguments.sizes,
-        **{name: _in_own_process(name, arguments.sizes) for name in MEASUREMENTS},
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.only:  # a child of `_in_own_process`
+        print(json.dumps(MEASUREMENTS[arguments.only](SIZES[arguments.sizes])))
+        sys.exit()
+    return {"sizes": arguments.sizes, **{name: _in_own_process(name, arguments.sizes) for name in MEASUREMENTS}}
 
 
 def _in_own_process(name: str, sizes: str) -> Any:
@@ -279,32 +263,10 @@ def _copy_gb_per_second() -> float:
 MEASUREMENTS: dict[str, Callable[[Sizes], Any]] = {"steps": steps, "heads": heads, "sampling": sampling, "run": run}
 
 
-def show(result: dict[str, Any]) -> None:
-    table = Table("", "", title=f"{result['steps'][0]['device']}, sizes {result['sizes']}")
-    for step in result["steps"]:
-        name = f"step of {step['shape']}, {step['tokens_per_microbatch']:,} tokens a microbatch"
-        table.add_row(name, f"{100 * step['mfu']:.1f} % of the peak, {step['tokens_per_second']:,.0f} tokens/s")
-    for head in result["heads"]:
-        for name, way in head["ways"].items():
-            memory = "" if way["peak_bytes"] is None else f", {way['peak_bytes'] / 1e9:.2f} GB"
-            sizes = f"{head['tokens']:,} × {head['hidden']:,} × {head['vocabulary']:,}"
-            table.add_row(f"head of {sizes}: {name}", f"{1000 * way['seconds']:.1f} ms{memory}")
-    for name, rate in result["sampling"].items():
-        table.add_row(f"sampling: {name}", f"{rate:,.0f} tokens/s")
-    for name, seconds in result["run"]["seconds"].items():
-        table.add_row(f"run: {name}", f"{seconds:.2f} s")
-    for name in ("refit", "copy"):
-        table.add_row(f"run: {name}", f"{result['run'][f'{name}_gb_per_second']:.1f} GB/s")
-    Console().print(table)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("h100.json"), help="the JSON file to write (%(default)s)")
-    parser.add_argument("--sizes", choices=list(SIZES), default="full", help="small rehearses it on CPU (%(default)s)")
-    parser.add_argument("--only", choices=list(MEASUREMENTS), help="measure this alone, and print it as JSON")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("--sizes", choices=SIZES, default="full", help="small rehearses on CPU (%(default)s)"),
+        option("--only", choices=MEASUREMENTS, help="measure only this, and print it as JSON"),
+    )

@@ -12,47 +12,36 @@ import resource
 import subprocess
 import sys
 import time
-from datetime import datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
-from rich.console import Console
-from rich.table import Table
+from benchmark import ROOT, option, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3600
 SIDES = ("plain", "tiled")
+OPTIONS = (
+    option("--vocabulary", type=int, default=151_936),
+    option("--hidden", type=int, default=1024),
+    option("--tokens", type=int, default=4096),
+    option("--dtype", choices=("float32", "bfloat16"), default="float32"),
+    option("--repeats", type=int, default=3, help="timed passes of each side (%(default)s)"),
+    option("--side", choices=SIDES, help="measure only this side, in this process, and print the result"),
+)
 
 
-def main() -> None:
-    arguments = _parse()
-    if arguments.side:
-        print(json.dumps(measure(arguments)))
-        return
-    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.side:  # a child of `run`
+        print(json.dumps(measure_side(arguments)))
+        sys.exit()
     sides = {side: run(side) for side in SIDES}
-    elsewhere = machine_cpu_seconds() - machine_before - (children_cpu_seconds() - own_before)
     logits_bytes = arguments.tokens * arguments.vocabulary * 4
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
+    return {
         **{name: getattr(arguments, name) for name in ("vocabulary", "hidden", "tokens", "dtype")},
         "logits_bytes": logits_bytes,
         "ratio_of_seconds": sides["tiled"]["median_seconds"] / sides["plain"]["median_seconds"],
         "share_of_logits": {side: of_side["extra_bytes"] / logits_bytes for side, of_side in sides.items()},
         **sides,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
-    if result["cpu_percent_elsewhere"] > QUIET_PERCENT:
-        print(
-            f"warning: {result['cpu_percent_elsewhere']:.0f} % of the CPU time went elsewhere; measure when it is quiet"
-        )
 
 
 def run(side: str) -> dict[str, Any]:
@@ -68,7 +57,7 @@ def run(side: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_side(arguments: argparse.Namespace) -> dict[str, Any]:
     """The peak is that of the first pass, together with what the libraries set up in it; it is not timed."""
     import torch
 
@@ -107,32 +96,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"median_seconds": median(seconds), "seconds": seconds, "extra_bytes": extra_bytes}
 
 
-def show(result: dict[str, Any]) -> None:
-    title = ", ".join(f"{name} {result[name]:,}" for name in ("vocabulary", "hidden", "tokens"))
-    table = Table("", "seconds", "memory beyond inputs and gradients", "of the logits", title=title)
-    for side in SIDES:
-        memory, share = result[side]["extra_bytes"] / 1e6, 100 * result["share_of_logits"][side]
-        table.add_row(side, f"{result[side]['median_seconds']:.2f}", f"{memory:,.0f} MB", f"{share:.1f} %")
-    table.add_row("ratio", f"{result['ratio_of_seconds']:.2f}", "", "")
-    Console().print(table)
-
-
 def _peak_bytes() -> int:
     """Highest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("linear_head.json"), help="the JSON file (%(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=151_936, help="default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=1024, help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3, help="timed passes of each side (default: %(default)s)")
-    parser.add_argument("--side", choices=SIDES, help="measure this side alone, in this process, and print the result")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure, *OPTIONS)

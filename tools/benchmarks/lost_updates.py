@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,20 +21,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # as a script, and as a module of the tests
 
-from megarl.config.load import load  # noqa: E402
-from megarl.config.schema import Config  # noqa: E402
-from megarl.core.metrics import Metric  # noqa: E402
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun  # noqa: E402
-from megarl.data.local_batch import LocalBatch  # noqa: E402
-from megarl.data.packing import Lengths, schedule  # noqa: E402
-from megarl.megatron import parallel  # noqa: E402
-from megarl.megatron.model.build import named_parameters  # noqa: E402
-from megarl.megatron.optimizer import parts_of  # noqa: E402
-from megarl.megatron.workers.actor import ActorWorker  # noqa: E402
-from tests.tiny_model import tiny_tokenizer  # noqa: E402
-from tools.benchmarks.machine import machine, machine_cpu_seconds  # noqa: E402
 
-BASE = ROOT / "configs" / "base.yaml"
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.metrics import Metric
+from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
+from megarl.data.packing import Lengths, schedule
+from megarl.megatron import parallel
+from megarl.megatron.model.build import named_parameters
+from megarl.megatron.optimizer import parts_of
+from megarl.megatron.workers.actor import ActorWorker
+from tests.tiny_model import tiny_tokenizer
+from tools.benchmarks.benchmark import BASE, option, run_benchmark
+
 RATES = (1e-5, 1e-6)
 TOKENS, FIRST = 64, 8
 """The tokens of the language, and the id of the first: tokenizers have special ones before."""
@@ -73,39 +70,22 @@ class Language:
         return [self.sequence(shares) for _ in range(size)]
 
 
-def main() -> None:
-    arguments = _parse()
-    torch.set_num_threads(1)
-    begin, busy, own = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        **measure(arguments.seeds, arguments.updates, arguments.first_updates, arguments.hidden, arguments.layers),
-    }
-    result["seconds"] = time.perf_counter() - begin
-    elsewhere = machine_cpu_seconds() - busy - (time.process_time() - own)
-    result["cpu_percent_elsewhere"] = max(0.0, 100 * elsewhere / (result["seconds"] * result["machine"]["cores"]))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for run in result["runs"]:
-        print(f"{run['lr']:g}  {mean(run['learned']):.4f}  {100 * run['changed_share']:.2f} %  {run['option']}")
-
-
-def measure(num_seeds: int, num_updates: int, first_updates: int, hidden: int, layers: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns for each rate and option what each seed's run has learned at its end, in nats a token against the model
     without an update on the same samples; the curve of that, the mean over the seeds; and the mean share of the
     elements that an update changes."""
+    torch.set_num_threads(1)
     runs = [
         {"lr": rate, "option": option, "learned": [], "changed_shares": [], "curves": []}
         for rate in RATES
         for option in OPTIONS
     ]
     sizes = []
-    for seed in range(num_seeds):
+    for seed in range(arguments.seeds):
         language = Language(seed)
         with tempfile.TemporaryDirectory() as folder:
-            sizes.append(write_model(Path(folder), language, first_updates, hidden, layers, seed))
-            batches = [language.batch(NEW) for _ in range(num_updates)]
+            sizes.append(write_model(Path(folder), language, arguments, seed))
+            batches = [language.batch(NEW) for _ in range(arguments.updates)]
             before = losses_of(Path(folder), batches)
             for run in runs:
                 losses, changed = train(run["option"], Path(folder), batches, run["lr"], seed)
@@ -117,8 +97,8 @@ def measure(num_seeds: int, num_updates: int, first_updates: int, hidden: int, l
     for run in runs:
         run["changed_share"] = mean(run.pop("changed_shares"))
         run["curve"] = [round(mean(gains), 6) for gains in zip(*run.pop("curves"), strict=True)]
-    size = {"hidden": hidden, "layers": layers, "median_weight": mean(sizes)}
-    return {"model": size, "updates": num_updates, "seeds": num_seeds, "tail": TAIL, "runs": runs}
+    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(sizes)}
+    return {"model": size, "updates": arguments.updates, "seeds": arguments.seeds, "tail": TAIL, "runs": runs}
 
 
 def write_model(folder: Path, language: Language, updates: int, hidden: int, layers: int, seed: int) -> float:
@@ -289,16 +269,13 @@ def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:
     return (bits & -(2**16)).view(torch.float32).bfloat16()
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="models and languages (%(default)s)")
-    parser.add_argument("--updates", type=int, default=50, help="of each curve (%(default)s)")
-    parser.add_argument("--first-updates", type=int, default=250, help="that make the model (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=256, help="the model's hidden size (%(default)s)")
-    parser.add_argument("--layers", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("--seeds", type=int, default=5, help="models and languages (%(default)s)"),
+        option("--updates", type=int, default=50, help="updates per curve (%(default)s)"),
+        option("--first-updates", type=int, default=250, help="updates that train the initial model (%(default)s)"),
+        option("--hidden", type=int, default=256, help="hidden size of the model (%(default)s)"),
+        option("--layers", type=int, default=3, help="layers of the model (%(default)s)"),
+    )

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from benchmark import BASE
 from training_case import Case
 
 from megarl.cluster.memory.rank import rank_memory
@@ -27,8 +28,6 @@ from megarl.data.packing import Lengths, Microbatch, schedule
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
-
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 
 
 class RandomActor(ActorWorker):

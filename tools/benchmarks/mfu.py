@@ -8,18 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
-from rich.console import Console
-from rich.table import Table
+from benchmark import option, run_benchmark
 from training_case import SHAPES, Case, equal_lengths
 
 from megarl.models.flops import training_flops
@@ -38,8 +35,7 @@ KINDS = {
 """Kind of work -> parts of the names of its kernels; the first kind that fits counts, what fits none is elementwise."""
 
 
-def main() -> None:
-    arguments = _parse()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     case = Case(
         arguments.shape,
         equal_lengths(arguments.documents * arguments.microbatches, arguments.prompt, arguments.response),
@@ -53,14 +49,12 @@ def main() -> None:
     plan = arithmetic(case)
     if arguments.dry_run:
         print(json.dumps(plan, indent=2))
-        return
+        sys.exit()
     with tempfile.TemporaryDirectory(prefix="mfu-") as name:
-        measured = measure(case, Path(name) / "case")
-    seconds = median(measured["seconds"])
+        figures = measure_case(case, Path(name) / "case")
+    seconds = median(figures["seconds"])
     tflops = plan["flops_per_update"] / seconds / 1e12
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
+    return {
         "shape": arguments.shape,
         "recompute": arguments.recompute,
         "peak_tflops": arguments.peak_tflops,
@@ -69,12 +63,8 @@ def main() -> None:
         "tflops": tflops,
         "mfu": tflops / arguments.peak_tflops,
         **plan,
-        **measured,
+        **figures,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
 
 
 def arithmetic(case: Case) -> dict[str, Any]:
@@ -92,7 +82,7 @@ def arithmetic(case: Case) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
+def measure_case(case: Case, folder: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from megarl_side import RandomActor, closed_form, config_of, lengths_of, samples_of
@@ -134,39 +124,22 @@ def shares_of_time(events: Any, on_device: bool) -> dict[str, float]:
     return {kind: spent / times.total() for kind, spent in times.most_common()}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    table = Table("", "", title=f"{result['shape']}, bfloat16, on {result['device']}: {result['kernels']}")
-    table.add_row("seconds an update", f"{result['median_seconds']:.3f}")
-    table.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}")
-    table.add_row("TFLOP/s", f"{result['tflops']:.3g}")
-    table.add_row("of the peak", f"{100 * result['mfu']:.1f} %")
-    for kind, share in result["shares_of_time"].items():
-        table.add_row(f"  {kind}", f"{100 * share:.1f} %")
-    if result["peak_bytes"]:
-        table.add_row("peak memory, GB", f"{result['peak_bytes'] / 1e9:.1f}")
-        table.add_row("closed form, GB", f"{result['closed_form_bytes']['total'] / 1e9:.1f}")
-    Console().print(table)
-
-
 def _kind(kernel: str) -> str:
     name = kernel.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "elementwise")
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("mfu.json"), help="the JSON file to write (%(default)s)")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-1.5b", help="default: %(default)s")
-    parser.add_argument("--documents", type=int, default=8, help="of a microbatch (default: 8)")
-    parser.add_argument("--microbatches", type=int, default=4, help="of an update (default: 4)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each document (default: 256)")
-    parser.add_argument("--response", type=int, default=768, help="tokens of each document (default: 768)")
-    parser.add_argument("--updates", type=int, default=5, help="to time, after two to warm up (default: 5)")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="of the GPU (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print what follows from the shapes, and stop")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("--shape", choices=SHAPES, default="qwen2.5-1.5b"),
+        option("--documents", type=int, default=8, help="documents of a microbatch (%(default)s)"),
+        option("--microbatches", type=int, default=4, help="microbatches of an update (%(default)s)"),
+        option("--prompt", type=int, default=256, help="prompt tokens of a document (%(default)s)"),
+        option("--response", type=int, default=768, help="response tokens of a document (%(default)s)"),
+        option("--updates", type=int, default=5, help="timed updates, after two to warm up (%(default)s)"),
+        option("--recompute", choices=("none", "selective", "full"), default="none"),
+        option("--peak-tflops", type=float, default=PEAK_TFLOPS, help="peak of the GPU (%(default)s)"),
+        option("--dry-run", action="store_true", help="print the figures that follow from the shapes"),
+    )

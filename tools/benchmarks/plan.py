@@ -5,22 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import pickle
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from machine import machine, machine_cpu_seconds
+from benchmark import Laps, option, run_benchmark
 from ray import cloudpickle
 from reshard import CASES, CONFIGS, Case
-from rich.console import Console
-from rich.table import Table
 
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
@@ -28,39 +18,6 @@ from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.planning.side import on_nodes, side_holders
 
 RANKS_PER_NODE = 8
-
-Result = TypeVar("Result")
-
-
-@dataclass
-class Laps:
-    """The seconds of one core that each thing took, by its name."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, name: str, function: Callable[..., Result], *args: Any) -> Result:
-        start = time.process_time()
-        result = function(*args)
-        self.seconds[name] = time.process_time() - start
-        return result
-
-
-def main() -> None:
-    arguments = _parse()
-    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    measured = measure(CASES[arguments.case])
-    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before)
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
-        **CASES[arguments.case]._asdict(),
-        **measured,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -94,27 +51,17 @@ def measure(case: Case) -> dict[str, Any]:
         "terms": len(compact.terms),
         "hops": len(plan.order),
     }
-    return {"counts": counts, "cpu_seconds": lap.seconds, "megabytes": {k: v / 1e6 for k, v in sizes.items()}}
-
-
-def show(result: dict[str, Any]) -> None:
-    counts = ", ".join(f"{count:,} {name}" for name, count in result["counts"].items())
-    print(f"{result['model']}, {result['source']} to {result['destination']}: {counts}")
-    table = Table()
-    for column in ("", "CPU s", "MB"):
-        table.add_column(column)
-    for name, seconds in result["cpu_seconds"].items():
-        size = result["megabytes"].get(name.removeprefix("pickle "))
-        table.add_row(name, f"{seconds:.2f}", "" if size is None else f"{size:.1f}")
-    Console().print(table)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, default="deepseek-v3", help="a model and its layouts")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+    return {
+        **case._asdict(),
+        "counts": counts,
+        "cpu_seconds": lap.seconds,
+        "megabytes": {k: v / 1e6 for k, v in sizes.items()},
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda arguments: measure(CASES[arguments.case]),
+        option("--case", choices=CASES, default="deepseek-v3", help="a model and its layouts"),
+    )

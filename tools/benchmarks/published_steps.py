@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,12 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
 
-from megarl.cluster.memory.parameters import Models  # noqa: E402
-from megarl.config.load import load  # noqa: E402
-from megarl.planner.hardware import read_cluster  # noqa: E402
-from megarl.planner.step_plan import StepPlan, plan_step  # noqa: E402
-from megarl.planner.workload import Workload  # noqa: E402
-from tests.published_models import CONFIGS  # noqa: E402
+from megarl.cluster.memory.parameters import Models
+from megarl.config.load import load
+from megarl.planner.hardware import read_cluster
+from megarl.planner.step_plan import StepPlan, plan_step
+from megarl.planner.workload import Workload
+from tests.published_models import CONFIGS
+from tools.benchmarks.benchmark import BASE, run_benchmark
 
 NEMO_RL = (
     "https://github.com/NVIDIA-NeMo/RL/blob/06beed91bac98a2c39a19435f6bbbbe71aa45720/docs/about/performance-summary.md"
@@ -86,9 +85,7 @@ class Case:
         ]
 
     def plan(self) -> StepPlan:
-        config = load(
-            ROOT / "configs" / "base.yaml", ["model.path=published", "data.source=arithmetic", *self.overrides]
-        )
+        config = load(BASE, ["model.path=published", "data.source=arithmetic", *self.overrides])
         workload = Workload.of(config, self.prompt, self.tokens[0] - self.prompt)
         workload = replace(workload, sharing=1)  # these trainers compute a prompt for each of its samples
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
@@ -184,16 +181,5 @@ def predict(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    runs = [predict(case) for case in CASES]
-    for run in runs:
-        print(f"{run['who']:8} {run['model']:16} {run['gpus']:9} {run['seconds']:8.1f} {run['predicted']:8.1f}")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"runs": runs}, indent=2) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, lambda _: {"runs": [predict(case) for case in CASES]})

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # as a script, and as a module of the tests
 
-from megarl.config.load import load  # noqa: E402
-from megarl.planner.hardware import GIB, read_cluster  # noqa: E402
-from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps  # noqa: E402
-from tests.h100_recipes import RECIPES, H100Recipe  # noqa: E402
-from tests.published_models import PARAMETERS  # noqa: E402
+from megarl.config.load import load
+from megarl.planner.hardware import GIB, read_cluster
+from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps
+from tests.h100_recipes import RECIPES, H100Recipe
+from tests.published_models import PARAMETERS
+from tools.benchmarks.benchmark import run_benchmark
 
 
 def predict(recipe: H100Recipe) -> dict[str, Any]:
@@ -50,16 +48,5 @@ def predict(recipe: H100Recipe) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    found = json.dumps({"runs": [predict(recipe) for recipe in RECIPES]}, indent=2) + "\n"
-    if arguments.out is None:
-        print(found, end="")
-    else:
-        arguments.out.write_text(found, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, lambda _: {"runs": [predict(recipe) for recipe in RECIPES]})

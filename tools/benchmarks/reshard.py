@@ -5,26 +5,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine import children_cpu_seconds, machine, machine_cpu_seconds
-from rich.console import Console
-from rich.table import Table
+from benchmark import ROOT, option, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
-
-from tests.published_models import CONFIGS  # noqa: E402
+from tests.published_models import CONFIGS
 
 TARGET_SECONDS, TARGET_GB, TARGET_BALANCE, TARGET_RATIO = 60, 4, 1.05, 1.15
 
@@ -64,24 +56,6 @@ CASES = {
 """The layouts of Qwen3-235B are those that these trainers publish for it."""
 
 
-def main() -> None:
-    arguments = _parse()
-    wanted = arguments.only or list(CASES)
-    start, before, own_before = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    runs = {name: run(CASES[name]) for name in wanted}
-    elsewhere = machine_cpu_seconds() - before - (time.process_time() - own_before) - children_cpu_seconds()
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - start) * os.cpu_count()),
-        "runs": runs,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(runs)
-    print(f"result: {arguments.out}")
-
-
 def run(case: Case) -> dict[str, Any]:
     """One command, start-up included: its seconds on the clock and of one core, its peak memory, and what it says."""
     with tempfile.TemporaryDirectory(prefix="reshard-") as name:
@@ -107,33 +81,9 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
-def show(runs: Mapping[str, Mapping[str, Any]]) -> None:
-    targets = f"{TARGET_SECONDS} s, {TARGET_GB} GB, balance {TARGET_BALANCE}, over the floor {TARGET_RATIO}, wasted 0"
-    table = Table(title=f"planned, proven and simulated; targets: {targets}")
-    for column in ("", "s", "CPU s", "GB", "moved TB", "wasted", "balance", "predicted s", "over the floor"):
-        table.add_column(column, no_wrap=True)
-    for name, values in runs.items():
-        found = values["figures"]
-        table.add_row(
-            name,
-            f"{values['seconds']:.1f}",
-            f"{values['cpu_seconds']:.1f}",
-            f"{values['peak_gb']:.2f}",
-            f"{found['bytes_total'] / 1e12:.2f}",
-            str(found["bytes_wasted"]),
-            f"{found['source_balance']:.3f}",
-            f"{found['predicted_seconds']:.2f}",
-            f"{found['predicted_seconds'] / found['floor_seconds']:.3f}",
-        )
-    Console(width=120).print(table)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=CASES, action="append", help="one case; may be repeated")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda arguments: {"runs": {name: run(CASES[name]) for name in arguments.only or CASES}},
+        option("--only", choices=CASES, action="append", help="one case; may be repeated"),
+    )

@@ -7,16 +7,15 @@ processes, from which follows how many they would judge on a machine that had a 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
+from typing import Any
 
 import psutil
-from machine import children_cpu_seconds, machine, machine_cpu_seconds
+from benchmark import option, run_benchmark
 
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.pool import FunctionPool
@@ -68,15 +67,11 @@ def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tupl
 
 
 def cpu_seconds(pool: FunctionPool) -> float:
-    times = [psutil.Process(child.group).cpu_times() for child in pool._children]
+    times = [psutil.Process(child.process_group).cpu_times() for child in pool._children]
     return sum(time.user + time.system for time in times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cases = {
         "math_match, groups as in a run": ("math_match", False),
         "math_match, distinct answers": ("math_match", True),
@@ -86,7 +81,6 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     cpu_ms: dict[str, list[float]] = {}
     failed = 0  # a machine that is busy may make a call wait for longer than math_match's clock allows
-    wall, busy, own = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
     try:
         for case, (function, are_distinct) in cases.items():
             through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # it warms up
@@ -99,10 +93,7 @@ def main() -> None:
                 rates[case].append(round(len(batch) / seconds, 1))
     finally:
         pool.close()
-    wall = time.perf_counter() - wall
-    others = machine_cpu_seconds() - busy - (children_cpu_seconds() - own) - time.process_time()
-    found = {
-        "machine": machine(),
+    return {
         "processes": PROCESSES,
         "samples": len(batch),
         "response_characters": round(statistics.fmean(len(sample.text) for sample in batch)),
@@ -113,13 +104,8 @@ def main() -> None:
         },
         "runs": rates,
         "failed": failed,
-        "cpu_percent_elsewhere": round(100 * max(others, 0.0) / wall / machine()["cores"], 1),
     }
-    text = json.dumps(found, indent=2) + "\n"
-    print(text, end="")
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure, option("--prompts", type=int, default=PROMPTS))

@@ -6,16 +6,13 @@ one with linear layers in fp8 is, as rollout.quantization=fp8_block has them.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import machine
+from benchmark import run_benchmark
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.models.folder import resolve
@@ -28,21 +25,6 @@ NEW_TOKENS, SEED = 16, 0
 BLOCK = 128
 
 Linear = Callable[..., torch.Tensor]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "model": MODEL,
-        **measure(resolve(MODEL)),
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(f"{mean:.4f}  {name}" for name, mean in result["mean_differences"].items()))
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -129,4 +111,4 @@ def _rounded(matrix: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, lambda _: {"model": MODEL, **measure(resolve(MODEL))})

@@ -6,21 +6,15 @@ when it is sampled.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from machine import machine, machine_cpu_seconds
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # the model is the one that the tests make
+from benchmark import run_benchmark
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -81,38 +75,21 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     return found
 
 
+def measure_all(_: object) -> dict[str, Any]:
+    from megarl.rollout.vllm.environment import environment
+    from tests.tiny_model import write_tiny_llama
+
+    os.environ.update(environment(1, threads=2, index=0))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_tiny_llama(Path(scratch))
+        runs = {name: measure(folder, top_k) for name, top_k in TOP_K.items()}
+    return {"sequences": SEQUENCES, "tokens": TOKENS, "runs": runs}
+
+
 def _decoding(parameters: SamplingParams) -> SamplingParams:
     parameters.detokenize = True
     return parameters
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    from megarl.rollout.vllm.environment import environment
-    from tests.tiny_model import write_tiny_llama
-
-    os.environ.update(environment(1, threads=2, index=0))
-    begin, before = time.perf_counter(), machine_cpu_seconds() - sum(os.times()[:4])
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = write_tiny_llama(Path(scratch))
-        runs = {name: measure(folder, top_k) for name, top_k in TOP_K.items()}
-    seconds = time.perf_counter() - begin
-    elsewhere = machine_cpu_seconds() - before - sum(os.times()[:4])
-    found = {
-        "machine": machine(),
-        "cpu_percent_elsewhere": round(100 * max(0.0, elsewhere) / (seconds * os.cpu_count()), 1),
-        "sequences": SEQUENCES,
-        "tokens": TOKENS,
-        "runs": runs,
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure_all)

@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from machine import machine, machine_cpu_seconds
+from benchmark import BASE, machine_cpu_seconds, option, run_benchmark
 
 from megarl.config.load import load
 from megarl.rewards.code import code_tests
 from megarl.sandbox.choice import find_provider
 from megarl.sandbox.provider import Provider
-
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 
 RESPONSE = """```python
 def primes(n):
@@ -84,28 +78,20 @@ async def measure_all(count: int, at_once: int) -> dict[str, Any]:
     stays |= {name: round(PER_SANDBOX * stays[name], 1) for name in ("programs", "per_second")}
     stays |= {name: round(stays[name] / PER_SANDBOX, 4) for name in ("median_seconds", "cpu_seconds")}
     runs["null programs, ten in a sandbox"] = stays
-    return {"provider": provider.name, "as_root": os.geteuid() == 0, "at_once": at_once, "runs": runs}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=200, help="programs of each kind")
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    measured = asyncio.run(measure_all(arguments.count, arguments.at_once))
-    found = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "cpu_percent_elsewhere": max(run["cpu_percent_elsewhere"] for run in measured["runs"].values()),
-        **measured,
+    percent = max(run["cpu_percent_elsewhere"] for run in runs.values())
+    return {
+        "cpu_percent_elsewhere": percent,
+        "provider": provider.name,
+        "as_root": os.geteuid() == 0,
+        "at_once": at_once,
+        "runs": runs,
     }
-    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda arguments: asyncio.run(measure_all(arguments.count, arguments.at_once)),
+        option("--count", type=int, default=200, help="programs of each kind"),
+        option("--at-once", type=int, default=4),
+    )

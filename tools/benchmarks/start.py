@@ -6,12 +6,10 @@ plans, and the first refit. Ranks and engines are stubs, whose answers are as la
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +19,8 @@ import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads
 
 # isort: split
 import ray
-from machine import machine
-from plan import Laps
+from benchmark import BASE, Laps, option, run_benchmark
 from reshard import CONFIGS
-from rich.console import Console
-from rich.table import Table
 
 from megarl.cluster.groups.engine_actor import Parameters
 from megarl.cluster.groups.engines import EngineGroup
@@ -45,7 +40,6 @@ from megarl.resharding.families import huggingface_holder, megatron_holder, vllm
 from megarl.resharding.planning.planner import make_plan
 from megarl.rollout.engine import SyncStats
 
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yaml"
 GPUS_PER_NODE = 8
 ANSWERING = 2
 """The processes that answer for all ranks and engines."""
@@ -132,23 +126,6 @@ class StubHandle:
         return SimpleNamespace(remote=partial(self._actor.call.options(**options).remote, self._rank))
 
 
-def main(scratch: Path) -> None:
-    arguments = _parse()
-    case = CASES[arguments.case]
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "model": case.model,
-        "layout": case.layout,
-        "engines": f"{case.engines} × tp={case.engine_tp}",
-        **measure(case, scratch),
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    show(result)
-    print(f"result: {arguments.out}")
-
-
 def measure(case: Case, scratch: Path) -> dict[str, Any]:
     lap, hf_config = Laps(), CONFIGS[case.model]
     with tempfile.TemporaryDirectory() as name:
@@ -173,7 +150,13 @@ def measure(case: Case, scratch: Path) -> dict[str, Any]:
             metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
     assert metrics["engines/alive"].value == case.engines
     assert len(placement.trainers) == case.ranks
-    return {"ranks": len(placement.trainers), "driver_cpu_seconds": lap.seconds}
+    return {
+        "model": case.model,
+        "layout": case.layout,
+        "engines": f"{case.engines} × tp={case.engine_tp}",
+        "ranks": len(placement.trainers),
+        "driver_cpu_seconds": lap.seconds,
+    }
 
 
 def config_of(case: Case, folder: Path, *overrides: str) -> Config:
@@ -194,24 +177,10 @@ def config_of(case: Case, folder: Path, *overrides: str) -> Config:
     return load(BASE, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 
 
-def show(result: dict[str, Any]) -> None:
-    print(f"{result['model']}, {result['ranks']:,} ranks and engines {result['engines']}")
-    table = Table()
-    for column in ("", "the driver's CPU s"):
-        table.add_column(column)
-    for name, seconds in result["driver_cpu_seconds"].items():
-        table.add_row(name, f"{seconds:.2f}")
-    table.add_row("in all (target 60)", f"{sum(result['driver_cpu_seconds'].values()):.1f}")
-    Console().print(table)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, default="deepseek-v3", help="a model and its layouts")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    with supervised() as scratch:
-        main(scratch)
+    with supervised() as folder:
+        run_benchmark(
+            __doc__,
+            lambda arguments: measure(CASES[arguments.case], folder),
+            option("--case", choices=CASES, default="deepseek-v3", help="a model and its layouts"),
+        )

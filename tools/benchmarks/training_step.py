@@ -12,53 +12,31 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from machine import QUIET_PERCENT, children_cpu_seconds, machine, machine_cpu_seconds
-from rich.console import Console
-from rich.table import Table
+from benchmark import ROOT, option, run_benchmark
+from step_vs_trl import build_environment
 from training_case import SHAPES, Case, equal_lengths, mixed_lengths
-from trl_environment import build
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """glibc's allocator otherwise keeps what is freed, and resident memory is far above what is in use."""
 
+MICROBATCH = "microbatches to try one by one; the fastest counts (8)"
+
 LAYOUTS = {"1 process": [], "PP2": ["pp=2"], "DP2": ["dp=2"]}
 
 
-def main() -> None:
-    arguments = _parse()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="training-step-") as name:
-        start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), children_cpu_seconds()
-        measured = MEASUREMENTS[arguments.what](arguments, cores, Path(name))
-        elsewhere = machine_cpu_seconds() - machine_before - (children_cpu_seconds() - own_before)
-        seconds = time.perf_counter() - start
-    result = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "what": arguments.what,
-        "shape": arguments.shape,
-        "cpu_percent_elsewhere": 100 * elsewhere / (seconds * os.cpu_count()),
-        **measured,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    {"memory": show_memory, "saving": show_saving, "trl": show_trl}.get(arguments.what, show_speed)(result)
-    print(f"result: {arguments.out}")
-    if result["cpu_percent_elsewhere"] > QUIET_PERCENT:
-        print(
-            f"warning: {result['cpu_percent_elsewhere']:.0f} % of the CPU time went elsewhere; measure when it is quiet"
-        )
+        figures = MEASUREMENTS[arguments.what](arguments, cores, Path(name))
+    return {"what": arguments.what, "shape": arguments.shape, **figures}
 
 
 def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
@@ -83,7 +61,7 @@ def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) 
 def against_trl(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
     """An update of GRPO on the same samples, at mixed and at equal lengths: seconds, and, in runs of their own, the
     highest resident memory less what there was before the model and less weights, gradients and Adam's state."""
-    trl = build(work / "environment")
+    trl = build_environment(work / "environment")
     found = {}
     for mix in ("mixed", "equal"):
         lengths = _lengths(arguments, mixed=mix == "mixed")
@@ -182,14 +160,16 @@ def run(
 ) -> list[dict[str, Any]]:
     """Every rank in a process of its own. Returns what each wrote."""
     case.write(folder)
-    script = str(Path(__file__).with_name(f"{side}_side.py"))
+    own_file = [f"{side}_side.py", str(folder)]
+    script, *options = ["step_vs_trl.py", "--side=update", f"--folder={folder}"] if side == "trl" else own_file
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment}
     print(f"running: {side}, {folder.name}", flush=True)
     ranks = []
     for rank in range(num_ranks):
         with (folder / f"log-{rank}").open("w", encoding="utf-8") as log:
-            command = [str(python), script, str(folder), str(rank)]
+            command = [str(python), str(Path(__file__).with_name(script)), *options]
+            command += [] if side == "trl" else [str(rank)]
             ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
     try:
         statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
@@ -202,55 +182,6 @@ def run(
             tail = "\n".join((folder / f"log-{number}").read_text(encoding="utf-8").splitlines()[-30:])
             sys.exit(f"{tail}\ntraining_step: error: exit status {status} of rank {number} of {side}")
     return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in range(num_ranks)]
-
-
-def show_speed(result: Mapping[str, Any]) -> None:
-    table = Table("", "seconds an update", "tokens/s", title=_title(result))
-    for name in ("megarl", "transformers", "packed", "padded"):
-        if name in result:
-            side = result[name]
-            table.add_row(name, f"{side['median_seconds']:.2f}", f"{side['tokens_per_second']:.0f}")
-    table.add_row("ratio", "", f"{result['ratio_of_tokens_per_second']:.2f}")
-    Console().print(table)
-
-
-def show_trl(result: Mapping[str, Any]) -> None:
-    table = Table("", "seconds an update", "tokens/s", "MB above the state", title=_title(result))
-    for mix, found in result["mixes"].items():
-        for name in ("megarl", "trl"):
-            side = found[name]
-            figures = (f"{side['median_seconds']:.2f}", f"{side['tokens_per_second']:.0f}")
-            table.add_row(f"{mix}, {name}", *figures, f"{side['bytes_above_state'] / 1e6:.0f}")
-        table.add_row("ratio", f"{found['ratio_of_seconds']:.2f}", "", f"{found['ratio_of_bytes_above_state']:.2f}")
-    Console().print(table)
-
-
-def show_memory(result: Mapping[str, Any]) -> None:
-    parts = ("weights", "gradients", "optimizer", "activations", "head", "total")
-    table = Table(
-        "MB", "weights", "grads", "Adam", "activ.", "head", "total", "measured", "ratio", title=_title(result)
-    )
-    for layout, ranks in result["layouts"].items():
-        for number, rank in enumerate(ranks):
-            form = [f"{rank['closed_form_bytes'][part] / 1e6:.0f}" for part in parts]
-            ratio = f"{rank['measured_to_closed_form']:.2f}"
-            table.add_row(f"{layout}, {number}", *form, f"{rank['measured_bytes'] / 1e6:.0f}", ratio)
-    Console().print(table)
-
-
-def show_saving(result: Mapping[str, Any]) -> None:
-    table = Table("rank", "GB", "stall, s", "plain copy, s", "ratio", "to the disk, s", title=_title(result))
-    for layout, ranks in result["layouts"].items():
-        for number, rank in enumerate(ranks):
-            stall, copy = rank["stall_seconds"], rank["copy_seconds"]
-            figures = (rank["bytes"] / 1e9, stall, copy, stall / copy, rank["seconds_to_the_disk"])
-            table.add_row(f"{layout}, {number}", *(f"{figure:.2f}" for figure in figures))
-    Console().print(table)
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    facts = result["machine"]
-    return f"{result['what']}: {result['shape']}, float32, {facts['cores']} cores of {facts['cpu']}"
 
 
 def _speed(side: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -269,31 +200,21 @@ def _lengths(arguments: argparse.Namespace, mixed: bool) -> list[list[int]]:
     return equal_lengths(arguments.samples, arguments.prompt, arguments.response)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=list(MEASUREMENTS))
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="default: %(default)s")
-    parser.add_argument("--updates", type=int, default=2, help="of each side, after one to warm up (default: 2)")
-    parser.add_argument("--samples", type=int, default=32, help="of an update (default: 32)")
-    parser.add_argument("--prompt", type=int, default=96, help="tokens (default: 96)")
-    parser.add_argument("--response", type=int, default=32, help="tokens, at equal lengths (default: 32)")
-    parser.add_argument("--longest-response", type=int, default=384, help="tokens, at mixed lengths (default: 384)")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=1024, help="of megarl (default: 1024)")
-    parser.add_argument("--saves", type=int, default=3, help="checkpoints, of which the median counts (default: 3)")
-    parser.add_argument(
-        "--transformers-microbatch",
-        type=int,
-        nargs="+",
-        default=[8],
-        metavar="SAMPLES",
-        help="several are run one by one, and the fastest counts (default: 8)",
-    )
-    parser.add_argument(
-        "--trl-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help="the same for TRL (default: 8)"
-    )
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        measure,
+        option("what", choices=MEASUREMENTS),
+        option("--shape", choices=SHAPES, default="smollm2-135m"),
+        option("--updates", type=int, default=2, help="updates of each side after a warm-up (%(default)s)"),
+        option("--samples", type=int, default=32, help="samples of an update (%(default)s)"),
+        option("--prompt", type=int, default=96, help="tokens of a prompt (%(default)s)"),
+        option("--response", type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)"),
+        option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
+        option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
+        option("--saves", type=int, default=3, help="checkpoints, of which the median counts (%(default)s)"),
+        *(
+            option(f"--{other}-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help=MICROBATCH)
+            for other in ("transformers", "trl")
+        ),
+    )
