@@ -37,7 +37,7 @@ def test_job_finishes_despite_faults(cluster: Slurm, shared: Path) -> None:
     rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
     run = Launched(cluster, shared, "soak", *options, rewards, "run.steps=1000000")
     assert run.wait_for_attempt(2) == ["n0", "n2"]  # the preflight check excluded n1
-    assert "job: node n1: shared memory: 0.06 GiB free; enlarge it" in run.log
+    assert "job: node n1: shared memory: 0.06 GiB free; mount -o remount,size=50% " in run.log
 
     hours, minutes, seconds = map(int, run.job["RunTime"].split(":"))
     limit = (3600 * hours + 60 * minutes + seconds + 45) // 60 + 1
