@@ -94,8 +94,8 @@ def test_a_rollout_of_several_samples_counts_once_and_one_whose_environment_fail
     assert metrics["avg@3"] == pytest.approx((1 / 3 + 1) / 2)
     assert metrics["pass@1"] == pytest.approx((1 / 3 + 1) / 2) and metrics["pass@2"] == pytest.approx((2 / 3 + 1) / 2)
     assert metrics["pass^2"] == pytest.approx((0 + 1) / 2) and metrics["pass^3"] == 0
-    assert metrics["failed_share"] == pytest.approx(1 / 6)
-    assert metrics["truncated_share"] == pytest.approx(2 / 5)
+    assert metrics["failed_frac"] == pytest.approx(1 / 6)
+    assert metrics["truncated_frac"] == pytest.approx(2 / 5)
     assert metrics["length_mean"] == pytest.approx((3 * 3 + 5 + 7 + 2 + 4) / 5), "what the policy said, and no context"
     assert metrics["turns_mean"] == pytest.approx((2 + 2 + 8 + 2 + 2) / 5)
 
