@@ -1,5 +1,4 @@
-"""Several epochs of a step through the driver's own functions, on the ranks of a layout, against plain Hugging Face and
-torch, which makes the same updates in a loop."""
+"""Several epochs of a step through the driver's functions, in each layout, against plain Hugging Face and torch."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ from tests.tiny_model import write_tiny_llama
 GROUPS = random_groups(0) + [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
 BATCH = "batch={prompts_per_step: 6, prompts_per_update: 2, epochs: 3}"
 NUMBER = 5
-"""The number of the step."""
+"""Number of the step."""
 
 
 class Ranks:
-    """A TrainerGroup, of which each rank is a process that runs the driver's part, too. References are what they refer
-    to."""
+    """A TrainerGroup whose ranks are processes that each run the driver's part as well. Object references are the
+    objects themselves."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -76,7 +75,7 @@ class Ranks:
 
 
 class Other:
-    """The other model: it is not trained, and a critic has these values at the step's start."""
+    """The model that is not trained. As a critic, it returns fixed values at the start of the step."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -123,7 +122,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(folders):
-    """Returns a function: the reference after so many epochs, and the values at the start."""
+    """Return a function from a number of epochs to the trained reference and the initial values."""
 
     @cache
     def trained(num_epochs: int) -> Expected[tuple[PpoReference, dict[str, torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""Frozen parameters stay as they are, bit by bit, and the others are trained as in plain torch without them."""
+"""Frozen parameters stay bit-identical, and the others train as in plain torch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[bool, Path]:
-    """The models' folders, by whether embedding and head are tied."""
+    """The models' folders. The key is whether embedding and head are tied."""
     make = tmp_path_factory.mktemp
     return {tied: write_tiny_llama(make("model"), num_kv_heads=2, num_layers=4, tied=tied) for tied in (False, True)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_frozen_tensors_stay_and_others_are_trained(folders, case):
+def test_only_unfrozen_tensors_are_trained(folders, case):
     tied, patterns, overrides = CASES[case]
     start = load_file(folders[tied] / "model.safetensors")
     config = config_of(folders[tied], f"actor.frozen={patterns}", *overrides)
