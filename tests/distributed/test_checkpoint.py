@@ -256,14 +256,14 @@ def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkp
 def bytes_in_files(folder: Path) -> dict[tuple[str, str], int]:
     """Return the bytes of weight and optimizer elements in a checkpoint's files, as torch reads them."""
     metadata = FileSystemReader(folder).read_metadata()
-    found: dict[tuple[str, str], int] = defaultdict(int)
+    sizes_by_file: dict[tuple[str, str], int] = defaultdict(int)
     for index, info in metadata.storage_data.items():
         tensor = metadata.state_dict_metadata[index.fqn]
         if isinstance(tensor, TensorStorageMetadata):
             [chunk] = [chunk for chunk in tensor.chunks if chunk.offsets == index.offset]
             kind = "optimizer" if index.fqn.startswith("optimizer.") else "weights"
-            found[info.relative_path, kind] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
-    return found
+            sizes_by_file[info.relative_path, kind] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
+    return sizes_by_file
 
 
 @pytest.mark.newest

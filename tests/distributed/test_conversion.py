@@ -59,8 +59,8 @@ def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return, by sample id, this rank's part [R, vocabulary share] of the response's logits. Empty before the last
-    stage."""
+    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. Only the last stage has
+    any."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.fill_(torch.nan)
@@ -98,8 +98,8 @@ def test_converted_checkpoint_in_megatron_has_hf_logits(tmp_path, case):
     ranks = run_ranks(config.actor.layout.world_size, logits, config, folder, tmp_path / "checkpoint")
     last = ranks[-config.actor.layout.tp :]
     samples = [sample for sample, _ in GROUPS[0]]
-    ours = {s.id: torch.cat([part[s.id] for part in last], -1)[:, : SIZES["vocab_size"]] for s in samples}
-    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS[:1])), "logits")
+    actual = {s.id: torch.cat([part[s.id] for part in last], -1)[:, : SIZES["vocab_size"]] for s in samples}
+    assert_close(actual, *expected(lambda: transformers_logits(folder, GROUPS[:1])), "logits")
 
 
 def save_with_megatron(store, rank: int, config: Config, model: Path, out: Path) -> None:
@@ -206,12 +206,12 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
 
 @torch.no_grad()
 def transformers_values(folder: Path) -> dict[str, torch.Tensor]:
-    model, found = load(AutoModelForSequenceClassification, folder), {}
+    model, by_sample = load(AutoModelForSequenceClassification, folder), {}
     for sample, _ in GROUPS[0]:
         ids = sample.token_ids.tolist()
         ends = range(len(sample.prompt.token_ids), len(ids))
-        found[sample.id] = torch.stack([model(torch.tensor([ids[:end]])).logits[0, 0] for end in ends])
-    return found
+        by_sample[sample.id] = torch.stack([model(torch.tensor([ids[:end]])).logits[0, 0] for end in ends])
+    return by_sample
 
 
 def test_exported_critic_reproduces_its_values(tmp_path):

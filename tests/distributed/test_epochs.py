@@ -53,19 +53,19 @@ class Ranks:
         self.packing, self._worker = worker.packing, worker
 
     def keep_log_probs(self, policy: str, updates: Updates) -> Pending[dict]:
-        found = [self._worker.keep_log_probs(policy, batch) for batch in self._own(updates)]
-        return ready(join_named_scores([part for parts in gathered(found) for part in parts]))
+        pending = [self._worker.keep_log_probs(policy, batch) for batch in self._own(updates)]
+        return ready(join_named_scores([part for parts in gathered(pending) for part in parts]))
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[dict, dict]]:
-        found = [self._worker.score_tokens(batch) for batch in self._own(updates)]
-        return ready((join_scores([part for parts in gathered(found) for part in parts]), {}))
+        pending = [self._worker.score_tokens(batch) for batch in self._own(updates)]
+        return ready((join_scores([part for parts in gathered(pending) for part in parts]), {}))
 
     def train(self, epochs: Sequence[Updates], begins_step: bool) -> Pending[dict[str, Metric]]:
-        found = []
+        pending = []
         for updates in epochs:
-            found += [self._worker.update(batch) for batch in self._own(updates)]
+            pending += [self._worker.update(batch) for batch in self._own(updates)]
             self._worker.end_epoch()
-        return ready(merge_updates([merge(ranks) for ranks in zip(*gathered(found), strict=True)]))
+        return ready(merge_updates([merge(ranks) for ranks in zip(*gathered(pending), strict=True)]))
 
     def end_step(self) -> Pending[None]:
         return ready(self._worker.end_step())
@@ -172,6 +172,8 @@ def test_epochs_equal_plain_torch(folders, plain, case):
     ranks = run_ranks(config.actor.layout.world_size, train_step, config, folders, role, values)
     assert all(rank.metrics["update/epochs"].value == num_epochs for rank in ranks)
     hf_config = read_config(folders["actor"])
-    theirs = (dict((one.actor if role == "actor" else one.critic).named_parameters()) for one in (exact, rounded))
+    expected_weights = (
+        dict((one.actor if role == "actor" else one.critic).named_parameters()) for one in (exact, rounded)
+    )
     weights = whole_tensors(hf_config if role == "actor" else as_classifier(hf_config), ranks, "weights")
-    assert_close(weights, *theirs, "weight")
+    assert_close(weights, *expected_weights, "weight")

@@ -122,11 +122,11 @@ def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def transformers_logits(folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
-    model, found = load(AutoModelForCausalLM, folder), {}
+    model, by_sample = load(AutoModelForCausalLM, folder), {}
     for sample in [sample for group in groups for sample, _ in group]:
         ids = torch.tensor(sample.token_ids[None]).long()
-        found[sample.id] = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
-    return found
+        by_sample[sample.id] = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+    return by_sample
 
 
 def write(folder: Path, name: str) -> Path:
@@ -141,8 +141,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def test_logits_match_transformers(folder):
-    [ours] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
-    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS)), "logits")
+    [actual] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
+    assert_close(actual, *expected(lambda: transformers_logits(folder, GROUPS)), "logits")
 
 
 @pytest.mark.newest

@@ -47,13 +47,13 @@ def test_only_unfrozen_tensors_are_trained(folders, case):
     config = config_of(folders[tied], f"actor.frozen={patterns}", *overrides)
     updates = [random_groups(seed) for seed in range(2)]
     ranks = run_ranks(config.actor.layout.world_size, train, config, folders[tied], updates)
-    ours = canonical(folders[tied], ranks, "weights")
+    weights = canonical(folders[tied], ranks, "weights")
 
     frozen = {name for name in start if any(fnmatch(name, pattern) for pattern in patterns)}
-    assert all(torch.equal(ours[name], start[name]) for name in frozen)
+    assert all(torch.equal(weights[name], start[name]) for name in frozen)
     exact, plain = expected(lambda: plainly_trained(folders[tied], frozen, updates))
-    assert all(not torch.equal(ours[name], start[name]) for name in ours if name not in frozen)
-    assert_close(ours, exact, plain, "weight")
+    assert all(not torch.equal(weights[name], start[name]) for name in weights if name not in frozen)
+    assert_close(weights, exact, plain, "weight")
 
 
 def plainly_trained(folder: Path, frozen: set[str], updates: list) -> dict[str, torch.Tensor]:

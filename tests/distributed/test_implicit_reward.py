@@ -108,12 +108,12 @@ def test_two_steps_equal_plain_torch(folder, layout):
     for step, of_step in enumerate(token_rewards[0]):
         reported = [rewards[step] for _, rewards in results]
         assert sorted(name for rank in reported for name in rank) == sorted(of_step)
-        ours = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
+        reported_rewards = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
         exact, rounded = (torch.cat(list(rewards[step].values())) for rewards in token_rewards)
         if step == 0:
-            assert not ours.any() and not exact.any()  # the model equals its reference
+            assert not reported_rewards.any() and not exact.any()  # the model equals its reference
         else:  # the rewards are differences of nearly equal log-probs
-            assert_close({"tokens": ours}, {"tokens": exact}, {"tokens": rounded}, "reward")
+            assert_close({"tokens": reported_rewards}, {"tokens": exact}, {"tokens": rounded}, "reward")
     ranks = [rank for rank, _ in results]
     metrics = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["implicit_reward/loss"].value for m in metrics) == close_to(*loss)
