@@ -1,4 +1,4 @@
-"""The waiting of a session, with a stand-in for Ray whose calls are answered at given times."""
+"""The waits of a session, with a fake Ray whose calls return at scheduled times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUTS = Timeouts(**SECONDS)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Answered at a time of the stand-in's clock, with a result or an error."""
+    """A call that returns or raises at a given time of the fake's clock."""
 
     at: float
     answer: Any = None
@@ -43,7 +43,7 @@ class FakeRay:
         self.now += seconds
 
     def wait(self, calls: Sequence[Call], num_returns: int = 1, timeout: float = NEVER) -> tuple[list, list]:
-        assert calls, "Ray refuses to wait for nothing"
+        assert calls, "Ray rejects an empty list of calls"
         enough = sorted(call.at for call in calls)[num_returns - 1]
         self.now = max(self.now, min(enough, self.now + timeout))
         ready = [call for call in calls if call.at <= self.now][:num_returns]
@@ -60,7 +60,7 @@ class FakeRay:
 
 @dataclass
 class FakeActor:
-    """Alive until a time of the clock."""
+    """An actor that stays alive until a given time."""
 
     ray: FakeRay
     until: float = NEVER
@@ -107,14 +107,14 @@ def results(
     return list(session.submit(calls, phase, "update").result(meanwhile).values.values())
 
 
-def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
+def test_results_are_in_the_order_of_the_calls(session: Session) -> None:
     calls = {"trainer-0": Call(30, "first"), "trainer-1": Call(2, "second"), "engine-0": Call(10, "third")}
     assert results(session, calls, "update") == ["first", "second", "third"]
     assert session._watchdog.phase == "update"
 
 
 @pytest.mark.parametrize(("limit", "seconds"), SECONDS.items())
-def test_a_deadline_names_those_that_did_not_answer_and_its_key(
+def test_timeout_names_the_missing_processes_and_the_key(
     session: Session, ray: FakeRay, limit: str, seconds: int
 ) -> None:
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
@@ -124,7 +124,7 @@ def test_a_deadline_names_those_that_did_not_answer_and_its_key(
     assert ray.now == seconds
 
 
-def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRay) -> None:
+def test_background_work_runs_during_a_long_wait(session: Session, ray: FakeRay) -> None:
     done = []
 
     def meanwhile() -> None:
@@ -135,30 +135,30 @@ def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRa
     assert session._watchdog.phase == "rollout"
     done.clear()
     results(session, {"engine-0": Call(ray.now + 4, "samples")}, "rollout", meanwhile)
-    assert not done, "a short wait is not made longer"
+    assert not done, "a short wait must not be extended"
 
 
-def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Session) -> None:
+def test_lost_process_is_the_cause_even_if_peers_fail_first(session: Session) -> None:
     calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
     with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
         results(session, calls, "update")
     assert session._watchdog.checks == 1, "the loss of Ray itself would be the cause"
 
 
-def test_a_users_error_is_told_at_once(session: Session, ray: FakeRay) -> None:
+def test_user_errors_are_raised_at_once(session: Session, ray: FakeRay) -> None:
     with pytest.raises(UserError, match=r"^no such function$"):
         results(session, {"engine-0": Call(3, RayTaskError("f", "", UserError("no such function")))}, "reward start")
     assert ray.now == 3
 
 
-def test_the_loss_of_a_process_that_is_not_waited_for_ends_the_wait(session: Session, ray: FakeRay) -> None:
+def test_loss_of_any_process_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session._watched["engine-0"].until = 20
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
     assert 20 <= ray.now < 35
 
 
-def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
+def test_lost_process_is_the_cause_of_missing_objects(session: Session) -> None:
     session._watched["engine-0"].until = 1
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
@@ -168,25 +168,25 @@ MAY_FAIL = ("engine-0", "engine-1")
 
 
 @pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
-def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
+def test_wait_continues_after_losing_a_process_that_may_fail(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
     assert session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result() == Answers(
         {"engine-1": "samples"}, {"engine-0"}
     )
-    assert ray.now == 40, "the others' calls have ended"
+    assert ray.now == 40, "the wait must last until the other calls have returned"
 
 
-def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -> None:
-    """The others' errors count for nothing even where they are seen before the loss itself."""
+def test_errors_caused_by_a_tolerated_loss_are_ignored(session: Session) -> None:
+    """This also holds if the other processes fail before the loss is detected."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
     assert session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result() == Answers({}, {"engine-0"})
 
 
-def test_a_loss_on_another_node_may_be_heard_of_late(
+def test_loss_on_another_node_may_be_detected_late(
     session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes during the wait for news of a lost node."""
+    """The loss is detected while the session waits for news of a lost node."""
     monkeypatch.setattr(session, "_others", ("another node",))
     monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
@@ -195,7 +195,7 @@ def test_a_loss_on_another_node_may_be_heard_of_late(
     assert answers == Answers({"engine-1": "refitted"}, {"engine-0"})
 
 
-def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
+def test_errors_without_a_loss_fail_for_every_process(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
         session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
@@ -208,13 +208,13 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
         (RayTaskError("f", "", UserError("no such tensor")), "no such tensor"),
     ],
 )
-def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
+def test_tolerated_loss_does_not_hide_another_failure(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
     with pytest.raises((RunFailure, UserError), match=f"^{message}$"):
         session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
 
 
-def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
+def test_timeout_still_applies_after_a_tolerated_loss(session: Session) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
     with pytest.raises(
         RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs; .* raise cluster.timeouts.rollout$"
@@ -222,7 +222,7 @@ def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None
         session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result()
 
 
-def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: Session, ray: FakeRay) -> None:
+def test_concurrent_futures_can_be_awaited_in_any_order(session: Session, ray: FakeRay) -> None:
     slow, fast = (
         session.submit({name: Call(at, name)}, name, "update") for name, at in (("trainer-0", 30), ("engine-0", 10))
     )
@@ -230,10 +230,10 @@ def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: S
     assert ray.now == 10
     assert not slow.advance() and fast.result().values == {"engine-0": "engine-0"}
     assert slow.result().values == {"trainer-0": "trainer-0"}
-    assert ray.now == 30, "they ran side by side"
+    assert ray.now == 30, "the calls must run concurrently"
 
 
-def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> None:
+def test_continuation_is_part_of_its_future(session: Session, ray: FakeRay) -> None:
     def start(answers: Answers):
         return session.submit({"trainer-1": Call(ray.now + 5, answers.values["trainer-0"] + 1)}, "start", "start")
 
@@ -245,28 +245,28 @@ def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> 
     assert (pending.result(), ray.now) == (8, 7)
 
 
-def test_what_waits_for_nothing_may_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
-    """A step without a pair to train on has no updates, and an end all the same."""
+def test_ready_future_can_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
+    """A step without a pair to train on has no updates but still ends."""
     ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step", "update")
     assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
     assert ray.now == 3
 
 
-def test_the_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+def test_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'; see /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(50)}, "actor update", "update").result()
     assert ray.now < 10
 
 
-def test_the_most_telling_error_of_all_futures_is_the_cause(session: Session) -> None:
+def test_most_specific_error_of_all_futures_is_the_cause(session: Session) -> None:
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died; see /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(3, reset)}, "actor update", "update").result()
 
 
-def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+def test_timeout_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"engine-0": Call(NEVER)}, "rollout", "refit")
     with pytest.raises(
         RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs; .* raise cluster.timeouts.refit$"
@@ -285,15 +285,13 @@ STEP = (
 @pytest.mark.parametrize(
     ("overrides", "free", "expected"),
     [
-        (STEP, 64 * GIB, None),  # as much as the batch asks for
+        (STEP, 64 * GIB, None),  # as much as the batch needs
         (STEP, GIB, 9 * 1024 // 10 * 2**20),
         (STEP, 100 * 2**20, 256 * 2**20),
         ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
     ],
 )
-def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memory(
-    monkeypatch, overrides, free, expected
-):
+def test_object_store_size_is_limited_by_shared_memory(monkeypatch, overrides, free, expected):
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     expected = object_store_mib(config, None) * 2**20 if expected is None else expected
