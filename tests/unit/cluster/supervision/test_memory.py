@@ -6,7 +6,7 @@ from megarl.cluster.supervision import memory
 from tests.timing import WAIT_S
 
 
-def test_it_keeps_the_highest_until_its_end(monkeypatch):
+def test_sampler_keeps_the_peak(monkeypatch):
     readings, taken_up = [(2.0, 1.0), (1.0, 3.0)], threading.Event()
 
     def memory_gb() -> tuple[float, float]:

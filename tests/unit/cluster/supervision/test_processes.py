@@ -43,12 +43,12 @@ print(time.monotonic() - start)
 """
 
 
-def test_all_descendants_end(tmp_path: Path) -> None:
+def test_all_descendants_are_terminated(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=True)
     pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert SHORT_S <= float(done.stdout) < WAIT_S, "the one that ignores SIGTERM takes the grace time"
+    assert SHORT_S <= float(done.stdout) < WAIT_S, "the process that ignores SIGTERM uses the grace time"
 
 
 HIDDEN_DRIVER = """
@@ -99,8 +99,8 @@ with supervisor.supervised() as scratch:
 """
 
 
-def test_processes_that_may_not_be_read_end_like_the_others() -> None:
-    """Processes like setuid helpers of an ordinary user, beside one that has become another user's."""
+def test_unreadable_processes_are_terminated() -> None:
+    """Covers setuid helpers of an ordinary user and a process that changed its user."""
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=WAIT_S)
     *foreign, scratch, first, hidden, last = done.stdout.split()
     left = [pid for pid in map(int, (*foreign, first, hidden, last)) if psutil.pid_exists(pid)]
@@ -111,15 +111,16 @@ def test_processes_that_may_not_be_read_end_like_the_others() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_proc_does_not_tell_of_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's list of children has the hidden 13, as nothing else has, and not 12, a child of the child 11."""
+def test_processes_hidden_in_proc_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the kernel's list of children contains the hidden process 13. It does not contain 12, a child of the child
+    11."""
     this_process = os.getpid()
     parents = {11: this_process, 12: 11, 14: 1, 15: 14}
     for pid, parent in parents.items():
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) (name) S {parent} 1 1 0")
-    (tmp_path / "16" / "stat").mkdir(parents=True)  # one that may not be read
-    (tmp_path / "17").mkdir()  # one that has ended
+    (tmp_path / "16" / "stat").mkdir(parents=True)  # unreadable
+    (tmp_path / "17").mkdir()  # exited
     (tmp_path / "uptime").touch()
     (tmp_path / str(this_process) / "task" / "1").mkdir(parents=True)
     (tmp_path / str(this_process) / "task" / "1" / "children").write_text("11 13 ")
@@ -178,15 +179,15 @@ print([exists(pid) for pid in (foreign.pid, plain, hidden, below_plain, below_hi
 
 
 def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a shell command where /proc is mounted with this option."""
+    """Run a shell command with /proc mounted with this option."""
     mount = f"mount --make-rprivate / && mount -t proc -o hidepid={hidepid} proc /proc"
     namespace = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f"{mount} && {command}"]
     return subprocess.run(namespace, capture_output=True, text=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("hidepid", [1, 2], ids=["unreadable", "invisible"])
-def test_processes_that_proc_hides_end_too(hidepid: int) -> None:
-    """The processes are in a namespace, of a user other than root from whom /proc hides what is not hers."""
+def test_processes_hidden_by_hidepid_are_terminated(hidepid: int) -> None:
+    """The processes run in a namespace as a non-root user, from whom /proc hides the processes of other users."""
     if in_namespace(hidepid, "true").returncode:
         pytest.skip("mounting /proc takes root; the test before has a stand-in")
     done = in_namespace(hidepid, f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HIDEPID_DRIVER)}")
@@ -219,21 +220,21 @@ while not (file.exists() and file.read_text().endswith("done")):
     time.sleep(POLL_S)
 tracker = int(file.read_text().split()[0])
 
-def go_on_when_the_others_are_gone():
+def continue_after_the_other_processes():
     while psutil.pid_exists(child.pid):
         time.sleep(POLL_S)
     time.sleep(0.5)  # in which it would be killed
     os.kill(tracker, signal.SIGCONT)
 
-threading.Thread(target=go_on_when_the_others_are_gone).start()
+threading.Thread(target=continue_after_the_other_processes).start()
 processes.adopt_orphans()
 processes.end_descendants(grace_s=0.1, tracker_s=WAIT_S)
 print(psutil.pid_exists(tracker))
 """
 
 
-def test_a_tracker_has_time_to_remove_what_killed_processes_left(tmp_path: Path) -> None:
-    """One that gets no processor time while the others end."""
+def test_resource_tracker_has_time_to_clean_up(tmp_path: Path) -> None:
+    """The tracker gets no CPU time while the other processes exit."""
     file = tmp_path / "names"
     (tmp_path / "child.py").write_text(WITH_TRACKER)
     done = subprocess.run(
@@ -266,7 +267,7 @@ sum(iter(int, 1))  # in one call that never returns to the interpreter
 """
 
 
-def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> None:
+def test_stuck_process_dumps_the_stacks_of_all_threads(tmp_path: Path) -> None:
     log, ready = tmp_path / "trainer-0.log", tmp_path / "ready"
     stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(ready)])
     wait_until(ready.exists)
@@ -276,7 +277,7 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
         assert processes.ask_for_stacks([tmp_path / "other.log"]) == []
         assert log.read_text() == ""
         assert processes.ask_for_stacks([log, tmp_path / "other.log"], patience_s=WAIT_S) == [log]
-        assert bystander.poll() is None, "it would be ended by the signal"
+        assert bystander.poll() is None, "the signal must not reach it"
     finally:
         for process in (stuck, bystander):
             process.kill()
@@ -285,8 +286,8 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
     assert "in <module>" in log.read_text()
 
 
-def test_stacks_of_all_processes_that_share_a_log_are_waited_for(tmp_path: Path) -> None:
-    """A busy machine lets one of them write long after the other."""
+def test_stacks_of_processes_with_a_shared_log_are_awaited(tmp_path: Path) -> None:
+    """On a busy machine, one process may write long after the other."""
     log, names = tmp_path / "rewards-0.log", ("first", "second")
     pair = [subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(tmp_path / name)]) for name in names]
     wait_until(lambda: all((tmp_path / name).exists() for name in names))
@@ -316,10 +317,10 @@ def test_memory_counts_this_process_and_its_descendants() -> None:
     assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
 
 
-def test_memory_of_a_process_that_has_ended_is_none() -> None:
+def test_exited_process_uses_no_memory() -> None:
     alone, _ = processes.memory_gb()
     child = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it remains a zombie
     rss, _ = processes.memory_gb()
     os.waitpid(child, 0)
     assert rss == pytest.approx(alone, rel=0.02)
