@@ -80,7 +80,7 @@ class Recipe:
         """Signals all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
         step end."""
         os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
+        run.wait_until(lambda: "interrupted; saves after the current step" in run.output)
         time.sleep(QUIET_S)  # Ray's processes would be gone
         assert not run.metrics
         self._let_through(1)
@@ -148,10 +148,10 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 5 <= reached <= 7
     with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
-        assert f"goes on after step {reached}, " in run.output
+        assert f"resumes after step {reached} " in run.output
         kill(run)  # after the last step, which this run took for one of many
     run = recipe.finish(folder, *EVALUATION)
-    assert f"goes on after step {STEPS}, " in run.output
+    assert f"resumes after step {STEPS} " in run.output
     return folder / "tiny"
 
 

@@ -11,10 +11,10 @@ from megarl.core.errors import UserError
 
 LOGS = Path("/run/logs")
 USER = RayTaskError("score", "", UserError("rewards.functions: no function 'f'"))
-UNRELATED = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
+STRANGER = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
 LOST = ActorDiedError()
-NOT_STARTED = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
-OUT_OF_MEMORY = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
+UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
+ENDED = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
 PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\nand more"))
 
 
@@ -24,12 +24,12 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
         ({"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER}, UserError, "rewards.functions: no function 'f'"),
         ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
         (
-            {"trainer-0": PEER, "rewards-0": NOT_STARTED},
+            {"trainer-0": PEER, "rewards-0": UNBORN},
             RunFailure,
             "update: rewards-0 did not start: TypeError: takes 2 arguments; see /run/logs/rewards-0.log",
         ),
         (
-            {"trainer-0": PEER, "engine-1": OUT_OF_MEMORY},
+            {"trainer-0": PEER, "engine-1": ENDED},
             RunFailure,
             "update: engine-1 was ended by Ray before the machine ran out of memory: 1 worker(s) were killed. Memory "
             "was 23.1GB used / 23.5GB limit; see /run/logs/engine-1.log",
@@ -39,11 +39,7 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
             RunFailure,
             "update: trainer-0: ValueError: zip() argument 2 is shorter than argument 1; see /run/logs/trainer-0.log",
         ),
-        (
-            {"trainer-0": UNRELATED, "trainer-1": LOST},
-            RunFailure,
-            "update: trainer-1 died; see /run/logs/trainer-1.log",
-        ),
+        ({"trainer-0": STRANGER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
         (
             {"trainer-0": PEER},
             RunFailure,
@@ -51,14 +47,14 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
         ),
     ],
 )
-def test_most_specific_error_is_reported_as_the_cause(errors: dict[str, Exception], kind: type, message: str) -> None:
+def test_most_specific_error_is_the_cause(errors: dict[str, Exception], kind: type, message: str) -> None:
     for order in (errors, dict(reversed(errors.items()))):
         found = cause(order, "update", LOGS)
         assert type(found) is kind
         assert str(found) == message
 
 
-def test_stack_traces_are_in_the_log_of_their_process(tmp_path: Path) -> None:
+def test_stacks_are_written_to_the_processes_logs(tmp_path: Path) -> None:
     try:
         int("no number")
     except ValueError as error:

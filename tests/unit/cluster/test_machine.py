@@ -1,4 +1,4 @@
-"""Configurations that do not fit the machine's devices fail with a one-line error before anything starts."""
+"""Runs that do not fit the machine's devices are refused with one line, before any process starts."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     "overrides",
     [["actor.offload=[gradients]"], ["algorithm.advantage.estimator=gae", "critic.offload=[parameters]"]],
 )
-def test_configs_that_run_on_cpu_are_accepted(overrides: list[str]) -> None:
+def test_supported_config_runs_on_a_cpu(overrides: list[str]) -> None:
     check_machine(config(*overrides))
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_published_parameters_cannot_be_offloaded() -> None:
+def test_cpu_actor_parameters_cannot_be_offloaded() -> None:
     message = r"^actor.offload=\['gradients', 'parameters'\]: without a GPU the actor's parameters are in host memory"
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
@@ -76,9 +76,7 @@ REWARD_ENGINE = ("reward_model.path=r", "reward_model.engine=vllm", "reward_mode
         ((*REWARD_ENGINE, "rollout.tp=8"), "rollout.tp=8, reward_model.layout.tp=4: "),
     ],
 )
-def test_every_rank_of_an_engine_needs_a_core(
-    monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None
-) -> None:
+def test_engine_ranks_require_cores(monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
     if refused is None:
         return check_machine(config(*overrides))
@@ -90,7 +88,7 @@ def test_every_rank_of_an_engine_needs_a_core(
     )
 
 
-def test_cpu_engine_over_nodes_has_one_rank_per_node() -> None:
+def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
     nodes = ("cluster.nodes=2", "actor.layout.dp=2")
     check_machine(config(*nodes, "rollout.tp=2"))
     with pytest.raises(
@@ -100,7 +98,7 @@ def test_cpu_engine_over_nodes_has_one_rank_per_node() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_gpu_config_is_rejected_before_the_model_is_read(tmp_path: Path) -> None:
+def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would keep the memory"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -122,7 +120,7 @@ SHARING = ("rollout.sleep=true", "actor.layout={tp: 2, dp: 2}", "rollout={replic
         ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=8"),
     ],
 )
-def test_configs_that_fit_eight_gpus_are_accepted(overrides: tuple[str, ...]) -> None:
+def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None:
     check_machine(config(*overrides))
 
 
@@ -166,14 +164,14 @@ def test_configs_that_fit_eight_gpus_are_accepted(overrides: tuple[str, ...]) ->
         ),
     ],
 )
-def test_configs_that_exceed_eight_gpus_are_rejected(overrides: tuple[str, ...], message: str) -> None:
+def test_unsupported_config_on_eight_gpus_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError) as error:
         check_machine(config(*overrides))
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_gpu_memory_error_shows_the_sum() -> None:
+def test_overfull_gpu_error_shows_the_sum() -> None:
     load = Load(
         "while the engine samples", {"actor: parameters": 30 * 2**30, "engine: weights": 1.5 * 2**30}, "do this"
     )
@@ -186,7 +184,7 @@ def test_gpu_memory_error_shows_the_sum() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_memory_of_every_shared_gpu_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last GPU has 1 MiB less than the others, which have just enough memory."""
+    """The last GPU has 1 MiB less than the others, which have just enough."""
     settings = config(*SHARING, "model.dtype=float32", "rollout.kv_cache_gib=1")
     folder = write_tiny_llama(tmp_path, num_kv_heads=2)
     models = ModelFolders(folder, None, None, None)
@@ -203,7 +201,7 @@ def test_memory_of_every_shared_gpu_is_checked(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("cuda")
-def test_memory_check_includes_reserves_beside_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_without_room_for_reserves_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = config(*SHARING, "rollout.kv_cache_gib=1")
     models = ModelFolders(write_tiny_llama(tmp_path, num_kv_heads=2), None, None, None)
     load = fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0, gpus_per_node=8)
@@ -221,8 +219,8 @@ EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(("sizes", "refused"), [({}, False), (EXPERTS, True), (EXPERTS | dict(hidden_size=64), False)])
-def test_expert_sizes_unsupported_by_vllm_are_rejected(tmp_path: Path, sizes: dict, refused: bool) -> None:
-    """Intermediate sizes do not matter, because vLLM pads them."""
+def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
+    """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
     with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():
@@ -230,12 +228,12 @@ def test_expert_sizes_unsupported_by_vllm_are_rejected(tmp_path: Path, sizes: di
 
 
 @pytest.mark.usefixtures("cuda")
-def test_gpus_support_experts_of_any_size(tmp_path: Path) -> None:
+def test_gpus_support_any_expert_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(**EXPERTS | dict(hidden_size=48))))
     check_engine_kernels(config(), ModelFolders(tmp_path, None, None, None))
 
 
-def test_host_memory_error_shows_the_sum():
+def test_too_little_host_memory_is_refused_with_the_sum():
     parts = {"actor: weights, gradients, optimizer": 3 * 2**30, "engines: weights": 2**30}
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)

@@ -20,11 +20,11 @@ def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> 
 
 
 def layout(**sizes: int) -> str:
-    """Return the override that sets the actor's layout."""
+    """Return the override for the actor's layout."""
     return f"actor.layout={{{', '.join(f'{k}: {v}' for k, v in sizes.items())}, last_stage_layers: null}}"
 
 
-def test_processes_have_a_role_an_index_and_a_name() -> None:
+def test_processes_have_role_index_and_name() -> None:
     placement = placed("actor.layout.dp=2", "rollout.replicas=2", cores=8)
     assert [process.name for process in placement.trainers] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
     assert [process.name for process in placement.engines] == ["engine-0", "engine-1"]
@@ -35,24 +35,24 @@ def test_processes_have_a_role_an_index_and_a_name() -> None:
 @pytest.mark.parametrize(
     ("overrides", "cores", "trainer", "engine"),
     [
-        ([], 8, 4, 8),  # two ranks share the cores; the engine runs alone and uses all of them
-        (["rollout.tp=2"], 8, 4, 4),  # the ranks of an engine share the cores
+        ([], 8, 4, 8),  # two ranks share the cores, then the engine has them all
+        (["rollout.tp=2"], 8, 4, 4),  # an engine's ranks share them too
         (["rollout.replicas=3"], 8, 4, 2),
         ([], 1, 1, 1),
         (["actor.threads=3", "rollout.threads=5"], 8, 3, 5),
     ],
 )
-def test_threads_per_process(overrides: list[str], cores: int, trainer: int, engine: int) -> None:
+def test_threads_share_the_cores(overrides: list[str], cores: int, trainer: int, engine: int) -> None:
     placement = placed(*overrides, cores=cores)
     assert {process.threads for process in placement.trainers} == {trainer}
     assert {process.threads for process in placement.engines} == {engine}
 
 
-def test_cores_are_those_of_this_process() -> None:
+def test_default_cores_are_those_of_this_process() -> None:
     assert placed().engines[0].threads == len(os.sched_getaffinity(0))
 
 
-def test_vllm_reward_model_has_one_process_per_engine() -> None:
+def test_vllm_reward_model_has_a_process_per_engine() -> None:
     layout = ["reward_model.path=rm", "reward_model.layout={tp: 2, dp: 2}"]
     assert len(placed(*layout, cores=8).reward_models) == 4
     engines = placed(*layout, "reward_model.engine=vllm", cores=8).reward_models
@@ -72,7 +72,7 @@ EVERYBODY = (
 @pytest.mark.parametrize(
     ("where", "firsts"), [("colocated", [0, 0, 0, 0, 0]), ("disaggregated", [0, 4, 7, 6, 11])], ids=str
 )
-def test_roles_share_gpus_or_have_separate_ones(where: str, firsts: list[int]) -> None:
+def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int]) -> None:
     placement = placed(*EVERYBODY, f"cluster.placement={where}", cores=8, on_gpus=True)
     groups = [
         *(placement.trainers, placement.critics, placement.reward_models, placement.implicit_rewards),
@@ -97,7 +97,7 @@ def test_description_lists_the_gpus_of_each_role() -> None:
     ("where", "visible"),
     [("colocated", ["0,1,2,3", "2,3,0,1"]), ("disaggregated", ["4,5,0,1,2,3", "6,7,0,1,2,3"])],
 )
-def test_engine_sees_its_gpus_before_the_trainers_gpus(where: str, visible: list[str]) -> None:
+def test_engine_sees_its_gpus_then_those_of_the_weights(where: str, visible: list[str]) -> None:
     settings = (layout(pp=2, dp=2), "rollout={replicas: 2, tp: 2}", f"cluster.placement={where}")
     placement = placed(*settings, on_gpus=True)
     assert [process.environment(None) for process in placement.engines] == [
@@ -111,7 +111,7 @@ def test_engine_sees_its_gpus_before_the_trainers_gpus(where: str, visible: list
     assert placed(*settings).engines[0].environment(of_run) == {}, "on CPU"
 
 
-def test_offline_data_needs_gpus_for_the_model_only() -> None:
+def test_offline_data_uses_gpus_for_the_model_only() -> None:
     config = load(QUICKSTART, ["data.format=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
     assert device_spans(config) == {"trainer": range(4)}
 
@@ -131,9 +131,8 @@ def test_1024_ranks_share_1024_gpus(sizes: dict[str, int], tp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "engine_tp"), [(1, 1), (2, 2), (2, 1)])
-def test_engines_read_weights_from_their_own_gpu_first(tp: int, engine_tp: int) -> None:
-    """The trainer's rank on the same GPU holds all weights that the engine's rank needs, so it reads from no other
-    replica."""
+def test_engine_reads_weights_from_its_own_gpu(tp: int, engine_tp: int) -> None:
+    """The engine rank reads all weights from the trainer rank on its GPU, not from that rank's replicas."""
     hf_config = config_of(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     rollout = f"rollout={{replicas: {8 // engine_tp}, tp: {engine_tp}}}"
     placement = placed(layout(pp=1, tp=tp, dp=8 // tp), rollout, on_gpus=True)
@@ -155,7 +154,7 @@ def on_nodes(*overrides: str, gpus: int | None = None) -> Placement:
     return place(config, cores=8, on_gpus=gpus is not None, gpus_per_node=gpus)
 
 
-def test_ranks_fill_nodes_in_order() -> None:
+def test_ranks_fill_the_nodes_in_order() -> None:
     settings = (layout(pp=2, dp=4), "rollout={replicas: 4, tp: 2}", "cluster.nodes=4")
     placement = on_nodes(*settings, gpus=4)
     assert [process.node.number for process in placement.trainers] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -168,14 +167,14 @@ def test_ranks_fill_nodes_in_order() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees its GPUs by their numbers on its node, and only the trainer GPUs on that node.
+    # A process sees GPUs by their indices on its node, and only those weights' GPUs that are on the node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]
     assert [(holder.node, holder.device) for holder in holders] == [(2 + i // 4, 8 + i) for i in range(8)]
 
 
-def test_cpu_nodes_share_ranks_evenly_and_use_all_cores() -> None:
+def test_cpu_nodes_get_equal_shares_of_the_ranks() -> None:
     placement = on_nodes(layout(pp=2, dp=1), "rollout.replicas=2", "cluster.nodes=2")
     assert [(process.node.number, process.threads) for process in placement.trainers] == [(0, 4), (0, 4)]
     assert [(process.node.number, process.threads) for process in placement.engines] == [(1, 4), (1, 4)]
@@ -208,17 +207,17 @@ def test_cpu_nodes_share_ranks_evenly_and_use_all_cores() -> None:
         ),
     ],
 )
-def test_ranks_that_do_not_fit_the_nodes_are_rejected(settings: tuple[str, ...], message: str) -> None:
+def test_ranks_beyond_the_nodes_capacity_are_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         on_nodes(*settings, gpus=4)
 
 
-def test_tensor_parallel_ranks_over_nodes_fill_them() -> None:
+def test_tensor_parallel_ranks_may_span_nodes() -> None:
     placement = on_nodes(layout(pp=1, tp=8), "rollout={replicas: 2, tp: 2}", "cluster.nodes=3", gpus=4)
     assert [process.node.number for process in placement.trainers] == [0] * 4 + [1] * 4
 
 
-def test_engine_over_nodes_has_a_process_on_each_node() -> None:
+def test_engine_over_nodes_has_a_process_on_each() -> None:
     placement = on_nodes(layout(pp=1, dp=4), "rollout={replicas: 2, tp: 8}", "cluster.nodes=5", gpus=4)
     assert [[(p.name, p.node.number, p.gpus) for p in engine.parts] for engine in placement.engines] == [
         [("engine-0", 1, (4, 5, 6, 7)), ("engine-0.1", 2, (8, 9, 10, 11))],
@@ -236,8 +235,8 @@ def test_engine_over_nodes_has_a_process_on_each_node() -> None:
 
 @pytest.mark.parametrize("rollout", ["8-11", "node 2"])
 @pytest.mark.parametrize("actor", ["0-7", "nodes 0-1"])
-def test_roles_run_on_their_configured_devices(actor: str, rollout: str) -> None:
-    """Actor and critic share two nodes. The engines use a third node."""
+def test_roles_are_on_their_assigned_devices(actor: str, rollout: str) -> None:
+    """Actor and critic share two nodes, and the engines are on a third."""
     roles = f"cluster.roles={{actor: {actor}, critic: 4-7, rollout: {rollout}}}"
     overrides = ("algorithm.advantage.estimator=gae", "critic.layout.dp=4", layout(pp=1, tp=2, dp=4))
     config = load(
@@ -254,9 +253,8 @@ def test_roles_run_on_their_configured_devices(actor: str, rollout: str) -> None
 
 
 @pytest.mark.parametrize("roles", ["{actor: nodes 0-1, rollout: nodes 2-3}", "{actor: node 0, rollout: node 4}"])
-def test_nodes_of_roles_must_exist_and_be_filled(roles: str) -> None:
-    """Roles of eight ranks on four nodes of eight GPUs: one configuration fills only half of each node, the other names
-    a nonexistent node."""
+def test_role_devices_must_match_the_runs_nodes(roles: str) -> None:
+    """Each role has eight ranks on four nodes of eight GPUs: half nodes, and one node too many."""
     keys = [layout(pp=1, dp=8), "rollout={tp: 2, replicas: 4}", "cluster.nodes=4", "cluster.placement=disaggregated"]
     config = load(QUICKSTART, [*keys, f"cluster.roles={roles}"])
     with pytest.raises(
@@ -282,6 +280,6 @@ def test_models_on_separate_devices_do_not_take_turns() -> None:
         (["evaluation.sets=[{name: a}]"], []),
     ],
 )
-def test_each_engine_has_an_environment_process(overrides: list[str], names: list[str]) -> None:
+def test_environment_hosts_are_next_to_each_engine(overrides: list[str], names: list[str]) -> None:
     placement = placed("rollout.replicas=2", *overrides, cores=8)
     assert [process.name for process in placement.environments] == names

@@ -1,4 +1,4 @@
-"""TCP stores for the rendezvous of ranks."""
+"""Stores for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.core.errors import UserError
 from tests.timing import WAIT_S
 
 
-def test_store_listens_on_its_interface_only():
+def test_store_listens_on_its_own_interface_only():
     store = open_store("127.0.0.1", world_size=1, timeout_s=WAIT_S)
     joined = join_store("127.0.0.1", store.port, 1, timeout_s=WAIT_S)
     joined.set("key", "value")
@@ -27,7 +27,7 @@ def test_ports_are_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tm
         first = int(network.EPHEMERAL.read_text().split()[0])
         port = ours.getsockname()[1]
         assert 1024 <= port < first <= given.getsockname()[1]
-    # One of the two ports is in use.
+    # One of two ports is taken.
     monkeypatch.setattr(network, "EPHEMERAL", tmp_path / "range")
     monkeypatch.setattr(network, "LOWEST_PORT", port)
     network.EPHEMERAL.write_text(f"{port + 2}\t60999\n")

@@ -18,7 +18,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def begin_and_be_killed(place: Path) -> None:
-    """Create a folder and shared memory in a process, and kill the process."""
+    """Create a scratch folder and shared memory in a process, and kill the process."""
     child = os.fork()
     if not child:
         folder = make_scratch()
@@ -32,12 +32,12 @@ def begin_and_be_killed(place: Path) -> None:
     wait_until((place / "ready").exists)
     (place / "ready").unlink()
     sweep()
-    assert list(place.glob("megarl-*")), "the folder is still in use"
+    assert list(place.glob("megarl-*")), "it is in use"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
-def test_only_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
+def test_sweep_removes_only_leftovers_of_dead_runs(tmp_path: Path) -> None:
     begin_and_be_killed(tmp_path)
     own = make_scratch()
     of_somebody_else = tmp_path / "megarl-notes"
