@@ -45,13 +45,6 @@ def test_the_folder_of_a_running_one_stays_as_it_is(tmp_path: Path, resume: str)
     assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
 
 
-def test_an_early_end_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), loop(tmp_path):
-        raise KeyboardInterrupt
-    expected = f"ended before its first step was done; start again: megarl train {tmp_path}/a/config.resolved.yaml\n"
-    assert capsys.readouterr().out == expected
-
-
 def test_the_folder_is_this_ones_until_the_end(tmp_path: Path) -> None:
     with loop(tmp_path), pytest.raises(ValueError, match="in use"), run_lock(tmp_path / "a"):
         pass
