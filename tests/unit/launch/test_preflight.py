@@ -115,7 +115,7 @@ def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
     config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
     with reachable(reports()[0], config) as first:
         assert first.address is None
-    assert first.problems[0].startswith("cluster.interface=ib7: this node has none of this name")
+    assert first.problems[0].startswith("cluster.interface=ib7: this node has no such interface")
     assert reaching(reports()[1], first) == reports()[1]
 
 

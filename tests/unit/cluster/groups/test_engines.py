@@ -227,10 +227,12 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
             waiting.take_idle_share().result()
         assert [len(part) for part in engines.assign(sizes).values()] == shares
         assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
-    assert list(engines.assign(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
+    assert list(engines.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
     assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.assign(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], "there are no others"
+    assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
+        "there are no others"
+    )
 
 
 @pytest.mark.parametrize("unwanted", [False, True])
@@ -253,7 +255,7 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
         engines.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
-    assert ("begin 1 of its prompts anew" in capsys.readouterr().out) == is_moved
+    assert ("restart 1 of its prompts" in capsys.readouterr().out) == is_moved
     if unwanted:
         engines.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]
@@ -289,7 +291,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
     assert sorted(delivered) == sorted(request for group in groups for request in group)
-    line = "rollout: engine-1 died, and is started again; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    line = "rollout: engine-1 died, restarting it; continuing with 2 of 3 engines; see logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
 
 
@@ -339,7 +341,7 @@ def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(sta
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
     assert engines.generations != before, "who has weights must be seen"
     assert FakeActor.asleep == ["engine-1"]
-    assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
+    assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined; continuing with 3 of 3 engines"
     engines.rejoin_restarted()
     assert not capsys.readouterr().out, "it joins once"
 
@@ -360,7 +362,7 @@ def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
     capsys.readouterr()
     engines.rejoin_restarted()
     assert engines.names == ["engine-1"]
-    line = "start of a lost engine: engine-0: OSError: full; see logs/engine-0.log; the run goes on with 1 of 2 engines"
+    line = "restart of a lost engine: engine-0: OSError: full; see logs/engine-0.log; continuing with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
     engines.rejoin_restarted()
     assert not capsys.readouterr().out
@@ -375,14 +377,14 @@ def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
         engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
-    assert "is started again" not in capsys.readouterr().out.splitlines()[-1]
+    assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_an_engine_on_gpus_that_trainers_have_too_is_not_started_again(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
-        assert ("is started again" in capsys.readouterr().out) == starts_again
+        assert ("restarting it" in capsys.readouterr().out) == starts_again
 
 
 def test_a_run_without_engines_ends(start) -> None:
@@ -418,8 +420,8 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert FakeActor.connected[0][2] == engines.holders[:1]
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
     lines = [
-        "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
+        "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
+        "parameters differ from the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
         "to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
@@ -431,9 +433,7 @@ def test_whole_tensors_go_to_engines_whose_kernels_pack_weights(start, capsys) -
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
     assert engines.by_loader
-    assert capsys.readouterr().out.endswith(
-        "because kernels pack weights for themselves: MARLIN of model.layers.0.mlp.experts\n"
-    )
+    assert capsys.readouterr().out.endswith("because kernels repack weights: MARLIN of model.layers.0.mlp.experts\n")
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -445,7 +445,7 @@ def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch
     actor_class = EngineActor.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
     actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost), {}
-    with pytest.raises(KeyError), actor._whole():
+    with pytest.raises(KeyError), actor._end_if_rank_died():
         raise KeyError("w")
     assert ended == (["descendants", 1] if lost else [])
 
