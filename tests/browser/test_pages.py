@@ -149,9 +149,9 @@ def test_rollouts_are_turns_with_calls_of_tools_and_masked_tokens(page: Path, tm
     take_picture(chosen(page, colour="difference"), "samples", tmp_path)
     assert errors == ""
     assert len(elements.texts("sample")) == 6
-    # A run of tokens is a turn; what the policy only read is between them, and is not trained on.
-    titles = [text for text in elements.texts("block") if text.startswith(("turn", "read"))]
-    assert [title.split(" · ")[0] for title in titles[:3]] == ["turn 1", "read, not trained on", "turn 2"]
+    # Spans of masked tokens separate the turns.
+    titles = [text for text in elements.texts("block") if text.startswith(("turn", "masked"))]
+    assert [title.split(" · ")[0] for title in titles[:3]] == ["turn 1", "masked, not trained on", "turn 2"]
     assert elements.texts("masked") == ["\n42\n"] * 6
     assert "".join(elements.texts("toolcall")[:3]) == "<tool_call>calc(7*6)</tool_call>"
     assert elements.texts("token")[10] == "<b>!</b>"  # markup in a response stays text

@@ -82,8 +82,8 @@ class Launched:
 
     @property
     def resumed(self) -> list[int]:
-        """The steps after which attempts have gone on."""
-        return [int(step) for step in re.findall(r"^0: run: .*, goes on after step (\d+)", self.log, re.MULTILINE)]
+        """The steps after which attempts have resumed."""
+        return [int(step) for step in re.findall(r"^0: run: .*, resumes after step (\d+)", self.log, re.MULTILINE)]
 
     def wait_for_line(self, pattern: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds

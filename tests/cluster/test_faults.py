@@ -43,7 +43,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     cluster.ask("scontrol", "update", f"JobId={run.number}", f"TimeLimit={limit}")  # the signal is due within a minute
     cluster.wait_for_state(run.number, "PENDING", seconds=WAIT_S)
     cluster.ask("scontrol", "update", f"JobId={run.number}", "TimeLimit=30")
-    assert "job: goes back into the queue, without n1: told to end" in run.log
+    assert "job: requeued, without n1: signaled to end" in run.log
     saved = run.steps
     first, second = run.wait_for_attempt(3)
     assert (run.resumed, run.job["ExcNodeList"]) == ([saved], "n1")
@@ -62,7 +62,7 @@ def test_a_job_gets_to_its_last_step_through_faults(cluster: Slurm, shared: Path
     run.wait_for_attempt(5)
     assert (cluster.job(urgent)["JobState"], run.job["Restarts"]) == ("COMPLETED", "2")
     assert len(run.resumed) == 3 and run.resumed[2] > saved
-    assert "% of" in run.log and "of allocation went into steps that lasted" in run.log
+    assert "% of" in run.log and "of allocated time was spent on completed steps" in run.log
 
     machines["n1"].run("mount", "-o", "remount,size=4g", "/dev/shm")
     cluster.ask("scancel", run.number)

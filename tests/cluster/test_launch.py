@@ -15,10 +15,10 @@ from tests.timing import ASK_S, START_S, WAIT_S
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--partition=gpu"], "--partition=gpu: Slurm has none of this name, but main, urgent"),
+        (["--partition=gpu"], "--partition=gpu: unknown partition. Fix: use one of main, urgent"),
         (
             ["--partition=main", "--spares=4"],
-            "--partition=main: it has 5 nodes, and --nodes=2 + --spares=4 are asked for",
+            "--partition=main: it has 5 nodes, fewer than --nodes=2 + --spares=4. Fix: lower them",
         ),
         (["--option=--qos=high", "--option=--mem=999T"], "sbatch: "),
     ],
@@ -56,7 +56,7 @@ def test_a_job_whose_attempts_save_nothing_gives_up_with_the_cause(cluster: Slur
     job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
-    assert last.startswith("job: 2 attempts have saved nothing after step 0, the cause told last: megarl: error: ")
+    assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
     assert "rollout: no answer from engine-0 in 0.01 s" in last
     run.check_nothing_is_left()
 

@@ -39,7 +39,7 @@ def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, share
     assert run.wait_for_attempt(2) == [first]
     assert run.job["Restarts"] == "0"
     again = run.log[run.log.rindex(ATTEMPT) :]
-    assert re.search(r"^0: run: .*, goes on after step \d+", again, re.MULTILINE), again
+    assert re.search(r"^0: run: .*, resumes after step \d+", again, re.MULTILINE), again
     ranks, before = ({log.name for log in run.folder.glob(f"logs/attempt_{i}/trainer-*.log")} for i in (2, 1))
     assert (len(before), len(ranks)) == (2, 1)
     cluster.ask("scancel", run.number)

@@ -40,7 +40,7 @@ def test_reward_function_that_raises(recipe: Path, tmp_path: Path) -> None:
         assert run.end(START_S) == 2
         assert run.errors == [
             f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "
-            "prompts.jsonl:1, whose response is the row's answer",
+            "prompts.jsonl:1 (the trial used the row's answer as response)",
             f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
             "(16 of 16 samples failed; rewards.failure_limit=0 allows 0)",
         ]

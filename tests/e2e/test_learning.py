@@ -17,7 +17,7 @@ from tests.e2e.learning_cases import CASES, Case
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
 from tools.benchmarks import figures
-from tools.benchmarks.machine import machine
+from tools.benchmarks.benchmark import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
 LEARNED, NOT_LEARNED = 0.9, 0.5

@@ -148,10 +148,10 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 5 <= reached <= 7
     with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
-        assert f"goes on after step {reached}, " in run.output
+        assert f"resumes after step {reached} " in run.output
         kill(run)  # after the last step, which this run took for one of many
     run = recipe.finish(folder, *EVALUATION)
-    assert f"goes on after step {STEPS}, " in run.output
+    assert f"resumes after step {STEPS} " in run.output
     return folder / "tiny"
 
 

@@ -21,7 +21,7 @@ def check_saved(run: Run, step: int) -> None:
     checkpoint.verify(checkpoint.files)
     assert (checkpoint.step, len(run.metrics)) == (step, step)
     assert f"checkpoint: {checkpoint.path} is complete" in run.output
-    assert f"ended; step_{step:06d} is saved: go on after it with megarl train " in run.output
+    assert f"the run ended; resume after step_{step:06d} with: megarl train " in run.output
 
 
 def hold_after_a_copy(run: Run, hold: Path) -> None:

@@ -148,7 +148,8 @@ def test_a_saved_rollout_tells_the_layer_in_which_engine_and_trainer_part(learne
     stages = diagnose(config, rollout.token_ids, folders, tmp_path)
     [found] = [stage for stage in stages if stage is first_different(stages)]
     assert (found.name, found.odd) == ("layer 1", "engine")
-    assert "layer 1 is the first that differs" in verdict(stages) and verdict(stages).endswith("look at the engine's")
+    assert "layer 1 is the first stage that differs" in verdict(stages)
+    assert verdict(stages).endswith("inspect this stage in the engine")
     names = [stage.name for stage in stages]
     assert names == ["embedding", *(f"layer {i}" for i in range(len(names) - 3)), "final norm", "log-probs"]
     before = stages[: names.index("layer 1")]
@@ -261,9 +262,7 @@ def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tm
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"megarl: error: --out {out}: already there, and nothing is overwritten; name another folder\n"
-    )
+    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
 
 
 def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):

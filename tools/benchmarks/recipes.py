@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmark import run_benchmark
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # as a script, and as a module of the tests
 
 from megarl.config.load import load
 from megarl.planner.hardware import GIB, read_cluster
 from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps
 from tests.h100_recipes import RECIPES, H100Recipe
 from tests.published_models import PARAMETERS
+from tools.benchmarks.benchmark import run_benchmark
 
 
 def predict(recipe: H100Recipe) -> dict[str, Any]:

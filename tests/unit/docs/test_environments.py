@@ -73,7 +73,7 @@ def test_recipe_of_the_page_loads(folder):
 
 
 def test_page_lists_every_environment_and_its_options():
-    rows = [line.split(" | ") for line in section(PAGE, "Those that megarl brings").splitlines() if line[:3] == "| `"]
+    rows = [line.split(" | ") for line in section(PAGE, "Built-in environments").splitlines() if line[:3] == "| `"]
     listed = {row[0].strip("|` "): row for row in rows[1:]}
     assert listed.keys() == {name for name, place in SHIPPED.items() if find_spec(place.partition(":")[0])}
     for name in listed.keys() - {"search_tool"}:
