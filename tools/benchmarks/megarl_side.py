@@ -1,4 +1,4 @@
-"""One rank of megarl's trainer, started by training_step.py: makes updates on random weights, records time and memory."""
+"""One rank of megarl's trainer, started by training_step.py: updates random weights, and records time and memory."""
 
 from __future__ import annotations
 

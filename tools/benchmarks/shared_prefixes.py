@@ -98,8 +98,8 @@ def one_turn(scale: float, source: random.Random) -> list[Sample]:
 
 
 def turns(scale: float, source: random.Random) -> list[Sample]:
-    """Return four rollouts of three turns, with as many observed tokens between turns. Each turn is a sample that starts
-    with the earlier turns, and one rollout has an alternative last turn."""
+    """Return four rollouts of three turns, with as many observed tokens between turns. Each turn is a sample that
+    starts with the earlier turns, and one rollout has an alternative last turn."""
     prompt, samples = Prompt("p", "", _ids(256 * scale, source)), []
     for rollout in range(4):
         so_far: list[tuple[list[int], bool]] = []

@@ -1,5 +1,5 @@
-"""Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its closed
-form, and the time that a checkpoint blocks training.
+"""Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
+closed form, and the time that a checkpoint blocks training.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """

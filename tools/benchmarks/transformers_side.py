@@ -1,7 +1,7 @@
 """The same updates in plain transformers and torch, started by training_step.py.
 
-Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and computes
-logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.
+Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and
+computes logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.
 """
 
 from __future__ import annotations
