@@ -75,12 +75,12 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
     """Print a recipe's batch arithmetic and check the recipe against locally available models."""
     from megarl.config.explain import explain
     from megarl.config.load import load
-    from megarl.models.run_models import check_models_here
+    from megarl.models.run_models import check_local_models
     from megarl.resharding.selection import check_all_selections
 
     config = load(file, overrides or ())
     typer.echo(explain(config))
-    lines, hf_configs = check_models_here(config)
+    lines, hf_configs = check_local_models(config)
     check_all_selections(config, hf_configs)
     for line in lines:
         typer.echo(f"model       {line}")

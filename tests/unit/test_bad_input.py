@@ -97,9 +97,9 @@ CASES = [
     ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step do not divide by 3"]),
     (
         "rollout.max_new_tokens=64",
-        ["rollout.max_new_tokens=64: 0 of rollout.context_length=64 tokens are left for the"],
+        ["rollout.max_new_tokens=64: 64 - 64 = 0 of rollout.context_length=64 tokens are left for the"],
     ),
-    ("rewards.functions=[]", ["rewards.functions=[]: nothing would reward the samples; list a function such as"]),
+    ("rewards.functions=[]", ["rewards.functions=[]: samples would have no reward. Fix: list a function such as"]),
     (
         "rewards.functions=[{funktion: exact_match}]",
         [
@@ -121,7 +121,7 @@ CASES = [
         ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"],
     ),
     ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: invalid JSON"]),
-    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported; the known ones are"]),
+    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported. Fix: use"]),
     (
         "model.path=package:no-such-package",
         ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
@@ -135,10 +135,10 @@ CASES = [
     ),
     ("actor.layout.pp=3", ["actor.layout.pp=3: 2 layers do not tile the stages: 2 layers over 3 stages"]),
     ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
-    ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; near to it"]),
+    ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"]),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
-        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings); set"],
+        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings). Fix: set"],
     ),
     (
         "rollout.context_length=512",
@@ -200,7 +200,7 @@ CASES = [
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
-        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer), too many p"],
+        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer): too many p"],
     ),
     # folders and checkpoints
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),

@@ -77,7 +77,7 @@ def test_config_explain_checks_keys_against_the_model(
         return code, out.splitlines()[-1], err
 
     even = "actor.layout.last_stage_layers=null"
-    assert explained(even) == (0, f"model       model.path={model}: the keys fit its config.json", "")
+    assert explained(even) == (0, f"model       model.path={model}: config.json fits the recipe", "")
     code, _, error = explained(even, "actor.layout.pp=40")
     assert code == 2
     assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
@@ -97,7 +97,7 @@ def test_config_explain_handles_missing_models(
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is not a folder on this")
+    assert last.startswith("model       model.path=nobody/no-model: not checked, because it is not a folder on this")
 
 
 def test_algorithms_lists_all_names_and_options(
@@ -369,7 +369,7 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
     command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html"), "--simulate"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n1  " in done.stdout and "most of it" in done.stdout
+    assert "\n1  " in done.stdout and "mostly" in done.stdout
     assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
@@ -391,7 +391,7 @@ def test_plan_emits_a_recipe_with_the_planned_layout(
         line for line in first.splitlines() if line.startswith("time")
     ]
     assert run(monkeypatch, *command) == 2
-    assert "already there, and nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
 
@@ -418,7 +418,7 @@ def test_plan_prints_json(
             ("rollout.replicas=2",),
             "rollout.replicas=2: colocated, each GPU has a rank of the actor and one of an engine",
         ),
-        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe's ranks are on 16 GPUs; give --gpus 16xH100-80GB"),
+        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe needs 16 GPUs. Fix: use --gpus 16xH100-80GB"),
     ],
 )
 def test_plan_raises_for_a_layout_that_does_not_fit(

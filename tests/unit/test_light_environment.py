@@ -160,4 +160,4 @@ def test_init_writes_a_loadable_recipe(site, tmp_path):
 def test_doctor_lists_missing_packages(site, tmp_path):
     done = megarl(site, "doctor", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "to be changed: torch, megatron-core, vllm, ray, transformers" in done.stdout
+    assert "problems: torch, megatron-core, vllm, ray, transformers" in done.stdout
