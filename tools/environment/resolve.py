@@ -1,5 +1,5 @@
-"""Resolve the packages of launch/container with pip's resolver, as for Linux with Python 3.12, and compare them with its
-lock file. Nothing is installed or built. A recent pip is used, because it downloads only the metadata of wheels.
+"""Resolve the packages of launch/container with pip's resolver, as for Linux with Python 3.12, and compare them with
+its lock file. Nothing is installed or built. A recent pip is used, because it downloads only the metadata of wheels.
 
     python tools/environment/resolve.py          prints differences, and exits with status 1 if there are any
     python tools/environment/resolve.py --write  resolves without the lock file, and writes it
@@ -78,7 +78,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = resolve([] if writes else [f"--constraint={LOCK}"], Path(folder))
     if writes:
-        head = f"# What {PIP} resolves for launch/container/requirements.txt: see tools/environment/resolve.py.\n"
+        head = f"# Resolved by {PIP} from launch/container/requirements.txt, see tools/environment/resolve.py.\n"
         LOCK.write_text(head + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())))
     lock = read_lock()
     for name in sorted(found.keys() - lock.keys()):
