@@ -83,8 +83,8 @@ def test_engine_ranks_require_cores(monkeypatch: pytest.MonkeyPatch, overrides: 
     with pytest.raises(ValueError) as error:
         check_machine(config(*overrides))
     assert str(error.value) == (
-        f"{refused}without a GPU each rank of an engine in vLLM has cores of its own, and this machine has 3 for the "
-        "run; set at most 3"
+        f"{refused}without a GPU each rank of a vLLM engine needs a core of its own, but this machine has 3 for the "
+        "run. Fix: set at most 3"
     )
 
 
@@ -92,7 +92,7 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
     nodes = ("cluster.nodes=2", "actor.layout.dp=2")
     check_machine(config(*nodes, "rollout.tp=2"))
     with pytest.raises(
-        UserError, match=r"^rollout.tp=4: .*cluster.nodes=2 have places for 2 ranks of a role each; set"
+        UserError, match=r"^rollout.tp=4: .*cluster.nodes=2 each node has 2 ranks of a role\. Fix: set rollout.tp to at"
     ):
         check_machine(config(*nodes, "actor.layout.dp=4", "rollout.tp=4", "rollout.threads=1"))
 
@@ -150,17 +150,17 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
         ),
         (
             (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),
-            "cluster.placement=colocated: each role has a rank on each GPU, so that max(4 trainer, 9 critic, 4 engine) "
-            "= 9 are needed, and this machine has 8; lower dp of the layouts",
+            "cluster.placement=colocated: each role has a rank on each GPU, so max(4 trainer, 9 critic, 4 engine) = 9 "
+            "are needed, but this machine has 8. Fix: lower dp of the layouts",
         ),
         (
             ("cluster.placement=disaggregated", "actor.layout.dp=4", "rollout={replicas: 3, tp: 2}"),
-            "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, and this machine has 8; "
-            "set cluster.placement=colocated, or lower dp of the layouts",
+            "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, but this machine has 8. "
+            "Fix: set cluster.placement=colocated, or lower dp of the layouts",
         ),
         (
             ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
-            "max(16 trainer) = 16 are needed, and this machine has 8",
+            "max(16 trainer) = 16 are needed, but this machine has 8",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_overfull_gpu_error_shows_the_sum() -> None:
     assert fits(3, 32 * 2**30, load) is None
     assert fits(3, 31 * 2**30, load) == (
         "cluster.placement=colocated: while the engine samples, GPU 3 would hold 30.0 (actor: parameters) + 1.5 "
-        "(engine: weights) = 31.5 GiB, and has 31.0; do this"
+        "(engine: weights) = 31.5 GiB, but has 31.0. Fix: do this"
     )
 
 
@@ -223,7 +223,7 @@ def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes
     """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
-    with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():
+    with pytest.raises(ValueError, match=r"hidden_size=48, .* multiples of 32 only") if refused else nullcontext():
         check_engine_kernels(config(), models)
 
 
@@ -238,4 +238,4 @@ def test_too_little_host_memory_is_refused_with_the_sum():
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
-    assert "there are 4.0; take a smaller model" in line
+    assert "there are 4.0. Fix: use a smaller model" in line

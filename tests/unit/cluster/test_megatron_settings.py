@@ -66,6 +66,6 @@ def test_failing_check_process_ends_the_run(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(megatron_settings, "PROGRAM", "megarl.no_such_module")
     config = config_of(folder, "actor.megatron_overrides.ddp={bucket_size: 1000}")
     with pytest.raises(
-        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module ended with status 1 and .* No module"
+        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module exited with status 1: .* No module"
     ):
         check_megatron_settings(config, find_models(config))

@@ -226,10 +226,10 @@ def test_slow_replica_gets_fewer_groups(start) -> None:
             waiting.take_idle_share().result()
         assert [len(part) for part in engines.assign(sizes).values()] == shares
         assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
-    assert list(engines.assign(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
+    assert list(engines.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
     assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.assign(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
+    assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
         "only these engines exist"
     )
 
@@ -254,7 +254,7 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
         engines.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
-    assert ("begin 1 of its prompts anew" in capsys.readouterr().out) == is_moved
+    assert ("restart 1 of its prompts" in capsys.readouterr().out) == is_moved
     if unwanted:
         engines.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]
@@ -290,7 +290,7 @@ def test_work_of_a_lost_engine_is_reassigned_once(start, capsys) -> None:
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
     assert sorted(delivered) == sorted(request for group in groups for request in group)
-    line = "rollout: engine-1 died, and is started again; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    line = "rollout: engine-1 died, restarting it; continuing with 2 of 3 engines; see logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
 
 
@@ -340,7 +340,7 @@ def test_restarted_engine_rejoins_at_its_old_index(start, capsys) -> None:
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
     assert engines.generations != before, "the generation must show that the engine has no weights"
     assert FakeActor.asleep == ["engine-1"]
-    assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
+    assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined; continuing with 3 of 3 engines"
     engines.rejoin_restarted()
     assert not capsys.readouterr().out, "the engine must rejoin only once"
 
@@ -361,7 +361,7 @@ def test_engine_that_fails_to_restart_is_excluded(start, capsys) -> None:
     capsys.readouterr()
     engines.rejoin_restarted()
     assert engines.names == ["engine-1"]
-    line = "start of a lost engine: engine-0: OSError: full; see logs/engine-0.log; the run goes on with 1 of 2 engines"
+    line = "restart of a lost engine: engine-0: OSError: full; see logs/engine-0.log; continuing with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
     engines.rejoin_restarted()
     assert not capsys.readouterr().out
@@ -376,14 +376,14 @@ def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
         engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
-    assert "is started again" not in capsys.readouterr().out.splitlines()[-1]
+    assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_engine_on_trainer_gpus_is_not_restarted(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
-        assert ("is started again" in capsys.readouterr().out) == starts_again
+        assert ("restarting it" in capsys.readouterr().out) == starts_again
 
 
 def test_run_ends_without_engines(start) -> None:
@@ -419,8 +419,8 @@ def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: 
     assert FakeActor.connected[0][2] == engines.holders[:1]
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "both engines must share each object"
     lines = [
-        "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
+        "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
+        "parameters differ from the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
         "to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
@@ -432,9 +432,7 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
     assert engines.by_loader
-    assert capsys.readouterr().out.endswith(
-        "because kernels pack weights for themselves: MARLIN of model.layers.0.mlp.experts\n"
-    )
+    assert capsys.readouterr().out.endswith("because kernels repack weights: MARLIN of model.layers.0.mlp.experts\n")
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -446,7 +444,7 @@ def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, lost: b
     actor_class = EngineActor.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
     actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost), {}
-    with pytest.raises(KeyError), actor._whole():
+    with pytest.raises(KeyError), actor._end_if_rank_died():
         raise KeyError("w")
     assert ended == (["descendants", 1] if lost else [])
 
