@@ -99,7 +99,7 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would keep the memory"):
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would hold their weights"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -130,23 +130,22 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
     [
         (
             ("rollout.kv_cache_gib=12.5",),
-            "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
-            "rollout.kv_cache_gib=12.5 while the models are trained on the same GPUs; set rollout.sleep=true or "
-            "cluster.placement=disaggregated",
+            "rollout.sleep=false: colocated, engines would hold their weights and rollout.kv_cache_gib=12.5 while models "
+            "train on the same GPUs. Fix: set rollout.sleep=true or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "rollout.transport=p2p"),
-            "rollout.transport=p2p: NCCL does not send from a GPU to itself, and with cluster.placement=colocated "
-            "trainer and engine are on the same; set rollout.transport=auto",
+            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, and with cluster.placement=colocated "
+            "trainer and engine share GPUs. Fix: set rollout.transport=auto",
         ),
         (
             ("rollout.sleep=true", "actor.layout={tp: 2, dp: 4}", "rollout={replicas: 3, tp: 2}"),
-            "rollout.replicas=3: colocated, each GPU has a rank of the actor and one of an engine, and actor.layout "
-            "has 8 ranks, but 3 x rollout.tp=2 = 6; set rollout.replicas=4, or cluster.placement=disaggregated",
+            "rollout.replicas=3: colocated, each GPU has one actor rank and one engine rank, but actor.layout has 8 ranks "
+            "and 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),
-            "actor.layout has 6 ranks, but 2 x rollout.tp=4 = 8; set rollout.tp to one of 1, 2, 3, 6, or",
+            "actor.layout has 6 ranks and 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
         ),
         (
             (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),
