@@ -171,7 +171,7 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 @pytest.mark.exhaustive
 def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The other one gets all weights. The lost one is started again, gets all, and samples too."""
+    """The other engine receives all weights. The lost engine restarts, receives all weights, and samples again."""
     overrides = ("cluster.placement=disaggregated", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
