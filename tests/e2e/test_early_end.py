@@ -1,4 +1,4 @@
-"""A run that starts from the model of the newest one, is interrupted, and goes on as it says that it can."""
+"""A run starts from the latest run's model, is interrupted, and resumes with the command that it printed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def conversation(number: int) -> dict:
     return {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "1"}]}
 
 
-def test_the_newest_model_is_the_one_at_the_start_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+def test_latest_model_is_resolved_and_printed_command_resumes(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(64)))
     recipe = CONFIGS / "smollm2-cpu-sft.yaml"
     keys = [*TINY, f"data.source={tmp_path}/rows.jsonl"]

@@ -96,14 +96,14 @@ def test_suggestion(key: str, suggestion: str) -> None:
 
 
 @pytest.mark.parametrize("name", VERL)
-def test_verl_names_lead_to_keys_that_exist(name: str) -> None:
+def test_verl_names_map_to_existing_keys(name: str) -> None:
     first, *others = VERL[name].split(" (")[0].split(" and ")
     assert {first, *others} <= set(keys())
-    assert name not in keys(), "a key of ours needs no translation"
+    assert name not in keys(), "a key of megarl needs no translation"
 
 
-def test_page_of_verl_is_generated_from_the_table() -> None:
-    """`python tools/verl_page.py` writes it."""
+def test_verl_page_is_generated_from_the_table() -> None:
+    """`python tools/verl_page.py` generates the page."""
     page = text_of("configs/coming-from-verl.md")
     assert verl_page.render(page) == page
     assert all(f"`{name}`" in page for name in (*VERL, *WITHOUT_KEY))

@@ -45,15 +45,6 @@ def test_folder_of_a_running_run_is_not_modified(tmp_path: Path, resume: str) ->
     assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
 
 
-def test_interrupted_run_prints_how_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), prepare(tmp_path):
-        raise KeyboardInterrupt
-    expected = (
-        f"the run ended before completing a step; start it again with: megarl train {tmp_path}/a/config.resolved.yaml\n"
-    )
-    assert capsys.readouterr().out == expected
-
-
 def test_folder_is_locked_until_the_end(tmp_path: Path) -> None:
     with prepare(tmp_path), pytest.raises(ValueError, match="in use"), run_lock(tmp_path / "a"):
         pass

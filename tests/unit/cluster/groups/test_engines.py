@@ -22,29 +22,29 @@ from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
 
 DIED = object()
-"""The answer to a call whose process is lost."""
+"""The result of a call to a lost process."""
 
 
 class FakeActor:
-    """An engine that answers every request with its name; a call is run when it is waited for."""
+    """An engine that answers every request with its name. A call runs when a caller waits for it."""
 
     seen: dict[str, list[str]]
     aborted: list[str]
     dying: set[str]
-    """Those that die when they are next asked."""
+    """Engines that die on their next call."""
     model: dict[str, Any]
     misfit = False
     repacking: tuple[str, ...] = ()
     padded: int | None = None
-    """The size to which its kernels pad experts."""
+    """The size to which the engine's kernels pad experts."""
     connected: list[tuple]
     put: list
-    """The objects that were put into Ray's object store."""
+    """Objects put into Ray's object store."""
     asleep: list[str]
     sampled: dict[str, tuple[float, int]]
-    """The seconds of each engine, and its steps in them."""
+    """Seconds and steps of each engine."""
     is_up: bool
-    """Whether those that were started again have started."""
+    """Whether restarted engines have started."""
     start_fails: bool
 
     def __init__(self, name: str):
@@ -64,8 +64,8 @@ class FakeActor:
         return self
 
     def remote(self, requests: list[str], listener: object = None) -> Any:
-        """Returns references as Ray does, one more than requests: the first, to the infos, is a call that is run when
-        it is waited for."""
+        """Return one reference per request after the reference to the infos, as Ray does. The infos reference is a call
+        that runs when a caller waits for it."""
         FakeActor.seen.setdefault(self._name, []).extend(requests)
         dies = self._name in FakeActor.dying
         assert self._num_returns == 1 + len(requests) > 1
@@ -82,7 +82,7 @@ class FakeActor:
 
 
 class Request(str):
-    """A request that is its own name."""
+    """A request that equals its name."""
 
     @property
     def sample_id(self) -> str:
@@ -94,14 +94,13 @@ def ask(engines: EngineGroup, groups: Sequence[Sequence[str]]) -> Pending[list[S
 
 
 class FakeEngine:
-    """The engine that such an actor holds."""
+    """The engine inside a FakeActor."""
 
     def __init__(self, name: str):
         self._name = name
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Returns the shape and dtype of each parameter; for a misfit, as a family that calls the norm by another
-        name."""
+        """Return the shape and dtype of each parameter. A misfit has a different name for the norm."""
         shard = vllm_holders(FakeActor.model, 1, 1, "float32", padded_experts=FakeActor.padded)[0].shard
         own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
         if FakeActor.misfit:
@@ -154,7 +153,7 @@ class FakeSession:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """start(replicas, *overrides): an EngineGroup of such engines."""
+    """`start(replicas, *overrides)` returns an EngineGroup of fake engines."""
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
     FakeActor.is_up, FakeActor.start_fails = False, False
     FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
@@ -184,7 +183,7 @@ def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) ->
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
+def test_samples_are_in_the_order_of_their_requests(start, replicas: int) -> None:
     groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
     answers = ask(start(replicas), groups).result()
     check_answers(answers, groups)
@@ -195,12 +194,12 @@ def test_a_group_stays_on_one_replica(start) -> None:
     assert FakeActor.seen == {"engine-0": ["a1", "a2", "c1", "c2"], "engine-1": ["b1", "b2"]}
 
 
-def test_fewer_groups_than_replicas(start) -> None:
+def test_fewer_groups_than_replicas_are_spread(start) -> None:
     answers = ask(start(3), [["a"], ["b"]]).result()
     assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
-def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
+def test_single_groups_go_to_the_least_loaded_engine(start) -> None:
     engines = start(2)
     first = ask(engines, [["a1", "a2", "a3"]])
     others = [ask(engines, [[name]]) for name in ("b", "c", "d")]
@@ -213,9 +212,9 @@ def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
     assert FakeActor.seen["engine-0"][-1] == "f"
 
 
-def test_a_slow_replica_gets_fewer_groups(start) -> None:
-    """Three engines, of which one takes four times as long for a token: in as much time it does a quarter. Where a step
-    waits for all, each gets what it would get in another run."""
+def test_slow_replica_gets_fewer_groups(start) -> None:
+    """One of three engines takes four times as long per token, so it receives a quarter of the work. If steps wait for
+    all samples, each engine receives the same number of prompts in every run."""
     engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
     sizes = dict.fromkeys(range(18), 8)
     assert [len(part) for part in engines.assign(sizes).values()] == [6, 6, 6]
@@ -231,13 +230,13 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
     engines.drop({"engine-1"}, "rollout")
     assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
     assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
-        "there are no others"
+        "only these engines exist"
     )
 
 
 @pytest.mark.parametrize("unwanted", [False, True])
 @pytest.mark.parametrize("slowness", [1.9, 4])
-def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
+def test_idle_engine_takes_over_from_a_much_slower_one(
     monkeypatch, start, capsys, slowness: float, unwanted: bool
 ) -> None:
     engines = start(2, "rollout.max_staleness=1")
@@ -265,8 +264,8 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
     assert not engines._places and not engines._moving and not +engines.load
 
 
-def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
-    """Those that hear of it late do not take it for the loss of the engine that has been started in its place."""
+def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
+    """Call that detect the loss late must not blame the restarted engine."""
     engines = start(2)
     FakeActor.dying = {"engine-0"}
     under_way = [ask(engines, [[name, name]]) for name in ("a", "b", "c", "d")]
@@ -281,7 +280,7 @@ def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
     assert engines.names == ["engine-0", "engine-1"] and not capsys.readouterr().out
 
 
-def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
+def test_work_of_a_lost_engine_is_reassigned_once(start, capsys) -> None:
     engines = start(3)
     FakeActor.dying = {"engine-1"}
     groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
@@ -296,7 +295,7 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
 
 
 def lately(engines: EngineGroup, calls: list) -> Callable:
-    """A session's `submit` that runs calls when their result is asked for, and notes them."""
+    """Return a session's `submit` that logs calls and runs them when their result is requested."""
 
     def submit(given, *_, **__):
         calls.append(given)
@@ -306,7 +305,7 @@ def lately(engines: EngineGroup, calls: list) -> Callable:
 
 
 @pytest.mark.parametrize("dying", [set(), {"engine-0"}, {"engine-1"}])
-def test_a_group_that_nobody_wants_any_more_is_ended_and_asked_of_no_other(monkeypatch, start, dying: set[str]) -> None:
+def test_abandoned_group_is_aborted_and_not_reassigned(monkeypatch, start, dying: set[str]) -> None:
     engines, calls = start(2), []
     FakeActor.dying = dying
     monkeypatch.setattr(engines._session, "submit", lately(engines, calls))
@@ -329,7 +328,7 @@ def test_the_last_engine_is_watched(start) -> None:
     assert start(1)._session.watched == ["engine-0"]
 
 
-def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(start, capsys) -> None:
+def test_restarted_engine_rejoins_at_its_old_index(start, capsys) -> None:
     engines = start(3, "rollout.sleep=true")
     before = engines.generations
     engines.drop({"engine-1"}, "rollout")
@@ -339,14 +338,14 @@ def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(sta
     FakeActor.is_up = True
     engines.rejoin_restarted()
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
-    assert engines.generations != before, "who has weights must be seen"
+    assert engines.generations != before, "the generation must show that the engine has no weights"
     assert FakeActor.asleep == ["engine-1"]
     assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined; continuing with 3 of 3 engines"
     engines.rejoin_restarted()
-    assert not capsys.readouterr().out, "it joins once"
+    assert not capsys.readouterr().out, "the engine must rejoin only once"
 
 
-def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) -> None:
+def test_engines_may_fail_again_after_a_restart(start) -> None:
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up = True
@@ -355,7 +354,7 @@ def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) ->
     assert engines.may_fail == ["engine-0", "engine-1"]
 
 
-def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
+def test_engine_that_fails_to_restart_is_excluded(start, capsys) -> None:
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up, FakeActor.start_fails = True, True
@@ -368,7 +367,7 @@ def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
     assert not capsys.readouterr().out
 
 
-def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
+def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
     engines = start(2)
     FakeActor.is_up = True
     losses = 0
@@ -380,20 +379,20 @@ def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
     assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_an_engine_on_gpus_that_trainers_have_too_is_not_started_again(start, monkeypatch, capsys) -> None:
+def test_engine_on_trainer_gpus_is_not_restarted(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
         assert ("restarting it" in capsys.readouterr().out) == starts_again
 
 
-def test_a_run_without_engines_ends(start) -> None:
+def test_run_ends_without_engines(start) -> None:
     with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
         start(2).drop({"engine-0", "engine-1"}, "refit")
 
 
-def test_an_engine_that_pads_its_experts_is_written_in_place(start, tmp_path) -> None:
-    """All replicas are, by what the first one says."""
+def test_engine_with_padded_experts_is_written_in_place(start, tmp_path) -> None:
+    """The first replica's padding applies to all replicas."""
     model = config_of(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=6)
     (tmp_path / "config.json").write_text(json.dumps(model))
     engines = start(2)
@@ -405,7 +404,7 @@ def test_an_engine_that_pads_its_experts_is_written_in_place(start, tmp_path) ->
 
 
 @pytest.mark.parametrize("misfit", [False, True])
-def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start, capsys, misfit: bool) -> None:
+def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: bool) -> None:
     engines = start(2)
     FakeActor.misfit = misfit
     engines.start().result()
@@ -413,12 +412,12 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     expected = checkpoint if misfit else family
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
     assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
-    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
+    assert len({holder.shard for holder in engines.holders}) == 1, "all replicas must share one shard"
     plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
     assert engines.connect(plan, "channel").result()
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
     assert FakeActor.connected[0][2] == engines.holders[:1]
-    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
+    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "both engines must share each object"
     lines = [
         "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
         "parameters differ from the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
@@ -427,8 +426,8 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 
 
-def test_whole_tensors_go_to_engines_whose_kernels_pack_weights(start, capsys) -> None:
-    """Names, shapes and dtypes are right: only the engine knows."""
+def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
+    """Names, shapes and dtypes match, so only the engine can report it."""
     engines = start(1)
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
@@ -437,8 +436,8 @@ def test_whole_tensors_go_to_engines_whose_kernels_pack_weights(start, capsys) -
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """The end of its process makes the engine count as lost. Any other error is the caller's to see."""
+def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """The exit makes the engine count as lost. Any other error is raised to the caller."""
     ended: list[object] = []
     monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(vllm.os, "_exit", ended.append)
@@ -451,7 +450,7 @@ def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("sleep", [False, True])
-def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None:
+def test_engines_sleep_from_the_start_if_configured(start, sleep: bool) -> None:
     engines = start(2, f"rollout.sleep={str(sleep).lower()}")
     engines.start().result()
     assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
@@ -460,8 +459,8 @@ def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None
 
 
 @pytest.mark.parametrize("keeps_weights", [False, True])
-def test_engines_sleep_with_weights_that_they_need_again(start, keeps_weights: bool):
-    """Further rounds sample with them."""
+def test_engines_keep_weights_needed_after_sleep(start, keeps_weights: bool):
+    """Later rounds sample with the same weights."""
     engines = start(1, "rollout.sleep=true")
     engines.sleep(keeps_weights).result()
     assert FakeActor.asleep == ["engine-0 with weights" if keeps_weights else "engine-0"]
