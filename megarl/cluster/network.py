@@ -41,7 +41,7 @@ def own_address(interface: str | None) -> str:
         if interface not in addresses:
             raise UserError(
                 f"cluster.interface={interface}: this node has no such interface with an IPv4 address. Fix: set it to "
-                f"one of {available}"
+                f"one of {available or '(none found)'}"
             )
         return addresses[interface][0]
     known = {address for each in addresses.values() for address in each}
