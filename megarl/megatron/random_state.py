@@ -18,7 +18,7 @@ def seed(value: int) -> None:
     model_parallel_cuda_manual_seed(value)
 
 
-def seed_anew(value: int, num_updates: int) -> None:
+def reseed(value: int, num_updates: int) -> None:
     """Seed the ranks of a run that resumes after num_updates in a layout without saved states. The seed is
     deterministic and differs from that of the start."""
     seed(random.Random(f"{value}.{num_updates}").getrandbits(31))

@@ -25,7 +25,7 @@ class PendingPrompt:
 
 @dataclass
 class RunState:
-    """The driver's state after `step` steps, from which a run goes on. The weights then have version `step`."""
+    """The driver's state after `step` steps, from which a run resumes. The weights then have version `step`."""
 
     step: int
     cursor: PromptCursor | WeightedCursor

@@ -312,7 +312,7 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     """Return the bytes of the last stage after its layers: the final norm, the scored rows and one tile of logits.
 
-    Only one tile of float32 logits exists at a time. Its gradient overwrites it if it is float32, too.
+    Only one tile of float32 logits exists at a time. Its gradient overwrites it if it is float32 as well.
     """
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)

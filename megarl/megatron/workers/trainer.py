@@ -318,7 +318,7 @@ class TrainerWorker(ModelWorker, ABC):
         counters = sharded.load(self.chunks, self.optimizer, self._weight_snapshots, folder, same_layout, adapters)
         self._restore_counters(counters)
         if not same_layout:
-            random_state.seed_anew(self._config.run.seed, self.num_updates)
+            random_state.reseed(self._config.run.seed, self.num_updates)
 
     def _has_layout_of(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()

@@ -93,7 +93,7 @@ class Message:
 class PointToPoint:
     """One member's end of the connections.
 
-    An error closes it. This interrupts all members that wait for it; they then need a new instance, too.
+    An error closes it. This interrupts all members that wait for it; they then need a new instance as well.
     """
 
     def __init__(
