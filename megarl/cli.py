@@ -1,4 +1,4 @@
-"""The `megarl` command, arguments only: modules that need torch, Megatron, vLLM or Ray are imported in the commands."""
+"""The `megarl` command line. Commands import torch, Megatron, vLLM and Ray lazily, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from megarl.core.collector import imports
 from megarl.core.errors import UserError
 
 app = typer.Typer(
-    help="Reinforcement learning of language models: Megatron-core trains, vLLM samples.",
+    help="Reinforcement learning for language models, with Megatron-core for training and vLLM for rollouts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(help="Look at a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(help="Inspect a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
-LONGEST_GRACE_S = 3600.0
-"""The most time that `megarl join` waits for the run's end after a signal; the run has less, by checkpoint.grace_s."""
+MAX_GRACE_S = 3600.0
+"""Maximum seconds that `megarl join` waits after a signal for the run to finish. The run itself has
+checkpoint.grace_s."""
 
-Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A recipe, such as configs/quickstart.yaml.")]
+Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="Recipe, such as configs/quickstart.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as run.steps=3.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as run.steps=3.")
 ]
 
 
@@ -51,9 +52,9 @@ def _options(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Target folder, created if missing.")] = Path(),
 ) -> None:
-    """Write a recipe with data and a reward function of your own to start from. Nothing is overwritten."""
+    """Create a starter recipe with example data and a reward function. Existing files are never overwritten."""
     from megarl.config import starter
 
     recipe, *others = starter.write(folder)
@@ -63,7 +64,7 @@ def init(
 
 @config_app.command()
 def show(file: Recipe, overrides: Overrides = None) -> None:
-    """Print every key of a recipe with its value."""
+    """Print the resolved recipe: every key with its value."""
     from megarl.config.load import dump, load
 
     typer.echo(dump(load(file, overrides or ())), nl=False)
@@ -71,15 +72,15 @@ def show(file: Recipe, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
-    """Print the batch arithmetic of a recipe, and check it against the models that are on this machine."""
+    """Print a recipe's batch arithmetic and check the recipe against locally available models."""
     from megarl.config.explain import explain
     from megarl.config.load import load
-    from megarl.models.run_models import check_models_here
+    from megarl.models.run_models import check_local_models
     from megarl.resharding.selection import check_all_selections
 
     config = load(file, overrides or ())
     typer.echo(explain(config))
-    lines, hf_configs = check_models_here(config)
+    lines, hf_configs = check_local_models(config)
     check_all_selections(config, hf_configs)
     for line in lines:
         typer.echo(f"model       {line}")
@@ -87,9 +88,9 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(file: Recipe, overrides: Overrides = None) -> None:
-    """Check all that can be known of a recipe before it runs: rewards, models, data, memory, disk.
+    """Check rewards, models, data, memory and disk of a recipe without running it.
 
-    These are the checks that `megarl train` begins with. A model that is not here yet is fetched, as for a run.
+    `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
     from megarl.config.load import load
 
@@ -108,10 +109,10 @@ def train(
     file: Recipe,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run where, as megarl check does, and start nothing.")
+        bool, typer.Option("--dry-run", help="Run the checks of megarl check and exit without training.")
     ] = False,
 ) -> None:
-    """Run a recipe."""
+    """Train a model with a recipe."""
     if dry_run:
         return check(file, overrides)
     from megarl.config.load import load
@@ -135,17 +136,15 @@ def train(
 
 @app.command()
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As model.path in a recipe, such as runs/latest/model.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or Hub id, such as runs/latest/model.")],
     file: Recipe,
     overrides: Overrides = None,
     *,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="For samples and results (RUN_FOLDER/RUN_NAME.evaluation).")
+        Path | None, typer.Option(metavar="FOLDER", help="Output folder (default: RUN_FOLDER/RUN_NAME.evaluation).")
     ] = None,
 ) -> None:
-    """Evaluate a model on the evaluation sets of a recipe, and train nothing."""
+    """Evaluate a model on a recipe's evaluation sets without training."""
     import json
 
     from megarl.config.load import load
@@ -163,14 +162,14 @@ def evaluate(
 @app.command()
 def join(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The run's, which all nodes see, such as runs/quickstart.")
+        Path, typer.Argument(metavar="FOLDER", help="Run folder on a shared file system, such as runs/quickstart.")
     ],
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For the run to begin.")] = 600.0,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for the run to start.")] = 600.0,
 ) -> None:
-    """Give this machine to a run of several nodes (cluster.nodes), which `megarl train` begins on another."""
+    """Join this machine to a multi-node run (cluster.nodes) that `megarl train` starts on another machine."""
     from megarl.cluster.supervision.supervisor import supervised
 
-    with supervised(grace_s=LONGEST_GRACE_S) as scratch:
+    with supervised(grace_s=MAX_GRACE_S) as scratch:
         from megarl.cluster.nodes.join import main
 
         raise typer.Exit(main(folder, scratch, wait))
@@ -181,36 +180,45 @@ def launch(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes that the run takes.")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="Number of nodes that the run uses.")],
     time: Annotated[
-        str, typer.Option(metavar="TIME", help="Of one allocation, such as 4:00:00; the run goes on in others.")
+        str,
+        typer.Option(metavar="TIME", help="Time limit per allocation, such as 4:00:00. The run resumes in the next."),
     ],
-    spares: Annotated[int, typer.Option(metavar="N", help="Further nodes, for those that are lost.")] = 0,
+    spares: Annotated[int, typer.Option(metavar="N", help="Spare nodes that replace lost ones.")] = 0,
     fewest_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Go on with fewer replicas while this many nodes are left.")
+        int | None, typer.Option(metavar="N", help="Continue with fewer replicas down to N nodes.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="0 without GPUs.")] = 8,
-    gpu: Annotated[str, typer.Option(metavar="GPU", help="Their kind, as in megarl plan.")] = "H100-80GB",
-    partition: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="OPTION", help="Of sbatch, such as --qos=high.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node, 0 for CPU runs.")] = 8,
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU type, as in megarl plan.")] = "H100-80GB",
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm account.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Additional sbatch option, such as --qos=high.")
+    ] = None,
     setup: Annotated[
-        list[str] | None, typer.Option(metavar="LINE", help="Of the script, such as 'module load cuda'.")
+        list[str] | None, typer.Option(metavar="LINE", help="Setup line in the script, such as 'module load cuda'.")
     ] = None,
-    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Before the end, when the run is told to save.")] = 120,
-    restarts: Annotated[int, typer.Option(metavar="N", help="Further attempts in an allocation.")] = 3,
-    stalled: Annotated[int, typer.Option(metavar="N", help="Attempts without a new checkpoint, to give up after.")] = 3,
-    container: Annotated[str, typer.Option(metavar="KIND", help="none, pyxis, enroot or apptainer.")] = "none",
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="The container's.")] = None,
-    mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE:DESTINATION", help="For the container.")] = None,
-    command: Annotated[str | None, typer.Option(metavar="COMMAND", help="Of megarl on the nodes.")] = None,
+    grace: Annotated[
+        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit at which the run saves.")
+    ] = 120,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts within one allocation.")] = 3,
+    stalled: Annotated[int, typer.Option(metavar="N", help="Give up after N attempts without a new checkpoint.")] = 3,
+    container: Annotated[
+        str, typer.Option(metavar="KIND", help="Container runtime: none, pyxis, enroot or apptainer.")
+    ] = "none",
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image.")] = None,
+    mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE:DESTINATION", help="Container mount.")] = None,
+    command: Annotated[str | None, typer.Option(metavar="COMMAND", help="megarl command on the nodes.")] = None,
     template: Annotated[Path | None, typer.Option(metavar="FILE", help="Your copy of launch/slurm.sbatch.")] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="A run for each value, as a job array.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="Submit one run per value as a job array.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write config and script, and submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write config and script without submitting the job.")
+    ] = False,
 ) -> None:
-    """Run a recipe as a Slurm job that saves before its time is over and goes on by itself."""
+    """Submit a recipe as a Slurm job that saves before its time limit and resumes automatically."""
     from megarl.launch import submit
     from megarl.launch.request import Request
 
@@ -239,8 +247,8 @@ def launch(
 
 
 @app.command()
-def node(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run's.")]) -> None:
-    """Take part in a job's run on this node: what the script of megarl launch starts."""
+def node(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder.")]) -> None:
+    """Run this node's part of a Slurm job. The script from megarl launch calls it."""
     from megarl.launch.task import main
 
     raise typer.Exit(main(folder))
@@ -250,30 +258,31 @@ def node(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run'
 def reshard(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="A recipe, in place of --model, --from and --to."),
+        typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to."),
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A Hugging Face config.json, or as model.path in a recipe.")
+        str | None, typer.Option(metavar="PATH", help="Hugging Face config.json, model folder or Hub id.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", metavar="LAYOUT", help="tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")
+        str | None, typer.Option("--from", metavar="LAYOUT", help="Source layout: tp=8,pp=16,ep=32,etp=1,dp=4 or hf.")
     ] = None,
     destination: Annotated[
-        str | None, typer.Option("--to", metavar="LAYOUT", help="vllm:tp=8,replicas=32, tp=4 or hf.")
+        str | None,
+        typer.Option("--to", metavar="LAYOUT", help="Destination layout: vllm:tp=8,replicas=32, tp=4 or hf."),
     ] = None,
-    nodes_of: Annotated[int, typer.Option(metavar="RANKS", help="Ranks on a node.")] = 8,
+    nodes_of: Annotated[int, typer.Option(metavar="RANKS", help="Ranks per node.")] = 8,
     bandwidth: Annotated[
-        str, typer.Option(metavar="SPEEDS", help="Of one rank, between nodes and inside one, each direction.")
+        str, typer.Option(metavar="SPEEDS", help="Bandwidth per rank and direction, between and within nodes.")
     ] = "inter=50GB/s,intra=400GB/s",
     colocated: Annotated[
-        bool, typer.Option("--colocated", help="Both share devices, rank by rank; else they are on different nodes.")
+        bool, typer.Option("--colocated", help="Source and destination share devices, else they use separate nodes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Plan how weights move from one layout to another, prove it, and predict its cost. Nothing is moved.
+    """Plan, verify and cost the transfer of weights between two layouts without moving data.
 
-    Of a recipe: from its actor to its engines, on the devices that cluster.placement gives them.
+    With a recipe, plan its refit: from the actor to the engines, on the devices that cluster.placement assigns.
     """
     import json
 
@@ -284,19 +293,21 @@ def reshard(
         from megarl.config.load import load
         from megarl.planner.refit_preview import preview_refit, transport_of
 
-        given = [option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None]
-        if given:
-            raise UserError(f"{given[0]}: {file} is a recipe, which says this itself; leave one of them away")
+        redundant = [
+            option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None
+        ]
+        if redundant:
+            raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass one of the two.")
         config = load(file, overrides or ())
-        found = preview_refit(config, nodes_of, bandwidth)
+        preview = preview_refit(config, nodes_of, bandwidth)
         if not as_json:
-            typer.echo(f"refit    {transport_of(config, found)}")
+            typer.echo(f"refit    {transport_of(config, preview)}")
     else:
         missing = [option for option, value in sides.items() if value is None]
         if missing:
-            raise UserError(f"{missing[0]}: it is missing; give {', '.join(sides)}, or a recipe")
-        found = reshard(model, source, destination, nodes_of, bandwidth, colocated)
-    typer.echo(json.dumps(found.as_dict()) if as_json else table(found))
+            raise UserError(f"{missing[0]}: missing. Fix: pass {', '.join(sides)}, or a recipe.")
+        preview = reshard(model, source, destination, nodes_of, bandwidth, colocated)
+    typer.echo(json.dumps(preview.as_dict()) if as_json else table(preview))
 
 
 @app.command()
@@ -304,26 +315,26 @@ def plan(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[str, typer.Option(metavar="GPUS", help="Their number and kind, such as 64xH100-80GB.")],
+    gpus: Annotated[str, typer.Option(metavar="GPUS", help="GPU count and type, such as 64xH100-80GB.")],
     as_it_is: Annotated[
-        bool, typer.Option("--as-it-is", help="Explain the recipe's own layout; refuse it if it cannot fit.")
+        bool, typer.Option("--as-it-is", help="Evaluate the recipe's own layout, and fail if it does not fit.")
     ] = False,
-    nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs on a node.")] = 8,
-    prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Of a prompt, the mean.")] = None,
+    nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs per node.")] = 8,
+    prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Mean prompt length.")] = None,
     response_tokens: Annotated[
-        float | None, typer.Option(metavar="TOKENS", help="Of a response, the mean (half of the longest).")
+        float | None, typer.Option(metavar="TOKENS", help="Mean response length (default: half of the maximum).")
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Simulate steps whose rollouts begin ahead (rollout.max_staleness).")
+        bool, typer.Option("--simulate", help="Simulate steps with asynchronous rollouts (rollout.max_staleness).")
     ] = False,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rollouts of a run, whose lengths the simulation has.")
+        Path | None, typer.Option(metavar="FILE", help="Rollout file whose lengths the simulation uses.")
     ] = None,
-    emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan as a recipe.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of it.")] = None,
+    emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best plan as a recipe.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that visualizes it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Rank the layouts of a recipe that fit on GPUs, by the predicted time of a step. Pure arithmetic."""
+    """Rank the layouts that fit on the given GPUs by predicted step time. Nothing is run."""
     import json
     from dataclasses import asdict
     from importlib.util import find_spec
@@ -333,18 +344,18 @@ def plan(
     from megarl.planner.hardware import read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
-    if html is not None and find_spec("matplotlib") is None:  # said before a file of --emit is written
-        raise UserError(f"--html {html}: it needs matplotlib; pip install 'megarl[run]'")
+    if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
+        raise UserError(f"--html {html}: requires matplotlib. Fix: pip install 'megarl[run]'")
     config = load(file, overrides or ())
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
-    found = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
+    simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:
-        simulated = {} if found is None else {"simulated": {key: asdict(run) for key, run in found.items()}}
+        simulated = {} if simulations is None else {"simulated": {key: asdict(run) for key, run in simulations.items()}}
         typer.echo(json.dumps(plan_text.as_dict(planned) | simulated))
     else:
         typer.echo(plan_text.table(planned))
-        if found is not None:
-            typer.echo("\n" + plan_text.simulated_table(found))
+        if simulations is not None:
+            typer.echo("\n" + plan_text.simulated_table(simulations))
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}", err=as_json)
@@ -357,9 +368,9 @@ def plan(
 
 @app.command()
 def algorithms(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, such as rloo.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A single name, such as rloo.")] = None,
 ) -> None:
-    """List the estimators, objectives, KL forms and aggregations with their options, or show how to choose one."""
+    """List advantage estimators, objectives, KL forms and aggregations, or show how to configure one."""
     from megarl.config.algorithms import describe, describe_one
 
     typer.echo(describe() if name is None else describe_one(name))
@@ -367,10 +378,10 @@ def algorithms(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs are to be kept.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
 ) -> None:
-    """Look at this machine: versions, GPUs, memory, disk, limits. The exit code is 1 if something is to be changed."""
+    """Check this machine's versions, GPUs, memory, disk and limits. The exit code is 1 if there is a problem."""
     import json
     from dataclasses import asdict
 
@@ -383,9 +394,9 @@ def doctor(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="A run, such as runs/latest, or several.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Run folders, such as runs/latest.")],
 ) -> None:
-    """Write the report of a run, or the comparison of several into the folder of the first, and print its path."""
+    """Write an HTML report and print its path. Several runs are compared in the first one's folder."""
     import megarl.report
     from megarl.report import comparison
 
@@ -394,18 +405,18 @@ def report(
 
 @app.command()
 def diagnose(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run that samples, such as runs/latest.")],
-    step: Annotated[int | None, typer.Option(metavar="STEP", help="Whose rollout (the newest).")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of an RL run, such as runs/latest.")],
+    step: Annotated[int | None, typer.Option(metavar="STEP", help="Step of the rollout (default: the newest).")] = None,
     sample: Annotated[
-        str | None, typer.Option(metavar="ID", help="Of a sample in the step's file (the first that has token ids).")
+        str | None, typer.Option(metavar="ID", help="Sample id (default: the first sample with token ids).")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Of the weights (those that the run ended or began with).")
+        Path | None, typer.Option(metavar="FOLDER", help="Weights (default: the exported model, else the initial one).")
     ] = None,
 ) -> None:
-    """Compute a saved rollout in trainer, engine and plain transformers, and name the first layer that differs.
+    """Compare trainer, engine and transformers on a saved rollout and report the first layer that differs.
 
-    Each is one process on this machine, one after the other. The exit code is 1 where a layer differs.
+    The three run one after another on this machine. The exit code is 1 if a layer differs.
     """
     from megarl.run.diagnosis.diagnose import find_rollout, read_config
 
@@ -421,35 +432,35 @@ def diagnose(
 
 @app.command()
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, under way or ended.")],
-    port: Annotated[int, typer.Option(metavar="PORT", help="0 for a free one.")] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a running or finished run.")],
+    port: Annotated[int, typer.Option(metavar="PORT", help="Port, 0 for any free port.")] = 0,
 ) -> None:
-    """Show the report of a run in a browser on this machine, renewed as it goes on. Ctrl-C ends it, not the run."""
+    """Serve a live report of a run on localhost. Ctrl-C stops the server, not the run."""
     from contextlib import suppress
 
     from megarl.report.live import serve
 
-    with serve(folder, port) as (address, answer), suppress(KeyboardInterrupt):
+    with serve(folder, port) as (address, serve_requests), suppress(KeyboardInterrupt):
         typer.echo(address)
         sys.stdout.flush()
-        answer()
+        serve_requests()
 
 
 @app.command()
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, such as runs/latest.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, such as runs/latest.")],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="FOLDER/trace.json where it is left out.")
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Output file (default: FOLDER/trace.json).")
     ] = None,
 ) -> None:
-    """Write what each process of a run did when, for https://ui.perfetto.dev or chrome://tracing."""
+    """Write a timeline of a run's processes for https://ui.perfetto.dev or chrome://tracing."""
     from megarl.report import chrome_trace
 
     typer.echo(chrome_trace.write(folder, out))
 
 
 def main() -> None:
-    """Runs the command and exits with its code. The lines of a UserError go to stderr, and the exit code is 2."""
+    """Run the command and exit with its code. A UserError is printed to stderr, with exit code 2."""
     try:
         app()
     except UserError as error:

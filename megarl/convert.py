@@ -1,6 +1,6 @@
 """`megarl convert`: convert between Hugging Face folders and Megatron checkpoints.
 
-The commands import torch and Megatron themselves, so that `megarl --help` does not.
+Commands import torch and Megatron lazily, so that `megarl --help` stays fast.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from megarl.megatron.checkpoint.conversion import Options
 
 app = typer.Typer(
-    help="Convert between Hugging Face folders and Megatron checkpoints, in one process, a tensor at a time.",
+    help="Convert between Hugging Face folders and Megatron checkpoints, in one process, tensor by tensor.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option(help="The new folder; it appears when it is complete.")]
+Out = Annotated[Path, typer.Option(help="Output folder. It is renamed into place once complete.")]
 Checkpoint = Annotated[
     Path,
-    typer.Option(help="A Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (its actor) or …/critic."),
+    typer.Option(help="Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (the actor) or …/critic."),
 ]
 HuggingFace = Annotated[
     Path | None,
-    typer.Option("--hf", help="Where the model's config.json and tokenizer are; by default the checkpoint knows."),
+    typer.Option("--hf", help="Folder with the model's config.json and tokenizer (default: from the checkpoint)."),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
-Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages of each pipeline stage.")]
+Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages per pipeline stage.")]
 Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
-Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks of each expert; by default as --tp.")]
-FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage; by default stages are even.")]
-LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage.")]
-ShardGb = Annotated[float, typer.Option(min=0, help="Size of a weights file, in 10^9 bytes.")]
+Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks per expert (default: --tp).")]
+FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage (default: even).")]
+LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage (default: even).")]
+ShardGb = Annotated[float, typer.Option(min=0, help="Maximum size of a weights file in GB (10^9 bytes).")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Convert to it; by default all keep theirs.")
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Target dtype (default: unchanged).")
 ]
-Verify = Annotated[bool, typer.Option(help="Check the files of a run's checkpoint; read everything back and compare.")]
+Verify = Annotated[bool, typer.Option(help="Verify checksums of a run's checkpoint, and read the output back.")]
 
 
 @app.command()
 def hf_to_megatron(
-    hf: Annotated[Path, typer.Option(help="A Hugging Face folder with safetensors.")],
+    hf: Annotated[Path, typer.Option(help="Hugging Face folder with safetensors.")],
     out: Out,
     tp: Tp = 1,
     pp: Pp = 1,
@@ -67,7 +67,7 @@ def hf_to_megatron(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Megatron checkpoint, as ranks of the layout would. It loads under any other one."""
+    """Convert a Hugging Face folder to a Megatron checkpoint, which can be loaded with any layout."""
     from megarl.megatron.checkpoint.conversion import huggingface_to_megatron, layout_of_files
 
     with _options(dtype, verify) as options:
@@ -84,7 +84,7 @@ def megatron_to_hf(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Hugging Face folder."""
+    """Convert a Megatron checkpoint to a Hugging Face folder."""
     from megarl.megatron.checkpoint.conversion import megatron_to_huggingface
 
     with _options(dtype, verify) as options:
@@ -95,16 +95,14 @@ def megatron_to_hf(
 def adapters_to_hf(
     checkpoint: Checkpoint,
     out: Out,
-    hf: Annotated[
-        Path | None, typer.Option(help="A folder with the model that they are for; by default the run's model.path.")
-    ] = None,
+    hf: Annotated[Path | None, typer.Option(help="Folder of the base model (default: the run's model.path).")] = None,
     shard_gb: ShardGb = 5.0,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of all weights; by default the run's.")
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Target dtype (default: the run's).")
     ] = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Hugging Face folder of the model, with the adapters in a checkpoint of a run with actor.lora merged."""
+    """Merge the adapters of a LoRA run's checkpoint into the model and write a Hugging Face folder."""
     from megarl.megatron.checkpoint.adapters import adapters_to_huggingface
 
     with _options(dtype, verify) as options:
@@ -113,7 +111,7 @@ def adapters_to_hf(
 
 @app.command()
 def adapters_to_peft(checkpoint: Checkpoint, out: Out) -> None:
-    """Write the adapters in a checkpoint of a run with actor.lora as a PEFT folder."""
+    """Write the adapters of a LoRA run's checkpoint as a PEFT folder."""
     from megarl.megatron.checkpoint.adapters import adapters_to_peft
 
     _report(out, adapters_to_peft(checkpoint, out))
@@ -134,7 +132,7 @@ def reshape(
     dtype: Dtype = None,
     verify: Verify = True,
 ) -> None:
-    """Write a Megatron checkpoint as ranks of another layout would, the optimizer's state included."""
+    """Convert a Megatron checkpoint to another layout, including optimizer state."""
     from megarl.megatron.checkpoint.conversion import layout_of_files, reshape
 
     with _options(dtype, verify) as options:
@@ -144,14 +142,14 @@ def reshape(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A Megatron checkpoint (torch_dist), or a run's.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every tensor.")] = False,
+    checkpoint: Annotated[Path, typer.Argument(help="Megatron checkpoint (torch_dist), or a run's checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every tensor.")] = False,
 ) -> None:
-    """Print what a checkpoint holds: its model, tensors, dtypes, and the files that they are in."""
+    """Print a checkpoint's model, tensors, dtypes and files."""
     from megarl.megatron.checkpoint.description import describe
 
-    found = describe(checkpoint)
-    typer.echo(json.dumps(found.__dict__, indent=1) if as_json else found.text())
+    description = describe(checkpoint)
+    typer.echo(json.dumps(description.__dict__, indent=1) if as_json else description.text())
 
 
 @app.callback()
@@ -173,10 +171,10 @@ def prepare_process() -> None:
 
 
 def _with_options(text: str) -> str:
-    """Return an error message with options in place of the layout's keys."""
+    """Replace layout keys in an error message by their options."""
     from megarl.resharding.selection import ONE_PROCESS
 
-    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda found: f"--{found[1].replace('_', '-')}=", text)
+    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda match: f"--{match[1].replace('_', '-')}=", text)
 
 
 @contextmanager

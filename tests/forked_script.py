@@ -1,4 +1,4 @@
-"""Runs a script as its user would, in a fork of this process: torch and Megatron are not imported again."""
+"""Run a script as a user would, in a fork of this process so that torch and Megatron are not imported again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.timing import WAIT_S
 
 
 def run_script(script: Path, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT ARGUMENTS` in the folder cwd: its exit code and what it printed."""
+    """Run `python SCRIPT ARGUMENTS` in the folder `cwd`. Return its exit code and output."""
     command = [str(script), *map(str, arguments)]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = multiprocessing.get_context("fork").Process(target=_run, args=(command, cwd, out, err))
@@ -41,12 +41,14 @@ def _run(command: list[str], cwd: Path, out: BinaryIO, err: BinaryIO) -> None:
     code = _exit_code(command[0])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without the parent's exit handlers
+    os._exit(code)  # skip the exit handlers inherited from the parent
 
 
 def _exit_code(script: str) -> int:
-    """Runs the script and returns its exit code as Python does: a SystemExit has the code or a message, anything else
-    is a traceback."""
+    """Run the script and return its exit code as Python would.
+
+    A SystemExit carries the code or a message; any other exception prints its traceback and gives 1.
+    """
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""GRPO in plain Hugging Face and torch: one sample at a time, no packing, no parallelism. Written from the papers."""
+"""Reference GRPO in plain Hugging Face and torch, written from the papers: one sample at a time, not packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.closeness import load
 
 
 class GrpoReference:
-    """A model, AdamW, and GRPO's loss with the sample standard deviation (arXiv 2402.03300, eq. 3 and 4)."""
+    """A model trained by AdamW on GRPO's loss with the sample standard deviation (arXiv 2402.03300, eq. 3 and 4)."""
 
     def __init__(self, folder: Path, lr: float, eps: float, temperature: float):
         self.model, self.start = (load(AutoModelForCausalLM, folder) for _ in range(2))
@@ -32,14 +32,14 @@ class GrpoReference:
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
 
     def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-        """Returns the logits [R, V] of the distributions that the response tokens come from."""
+        """Return the logits [R, V] of the response tokens at the sampling temperature."""
         ids = torch.tensor(sample.token_ids[None]).long()
         return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / self.temperature
 
     def loss(
         self, groups: Sequence[Sequence[tuple[Sample, float]]], kl_coefficient: float, old: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Mean over samples of the mean over trained tokens of −min(ρA, clip(ρ)A) + β·k3."""
+        """Return −min(ρA, clip(ρ)A) + β·k3, averaged over the trained tokens of each sample and then over samples."""
         terms = []
         for group in groups:
             rewards = torch.tensor([reward for _, reward in group])
@@ -56,7 +56,7 @@ class GrpoReference:
         return torch.stack(terms).mean()
 
     def update(self, groups, kl_coefficient: float, clip_norm: float, old=None) -> tuple[float, dict, float]:
-        """One optimizer step. Returns loss, gradients before clipping by name, gradient norm."""
+        """Make one optimizer step. Return the loss, the gradients before clipping by name, and the gradient norm."""
         self.optimizer.zero_grad()
         loss = self.loss(groups, kl_coefficient, old or {})
         loss.backward()

@@ -1,4 +1,4 @@
-"""The recipes for H100s, with the shapes of their models in place of weights."""
+"""The H100 recipes, with the config.json of their models in place of weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.paths import CONFIGS as FOLDER
 from tests.published_models import CONFIGS
 
 SHARED = "reasoning"
-"""The overlay that all of them take, which trains nothing by itself."""
+"""The overlay shared by all H100 recipes, which is not a recipe itself."""
 
 
 @dataclass(frozen=True)
 class H100Recipe:
-    """A recipe by its file's name, MODEL-NxH100-ALGORITHM."""
+    """A recipe file, named MODEL-NxH100-ALGORITHM."""
 
     file: Path
 
@@ -39,9 +39,9 @@ class H100Recipe:
 
     @property
     def model(self) -> str:
-        """The model's name among the published ones."""
-        wanted = self.name.split(f"-{self.gpus}xh100-")[0]
-        [name] = [each for each in CONFIGS if each.lower().replace("llama-", "llama") == wanted]
+        """The model's key in published_models.CONFIGS."""
+        prefix = self.name.split(f"-{self.gpus}xh100-")[0]
+        [name] = [key for key in CONFIGS if key.lower().replace("llama-", "llama") == prefix]
         return name
 
     @property
@@ -49,8 +49,7 @@ class H100Recipe:
         return CONFIGS[self.model]
 
     def overrides(self, folder: Path) -> list[str]:
-        """Returns the keys by which it finds its models and data in a folder, where this puts what a plan reads of
-        them."""
+        """Write the files that a plan reads of the recipe's models and data. Return the overrides that locate them."""
         actor, classifier = folder / "model", folder / "classifier"
         labels = {"architectures": ["ForSequenceClassification"], "id2label": {"0": "reward"}}
         for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):

@@ -1,4 +1,4 @@
-"""Compares the head on Triton's kernels with full logits: TRITON_INTERPRET=1 python -m tests.interpreted_head"""
+"""Compare the linear head on Triton kernels with full logits: TRITON_INTERPRET=1 python -m tests.interpreted_head"""
 
 import itertools
 
@@ -10,33 +10,33 @@ from tests.closeness import relative_error
 
 TOKENS, HIDDEN, VOCAB, PADDED = 6, 8, 43, 48
 CASES = list(itertools.product((False, True), repeat=3))
-"""The cases: with or without a temperature, a bias, kept tokens."""
+"""Whether there are temperatures, a bias, and candidate tokens."""
 
 
-def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_kept: bool, device: str = "cpu") -> None:
-    """Value and gradients of the head on a device, against full logits in float32 on the CPU."""
+def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_candidates: bool, device: str = "cpu") -> None:
+    """Compare the head's values and gradients on a device with full logits in float32 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) / 2 for n in (TOKENS, PADDED))
     leaves = [x.to(device).requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, PADDED).to(dtype))]
     candidate_ids = torch.randint(-VOCAB, VOCAB, (TOKENS, 9), generator=generator).clamp(min=-1)
     candidate_ids[::3] = -1
-    given = dict(
+    inputs = dict(
         targets=torch.randint(VOCAB, (TOKENS,), generator=generator),
         temperature=torch.rand(TOKENS, generator=generator) + 0.5 if has_scale else 1.0,
         vocab_size=VOCAB,
-        candidate_ids=candidate_ids if has_kept else None,
+        candidate_ids=candidate_ids if has_candidates else None,
     )
     gradients = torch.randn(TOKENS, 2, generator=generator)
     wide = [x.detach().float().cpu().requires_grad_() for x in leaves]
     parts = slice(None) if has_bias else slice(0, 2)
-    there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    ours = log_prob_and_entropy(*leaves[:2], bias=leaves[2] if has_bias else None, **there).cpu()
-    theirs = torch.stack(plain_log_prob_and_entropy(*wide[:2], bias=wide[2] if has_bias else None, **given), -1)
-    own = torch.autograd.grad((ours * gradients).sum(), leaves[parts])
-    expected = torch.autograd.grad((theirs * gradients).sum(), wide[parts])
+    on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    outputs = log_prob_and_entropy(*leaves[:2], bias=leaves[2] if has_bias else None, **on_device).cpu()
+    expected = torch.stack(plain_log_prob_and_entropy(*wide[:2], bias=wide[2] if has_bias else None, **inputs), -1)
+    actual_grads = torch.autograd.grad((outputs * gradients).sum(), leaves[parts])
+    expected_grads = torch.autograd.grad((expected * gradients).sum(), wide[parts])
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    assert relative_error(ours.detach(), theirs.detach()) <= 1e-5  # logits are float32 of either dtype
-    for a, b in zip(own, expected, strict=True):
+    assert relative_error(outputs.detach(), expected.detach()) <= 1e-5  # logits are float32 for both dtypes
+    for a, b in zip(actual_grads, expected_grads, strict=True):
         assert relative_error(a.float().cpu(), b) <= tolerance
 
 

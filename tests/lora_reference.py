@@ -1,4 +1,4 @@
-"""GRPO on adapters in plain torch: PEFT's own, and for experts sums of weights and products."""
+"""Reference GRPO on LoRA adapters: PEFT's factor_name, and explicitly merged weights for experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.grpo_reference import GrpoReference
 
 
 class PeftReference(GrpoReference):
-    """A model with PEFT's adapters, which alone are trained. The reference of a KL is the model without them."""
+    """A model of which only PEFT adapters are trained. The KL's reference is the model without adapters."""
 
     def __init__(self, folder: Path, adapters: Path, lr: float, eps: float, temperature: float):
         super().__init__(folder, lr, eps, temperature)
@@ -34,17 +34,17 @@ class PeftReference(GrpoReference):
         return {plain_name(name): p.detach() for name, p in self.trained.items()}
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by the checkpoint's names; afterwards there are no adapters."""
+        """Return all weights by their names in the checkpoint. This removes the adapters."""
         return self.model.merge_and_unload().state_dict()
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a parameter of PEFT's as its folders have it."""
+    """Return a PEFT parameter's name as it appears in saved adapters."""
     return name.replace(".default.", ".")
 
 
 def write_adapters(folder: Path, model: Path, rank: int, alpha: int, modules: str | list[str] = "all-linear") -> Path:
-    """Writes random adapters, of which B is none of zeros, by PEFT."""
+    """Write random adapters with PEFT. B is random instead of zero, so that the adapters change the model."""
     base = GrpoReference(model, 1.0, 1.0, 1.0).model
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
     torch.manual_seed(1)
@@ -57,15 +57,12 @@ def write_adapters(folder: Path, model: Path, rank: int, alpha: int, modules: st
 
 
 class MergedReference(GrpoReference):
-    """A model of whose linear layers each weight is a sum, W + scale · B · A, in plain torch. For experts, which PEFT
-    adapts all at once.
-
-    factors: by the names of a PEFT folder; one that the experts of a layer share has no expert's number in its name
-    """
+    """A model whose linear weights are W + scale · B · A in plain torch. PEFT cannot adapt experts individually."""
 
     def __init__(
         self, folder: Path, factors: dict[str, torch.Tensor], scale: float, lr: float, eps: float, temperature
     ):
+        """`factors` has the names of saved PEFT adapters; factors shared by a layer's experts have no expert number."""
         super().__init__(folder, lr, eps, temperature)
         self.base, self.model, self.scale = self.model, self._forward, scale
         dtype = torch.get_default_dtype()
@@ -86,7 +83,7 @@ class MergedReference(GrpoReference):
         return {name: p.detach() for name, p in self.trained.items()}
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by the checkpoint's names."""
+        """Return all weights by their names in the checkpoint."""
         return {name: self._merged(name, weight) for name, weight in self.stored.items()}
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -94,8 +91,8 @@ class MergedReference(GrpoReference):
         return weight if inner is None else weight + self.scale * outer @ inner
 
     def _factor(self, name: str, factor: str) -> torch.Tensor | None:
-        own = f"base_model.model.{name.removesuffix('.weight')}.{factor}.weight"
-        return self.trained.get(own, self.trained.get(re.sub(r"\.experts\.\d+\.", ".experts.", own)))
+        factor_name = f"base_model.model.{name.removesuffix('.weight')}.{factor}.weight"
+        return self.trained.get(factor_name, self.trained.get(re.sub(r"\.experts\.\d+\.", ".experts.", factor_name)))
 
     def _forward(self, ids: torch.Tensor):
         weights = self.merged()

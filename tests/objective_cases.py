@@ -1,5 +1,4 @@
-"""Cases of the policy's loss: the keys that make them, and what they amount to in plain Hugging Face and torch, one
-sample at a time."""
+"""Test cases of the policy loss: their config keys and a plain Hugging Face and torch reference, sample by sample."""
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ from tests.tiny_model import write_tiny_model
 KL = 0.3
 CONTEXT = 64
 Tokens = dict[str, torch.Tensor]
-"""Sample id -> a number for each of its response tokens."""
+"""Sample id -> one number per response token."""
 Gradients = tuple[float, dict[str, torch.Tensor]]
-"""A loss, and the gradient of each tensor."""
+"""The loss, and each tensor's gradient by name."""
 
 LAYOUTS = {
     "1 process, 1 microbatch": ("{}", 1024, {}),
@@ -57,14 +56,21 @@ LAYOUTS = {
     "CP2, padded": ("{cp: 2}", 128, dict(shares_prompts=False, document_multiple=CONTEXT)),
     "EP2": ("{dp: 2, ep: 2}", 128, {}),
 }
-"""Keys, tokens of a microbatch, and what is packed differently from what the layout asks for."""
+"""actor.layout, tokens per microbatch, and overrides of the layout's Packing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """objective, correction, kl, estimator: keys of these sections, beside what they amount to by the reference.
-    given: what other models say of tokens. reported: the divergence that the metrics have, by its name. threshold,
-    left_out: of section agreement, with action=mask if something is left out."""
+    """A policy loss: the keys of its config sections, each with its reference implementation.
+
+    Attributes:
+        objective, correction, kl, estimator: keys of these sections.
+        loss, factor, divergence, estimate: their references.
+        old: the World's log-probs that serve as the old policy; "now" is the policy itself.
+        given: names of the World's per-token scores that the case needs.
+        reported: a metric of the divergence and its reference.
+        threshold, left_out: logprob_check's threshold, and what it masks ("token" or "sample").
+    """
 
     objective: str
     loss: plain.Loss
@@ -229,13 +235,18 @@ CASES = {
         left_out="sample",
     ),
 }
-"""Each policy objective, in one case at least; those of offline data are in tests/distributed/test_offline_data.py."""
+"""At least one case per policy objective. tests/distributed/test_offline_data.py has the offline objectives."""
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A model, and samples of it with their rewards. others: log-probs of other policies, not far from the model's, a
-    critic's values, and rewards of tokens."""
+    """A model with samples and rewards.
+
+    Attributes:
+        scored: the model's distributions of the response tokens, by sample id.
+        others: per-token scores by name: log-probs of other policies close to the model's, critic values, and token
+            rewards.
+    """
 
     folder: Path
     model: torch.nn.Module
@@ -245,21 +256,21 @@ class World:
 
     @classmethod
     def make(cls, folder: Path) -> World:
-        """Make the world, with a model in float64."""
+        """Build the world with a float64 model."""
         write_experts(folder)
         groups = random_groups(0)
-        groups[1] = [(sample, 0.5) for sample, _ in groups[1]]  # it tells nothing
+        groups[1] = [(sample, 0.5) for sample, _ in groups[1]]  # an uninformative group
         samples = [sample for group in groups for sample, _ in group]
         generator = torch.Generator().manual_seed(3)
         with float64():
             model, scored = scored_samples(folder, samples)
-        now = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids).long()).detach().float() for s in samples}
+        log_probs = {s.id: scored[s.id].log_prob(torch.tensor(s.response_ids).long()).detach().float() for s in samples}
         others = {
-            name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in now.items()}
+            name: {i: x + shift + spread * torch.randn(x.shape, generator=generator) for i, x in log_probs.items()}
             for name, spread, shift in (("old", 0.2, 0.0), ("rollout_logprobs", 0.3, 0.0), ("reference", 0.2, -0.1))
         }
         for name in ("values", "implicit_reward"):
-            others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in now.items()}
+            others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in log_probs.items()}
         sampled = [
             [
                 (dataclasses.replace(s, response_logprobs=others["rollout_logprobs"][s.id]), reward)
@@ -270,7 +281,7 @@ class World:
         return cls(folder, model, sampled, scored, others)
 
     def in_float32(self) -> World:
-        """Return the same world with a model in float32."""
+        """Return the same world with a float32 model."""
         model, scored = scored_samples(self.folder, [sample for group in self.groups for sample, _ in group])
         return dataclasses.replace(self, model=model, scored=scored)
 
@@ -278,7 +289,7 @@ class World:
         return {i: values.tolist() for i, values in self.others[name].items()}
 
     def gradients(self, case: Case) -> Gradients:
-        """The loss, and the gradient of each tensor."""
+        """Return the case's loss and gradients."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         loss = self.loss(case)
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -300,7 +311,7 @@ class World:
         return loss
 
     def metrics(self, case: Case) -> dict[str, float]:
-        """Returns the metrics that an update reports of its trained tokens."""
+        """Return the metrics that an update reports about its trained tokens."""
         responses = [r for r in self.responses(case) if len(r.now)]
         factor = torch.cat([case.factor((r.old - r.rollout_logprobs).exp()) for r in responses])
         samples = [sample for group in self.groups for sample, _ in group]
@@ -308,7 +319,7 @@ class World:
         start = torch.cat([r.now for r in responses] if case.old == "now" else sampling)
         difference = start - torch.cat([r.rollout_logprobs for r in responses])
         mismatch, weight = difference.abs(), difference.exp()
-        found = {
+        expected_metrics = {
             "policy/entropy": torch.cat([r.entropy for r in responses]).mean(),
             "mismatch/logprob_abs_mean": mismatch.mean(),
             "mismatch/logprob_abs_max": mismatch.max(),
@@ -318,20 +329,25 @@ class World:
             "mismatch/weight_square_mean": weight.square().mean(),
         }
         log_ratio = torch.cat([r.now - r.old for r in responses])
-        found["policy/kl_old"] = (log_ratio.exp() - 1 - log_ratio).mean()
+        expected_metrics["policy/kl_old"] = (log_ratio.exp() - 1 - log_ratio).mean()
         if "weight" in case.correction and "mask" not in case.correction:
-            found["correction/weight_mean"], found["correction/weight_max"] = factor.mean(), factor.max()
-            found["correction/weight_square_mean"] = factor.square().mean()
+            expected_metrics["correction/weight_mean"], expected_metrics["correction/weight_max"] = (
+                factor.mean(),
+                factor.max(),
+            )
+            expected_metrics["correction/weight_square_mean"] = factor.square().mean()
         if "mask" in case.correction:
-            found["correction/masked_frac"] = (factor == 0).double().mean()
+            expected_metrics["correction/masked_frac"] = (factor == 0).double().mean()
         if case.left_out is not None:
-            found["mismatch/masked_frac"] = (factor == 0).double().mean()
+            expected_metrics["mismatch/masked_frac"] = (factor == 0).double().mean()
         if case.reported is not None:
             name, divergence = case.reported
-            of_each = [divergence(r) for r in responses]
-            once = "_sequence_" in name  # it stands on each token of its sample
-            found[name] = torch.stack([d.mean() for d in of_each]).mean() if once else torch.cat(of_each).mean()
-        return {name: value.item() for name, value in found.items()}
+            divergences = [divergence(r) for r in responses]
+            once = "_sequence_" in name  # the same value on every token of a sample
+            expected_metrics[name] = (
+                torch.stack([d.mean() for d in divergences]).mean() if once else torch.cat(divergences).mean()
+            )
+        return {name: value.item() for name, value in expected_metrics.items()}
 
     def responses(self, case: Case) -> list[plain.Response]:
         old, reference = self.others["old"], self.others["reference"]
@@ -342,18 +358,20 @@ class World:
         selectable = [(s.id, a, mask, old[s.id]) for s, a, mask in zip(samples, advantage, masks, strict=True)]
         selected = plain.select(selectable, case.share, case.bounds)
         responses = []
-        for sample, own, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
+        for sample, token_advantage, mask, chosen in zip(samples, advantage, masks, selected, strict=True):
             scored = self.scored[sample.id]
             now, entropy = scored.log_prob(torch.tensor(sample.response_ids).long())[mask], scored.entropy()[mask]
-            of = {name: self.others[name][sample.id][mask] for name in ("old", "rollout_logprobs", "reference")}
-            policies = ((of | {"now": now.detach()})[case.old], of["rollout_logprobs"], of["reference"])
-            unequal = differ(own[mask]) or differ(case.factor((policies[0] - policies[1]).exp()))
-            responses.append(plain.Response(sample.prompt.id, own[mask], now, entropy, *policies, chosen, unequal, 16))
+            scores = {name: self.others[name][sample.id][mask] for name in ("old", "rollout_logprobs", "reference")}
+            policies = ((scores | {"now": now.detach()})[case.old], scores["rollout_logprobs"], scores["reference"])
+            token_advantage = token_advantage[mask]
+            unequal = differ(token_advantage) or differ(case.factor((policies[0] - policies[1]).exp()))
+            response = plain.Response(sample.prompt.id, token_advantage, now, entropy, *policies, chosen, unequal, 16)
+            responses.append(response)
         return responses
 
 
 def scored_samples(folder: Path, samples: Sequence[Sample]) -> tuple[torch.nn.Module, dict[str, Categorical]]:
-    """Return a model in the default dtype and its distributions of the response tokens by sample."""
+    """Return a model in the default dtype and its distributions of the response tokens by sample id."""
     reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
     return reference.model, {s.id: Categorical(logits=reference.logits(reference.model, s)) for s in samples}
 
@@ -389,8 +407,11 @@ def check(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> None:
-    """Checks that in a layout the loss, metrics and gradients of each case are those of single samples. greedy,
-    average: the rewards that some estimators compare with."""
+    """Check the loss, metrics and gradients of each case in a layout against the references of single samples.
+
+    Args:
+        greedy, average: baseline rewards of some estimators.
+    """
     settings, budget, packing = LAYOUTS[layout]
     common = [
         f"actor.layout={settings}",
@@ -402,14 +423,14 @@ def check(
     world_size = next(iter(configs.values())).actor.layout.world_size
     ranks = run_ranks(world_size, run_cases, cases, configs, world, packing, greedy or {}, average)
     for name, ((loss, gradients), (plain_loss, plain_gradients)) in expected.items():
-        own = [rank[name] for rank in ranks]
-        metrics = values(merge([rank.metrics for rank in own if rank.metrics]))
-        # A sum over tokens, whose whitened advantages add up to 0, has the rounding of each of them.
+        results = [rank[name] for rank in ranks]
+        metrics = values(merge([rank.metrics for rank in results if rank.metrics]))
+        # Whitened advantages cancel in a sum over tokens, so the rounding errors of all tokens remain.
         tokens = sum(len(r.now) for r in world.responses(cases[name])) if cases[name].aggregation == "token_sum" else 1
         assert metrics["policy/loss"] == close_to(loss, plain_loss, TOLERANCE * tokens), name
         plain_metrics = world.metrics(cases[name])
         assert {name: metrics[name] for name in plain_metrics} == pytest.approx(plain_metrics, rel=1e-4, abs=1e-6), name
-        assert_close(canonical(world.folder, own, "gradients"), gradients, plain_gradients, f"{name}: gradient")
+        assert_close(canonical(world.folder, results, "gradients"), gradients, plain_gradients, f"{name}: gradient")
 
 
 def run_cases(
@@ -422,7 +443,7 @@ def run_cases(
     greedy: Mapping[str, float],
     average: float,
 ) -> dict[str, RankResult]:
-    """Returns by case what this rank holds after the backward passes of one update."""
+    """Run the backward passes of one update for each case. Return this rank's results by case."""
     worker = ActorWorker(next(iter(configs.values())), world.folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     results = {}
@@ -442,16 +463,16 @@ def run_cases(
 
 
 def rewarded_with_kl(worker: ActorWorker, world: World) -> Tokens:
-    """Returns the token scores that the ranks together make of log-probs from passes."""
+    """Return the KL rewards of all ranks' tokens, computed by the workers from log-probs."""
     worker._kept = {name: world.others[name] for name in ("old", "reference")}
     batch = local_batch(rank_batches(worker._config, worker.packing, world.groups)[worker.data_parallel_rank])
     rank_scores: list[Tokens] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(rank_scores, worker.score_tokens(batch))
     worker._kept = {}
-    return {name: own for scores in rank_scores for name, own in scores.items()}
+    return {name: values for scores in rank_scores for name, values in scores.items()}
 
 
 def expected(world: World, cases: Mapping[str, Case]) -> dict[str, Expected[Gradients]]:
-    """Returns the loss and the gradients by case."""
+    """Return the reference loss and gradients by case, in float64 and float32."""
     rounded = world.in_float32()
     return {name: Expected(world.gradients(case), rounded.gradients(case)) for name, case in cases.items()}

@@ -1,4 +1,4 @@
-"""Policy objectives, aggregations, corrections and KL terms for one sample at a time, as their papers write them."""
+"""Reference policy objectives, aggregations, corrections and KL terms, written from the papers for single samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Response:
-    """The trained tokens of one sample [n]: advantages; log-probs under four policies, of which only `now` has a
-    gradient, and entropies, which have one; the tokens that the objective treats apart (bool).
+    """The trained tokens of one sample; all tensors are [n]. Only `now` and `entropy` carry gradients.
 
-    unequal: whether its tokens have advantages, or weights of a correction, of their own. A sample's loss then stands
-    at each of them with these, and only the token's own log-prob has a gradient in it: as if all of them were so.
+    Attributes:
+        now, old, rollout_logprobs, reference: log-probs under four policies.
+        selected: tokens that the objective treats specially (bool).
+        unequal: whether advantages or correction weights differ between the tokens. A sequence-level loss then applies
+            to each token with its own advantage and weight, and differentiates only that token's log-prob.
+        longest: the maximum response length.
     """
 
     prompt: str
@@ -38,7 +41,7 @@ class Response:
 
 
 Loss = Callable[[Response], Tensor]
-"""A function that gives the loss of each token of a response [n]."""
+"""Computes the loss of each token of a response [n]."""
 
 
 def clip(dual: float) -> Loss:
@@ -58,8 +61,7 @@ def kl_penalty(r: Response) -> Tensor:
 
 
 def gspo(r: Response) -> Tensor:
-    """Returns the loss of GSPO; of GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13 and 14) where the tokens are
-    unequal."""
+    """Return the GSPO loss, or GSPO-token's for unequal tokens (https://arxiv.org/abs/2507.18071, eq. 13 and 14)."""
     s = (r.ratio.prod() ** (1 / len(r.now))).expand(len(r.now))
     if r.unequal:
         s = s.detach() * (r.now - r.now.detach()).exp()
@@ -111,10 +113,15 @@ def kl_cov(r: Response) -> Tensor:
 
 
 def select(samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, bounds: tuple | None) -> list[Tensor]:
-    """Returns for every sample which of its trained tokens are among the `share` of all tokens that have the largest
-    covariance of old log-prob and advantage, or (bounds) are drawn among those whose covariance is between them.
+    """Select the `share` of all trained tokens with the largest covariance of old log-prob and advantage.
 
-    samples: id, and of each of its tokens [R]: advantage, mask, and log-prob of the old policy
+    Args:
+        samples: id, and per response token [R] the advantage, mask and old log-prob.
+        share: fraction of the trained tokens to select.
+        bounds: if given, draw at random among the tokens whose covariance lies between the bounds instead.
+
+    Returns:
+        A mask over the trained tokens of each sample.
     """
     tokens = [
         (old, advantage, float(draw), i)
@@ -135,7 +142,7 @@ def select(samples: Sequence[tuple[str, Tensor, Tensor, Tensor]], share: float, 
 
 
 def draws(name: str, count: int) -> Tensor:
-    """Numbers in [0, 1) that follow from a sample's name."""
+    """Return random numbers in [0, 1) seeded by a sample's id."""
     return torch.rand(count, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
@@ -151,7 +158,7 @@ def dro(level: str) -> Loss:
 
 
 Factor = Callable[[Tensor], Tensor]
-"""A function from π_old/μ of each token [n] to the factor of the token's loss [n]."""
+"""Maps the ratios π_old/μ of a response's tokens [n] to factors of their losses [n]."""
 
 
 def no_factor(ratio: Tensor) -> Tensor:
@@ -201,7 +208,7 @@ def divergence(estimator: str, level: str, straight_through: bool, limit: float 
 
 
 def aggregate(mode: str, losses: Sequence[Tensor], responses: Sequence[Response]) -> Tensor:
-    """losses: of the tokens of each response; samples without trained tokens lose nothing and are counted."""
+    """Aggregate the token losses of all responses. Samples without trained tokens count with a loss of 0."""
     if mode == "token_sum":
         return torch.cat(list(losses)).sum()
     if mode == "token_mean":

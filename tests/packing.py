@@ -1,4 +1,4 @@
-"""A Packing with what a test does not care about filled in, and the documents of a pack."""
+"""A Packing with defaults for tests, and the documents of a pack."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
 
 Trees = Sequence[tuple[int, Sequence["int | tuple[int, Sequence]"]]]
-"""The tokens of each prompt, and what goes on from it, in the order of the pack: the tokens of a response that ends, or
-those of a turn and what goes on from it."""
+"""The prompts of a pack in order, each as its number of tokens and its continuations. A continuation is a response's
+number of tokens, or a turn's number of tokens with continuations of its own."""
 
 
 def packing(pack_multiple: int = 1, shares_prompts: bool = True, **changes) -> Packing:
@@ -29,20 +29,21 @@ def packing(pack_multiple: int = 1, shares_prompts: bool = True, **changes) -> P
 
 
 def documents(trees: Trees) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns document_tokens and boundaries of TokenBatch."""
-    found: list[list[int]] = []
+    """Return TokenBatch's document_tokens and boundaries."""
+    tokens_by_document: list[list[int]] = []
     end = 0
 
-    def add(before: list[int], branch: int | tuple[int, Sequence]) -> None:
+    def add(prefix: list[int], branch: int | tuple[int, Sequence]) -> None:
         nonlocal end
-        length, onward = (branch, ()) if isinstance(branch, int) else branch
-        here = [*before, *range(end, end + length)]
+        length, continuations = (branch, ()) if isinstance(branch, int) else branch
+        document = [*prefix, *range(end, end + length)]
         end += length
-        for following in onward:
-            add(here, following)
-        if not onward:
-            found.append(here)
+        for continuation in continuations:
+            add(document, continuation)
+        if not continuations:
+            tokens_by_document.append(document)
 
     for tree in trees:
         add([], tree)
-    return torch.tensor([*chain.from_iterable(found)]), torch.tensor([0, *map(len, found)]).cumsum(0).int()
+    boundaries = torch.tensor([0, *map(len, tokens_by_document)]).cumsum(0).int()
+    return torch.tensor([*chain.from_iterable(tokens_by_document)]), boundaries

@@ -1,4 +1,4 @@
-"""GRPO updates in any layout, and what all ranks then hold as whole tensors under their Hugging Face names."""
+"""Run GRPO updates in any layout, and compare the ranks' merged tensors with a plain reference."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from tests.paths import BASE
 LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a larger eps than usual: near-zero gradients do not amplify noise
 
 Group = list[tuple[Sample, float]]
-"""Samples of one prompt with their rewards."""
+"""The samples of one prompt with their rewards."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
-"""Name as in TokenBatch -> sample id -> one number per response token."""
+"""TokenBatch field -> sample id -> one number per response token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The loss, gradient norm, gradients and weights of the reference after its updates."""
+    """The reference's loss, gradient norm, gradients and weights after its last update."""
 
     loss: float
     norm: float
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """The holder of a rank after its updates, with the gradients of the last one and the weights by parameter."""
+    """A rank's holder, with the gradients and metrics of its last update and the weights after it."""
 
     holder: Holder
     gradients: dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def random_groups(seed: int) -> list[Group]:
-    """Lengths from 1 to the longest (48 + 16), masks with holes and an empty one."""
+    """Return groups with lengths from 1 to the maximum (48 + 16), masks with holes, and one empty mask."""
     source = random.Random(seed)
     groups = []
     for i in range(3):
@@ -108,7 +108,7 @@ def random_groups(seed: int) -> list[Group]:
 
 
 def labelled(groups: list[Group]) -> list[Group]:
-    """The same samples with a label of each token."""
+    """Return the same samples with a label for each token."""
     return [
         [(dataclasses.replace(sample, labels=[0.25] * len(sample.response_ids)), reward) for sample, reward in group]
         for group in groups
@@ -116,8 +116,11 @@ def labelled(groups: list[Group]) -> list[Group]:
 
 
 def branching_group(seed: int) -> Group:
-    """Samples of which some go on from others, as turns of a rollout do, and some branch off, with tokens between them
-    that the policy did not make; one is another's beginning, and one shares no more than a few tokens."""
+    """Return a group whose samples extend each other or branch off, as the turns of a rollout do.
+
+    Observed tokens, which the policy did not sample, lie between turns. One sample is a prefix of another, and one
+    shares only a few tokens.
+    """
     source = random.Random(seed)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -150,9 +153,14 @@ def rank_batches(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> list[RankBatch]:
-    """References are what they refer to. scores: rewards of tokens are part of what samples are compared
-    by. greedy: by prompt, the reward of its greedy response. average: of the rewards of earlier steps."""
-    totals = {name: amounts(groups, own) for name, own in (scores or {}).items()}
+    """Dispatch groups to ranks. The batches contain the samples themselves in place of object references.
+
+    Args:
+        scores: per-token scores, of which token and KL rewards enter the baselines.
+        greedy: reward of each prompt's greedy response, by prompt id.
+        average: mean reward of earlier steps.
+    """
+    totals = {name: amounts(groups, token_scores) for name, token_scores in (scores or {}).items()}
     token_reward_totals, kl_reward_totals = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
     scored = [
         [
@@ -166,7 +174,7 @@ def rank_batches(
 
 
 def amounts(groups: list[Group], scores: Mapping[str, torch.Tensor]) -> dict[str, TokenTotals]:
-    """Returns the totals of the scores over the trained tokens of each sample, by sample id."""
+    """Return the totals of the scores over each sample's trained tokens, by sample id."""
     members = [sample for group in groups for sample, _ in group if sample.id in scores]
     return {s.id: TokenTotals.of(scores[s.id][torch.tensor(s.response_mask)].tolist()) for s in members}
 
@@ -180,8 +188,12 @@ def train(
     given: TokenScores | None = None,
     **packing,
 ) -> RankResult:
-    """Makes the updates on one rank. given: what other models say of tokens. packing: what to pack differently from
-    what the layout asks for."""
+    """Make the updates on one rank.
+
+    Args:
+        given: per-token scores from other models.
+        packing: overrides of the layout's Packing.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.packing = dataclasses.replace(worker.packing, **packing)
     for groups in updates:
@@ -192,7 +204,7 @@ def train(
             worker.keep_log_probs("old", batch)
             rank_scores: list = [None] * config.actor.layout.world_size
             dist.all_gather_object(rank_scores, worker.score_tokens(batch))
-            kl = {name: own for scores in rank_scores for name, own in scores.items()}
+            kl = {name: values for scores in rank_scores for name, values in scores.items()}
             batch = own_batch(config, worker, groups, (given or {}) | {"kl_reward": kl})
         gradients = capture_gradients(worker)
         metrics = worker.update(batch)
@@ -204,14 +216,13 @@ def train(
 def train_variants(
     store, rank: int, variants: Mapping[str, tuple[Config, Mapping[str, Any]]], folder: Path, updates: list[list[Group]]
 ) -> dict[str, RankResult]:
-    """Makes the same updates with each of several configs of one layout, each with what to pack differently, on one
-    rank."""
+    """Make the same updates on one rank with each variant: a config and overrides of its Packing. Layouts are equal."""
     results = {}
     for name, (config, packing) in variants.items():
         try:
             results[name] = train(dist.PrefixStore(name, store), rank, config, folder, updates, **packing)
         except BaseException as error:
-            error.add_note(f"in the variant: {name}")
+            error.add_note(f"in variant {name!r}")
             raise
         parallel.destroy()
     return results
@@ -222,13 +233,13 @@ def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: 
 
 
 def local_batch(rank_batch: RankBatch) -> LocalBatch:
-    """Returns the batch that a rank makes of its rank batch, whose references are here what they refer to."""
+    """Return a rank's LocalBatch from a rank batch that contains the samples themselves."""
     samples = [item.training_sample(item.sample, item.scores) for item in rank_batch.samples]
     return LocalBatch(samples, rank_batch.microbatches)
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Fills a dictionary with the reduced gradients when the optimizer is about to step."""
+    """Return a dictionary that receives the reduced gradients when the optimizer steps."""
     captured: dict[str, torch.Tensor] = {}
     inner = worker.optimizer.step
 
@@ -242,19 +253,19 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def reduced_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Returns the gradients of all ranks together, by parameter; zeros for those that are not trained."""
+    """Return the reduced gradients by parameter name, zeros for frozen parameters."""
     for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
-        for bucket in buffer.buckets:  # after the reduce-scatter each rank has its own shard of the bucket
+        for bucket in buffer.buckets:  # after the reduce-scatter each rank holds one shard of the bucket
             shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
-            mine = shards[dist.get_rank(buffer.data_parallel_group)].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=buffer.data_parallel_group)
+            shard = shards[dist.get_rank(buffer.data_parallel_group)].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=buffer.data_parallel_group)
     trained = {name: p for name, p in named_parameters(worker.chunks).items() if p.requires_grad}
-    everything = {name: torch.zeros_like(weight) for name, weight in worker.parameters().items()}
-    return everything | {name: p.main_grad.clone() for name, p in trained.items()}
+    zeros = {name: torch.zeros_like(weight) for name, weight in worker.parameters().items()}
+    return zeros | {name: p.main_grad.clone() for name, p in trained.items()}
 
 
 def canonical(folder: Path, ranks: Sequence[RankResult], what: str) -> dict[str, torch.Tensor]:
-    """Whole "gradients" or "weights" from the shards of all ranks."""
+    """Return the "gradients" or "weights" of all ranks as whole tensors under their Hugging Face names."""
     return whole_tensors(read_config(folder), ranks, what)
 
 
@@ -268,18 +279,18 @@ def whole_tensors(hf_config: Mapping[str, Any], ranks: Sequence[RankResult], wha
 
 
 def assert_same_training(folder: Path, ranks: Sequence[RankResult], reference: Expected[Outcome]) -> None:
-    """Loss, gradient norm, gradients and weights of the ranks, against one plain process."""
+    """Compare the ranks' loss, gradient norm, gradients and weights with the reference's."""
     exact, plain = reference
     reported = [rank.metrics for rank in ranks if rank.metrics]
-    ours = sum(metrics["policy/loss"].value for metrics in reported)
-    assert ours == close_to(exact.loss, plain.loss, LOSS_FLOOR)
+    loss = sum(metrics["policy/loss"].value for metrics in reported)
+    assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
     assert reported[0]["policy/grad_norm"].value == close_to(exact.norm, plain.norm)
     assert_close(canonical(folder, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     assert_close(canonical(folder, ranks, "weights"), exact.weights, plain.weights, "weight")
 
 
 def plain_training(folder: Path, updates: list[list[Group]], kl_coefficient: float) -> Expected[Outcome]:
-    """The same updates in plain Hugging Face and torch."""
+    """Make the same updates in plain Hugging Face and torch."""
 
     def trained() -> Outcome:
         reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
@@ -292,6 +303,6 @@ def plain_outcome(reference: GrpoReference, updates: list[list[Group]], kl_coeff
     for groups in updates:
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
     weights = reference.model.state_dict()
-    # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
+    # transformers stacks the experts; a checkpoint has separate tensors.
     gradients, weights = (revert_weight_conversion(reference.model, tensors) for tensors in (gradients, weights))
     return Outcome(loss, norm, gradients, weights)

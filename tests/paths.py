@@ -1,4 +1,4 @@
-"""The places of folders and recipes in the checkout."""
+"""Paths of folders and recipes in the checkout."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ CONFIGS = ROOT / "configs"
 BASE = CONFIGS / "base.yaml"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 VERIFIERS = ROOT / ".venv" / "verifiers"
-"""The library verifiers and its packages, which `make` puts there before the targets that run it."""
+"""The verifiers library and its dependencies, installed by the make targets that need them."""
 TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
-"""Transformer Engine's Python sources, which `make` unpacks there before the targets that read them."""
+"""Transformer Engine's Python sources, unpacked by the make targets that need them."""

@@ -1,5 +1,8 @@
-"""PPO with a critic in plain Hugging Face and torch: one sample at a time, no packing, no parallelism. From the papers:
-GAE (arXiv 1506.02438, eq. 16), PPO (arXiv 1707.06347, eq. 7 and 9) and the value clip of PPO's published code."""
+"""Reference PPO with a critic in plain Hugging Face and torch: one sample at a time, no packing, no parallelism.
+
+Written from the papers: GAE (arXiv 1506.02438, eq. 16), PPO (arXiv 1707.06347, eq. 7 and 9), and the value clip of
+PPO's published code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megarl.core.types import Sample
 from tests.closeness import load
 
 Update = Sequence[Sequence[tuple[Sample, float]]]
-"""Groups of samples with their rewards."""
+"""The groups of one update: samples with their rewards."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class PpoSettings:
     temperature: float
     critic_lambda: float | None = None
     length_alpha: float | None = None
-    """VAPO's α: the policy's λ is 1 − 1 / (α · length)."""
+    """VAPO's α: the policy's λ is 1 − 1 / (α · response length)."""
     critic_lr: float | None = None
-    """None: lr."""
+    """null means `lr`."""
 
 
 class PpoReference:
@@ -41,8 +44,12 @@ class PpoReference:
         settings: PpoSettings,
         token_rewards: Mapping[str, torch.Tensor] | None = None,
     ):
-        """critic: a language model's folder gives a value head of zeros. token_rewards: by sample, the rewards of its
-        response tokens (None: only whole samples have one)."""
+        """Load both models.
+
+        Args:
+            critic: a classifier's folder, or the actor's for a value head of zeros.
+            token_rewards: rewards of the response tokens by sample id; None if only whole samples have rewards.
+        """
         self.settings, self.token_rewards = settings, token_rewards
         self.actor = load(AutoModelForCausalLM, actor)
         self.critic = load(AutoModelForSequenceClassification, critic, num_labels=1)
@@ -54,7 +61,7 @@ class PpoReference:
         }
 
     def step(self, updates: Sequence[Update]) -> tuple[float, float]:
-        """Values and old log-probs of all samples first, then the updates. Returns the last losses: policy, value."""
+        """Compute all values and old log-probs, then make the updates. Return the last policy and value losses."""
         samples = [item for update in updates for group in update for item in group]
         with torch.no_grad():
             old = {sample.id: self.log_probs(sample) for sample, _ in samples}
@@ -69,7 +76,7 @@ class PpoReference:
         return float(policy.detach()), float(value.detach())
 
     def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:
-        """One optimizer step of each model, each on its own loss."""
+        """Make one optimizer step of each model on its own loss."""
         for model, loss in ((self.actor, policy), (self.critic, value)):
             self.optimizers[model].zero_grad()
             loss.backward()
@@ -83,13 +90,13 @@ class PpoReference:
         return torch.log_softmax(logits, -1)[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
 
     def values(self, sample: Sample) -> torch.Tensor:
-        """Returns the value of the state before each response token [R]."""
+        """Return the value of the state before each response token [R]."""
         ids = torch.tensor(sample.token_ids[None]).long()
         hidden = self.critic.model(ids).last_hidden_state[0]
         return self.critic.score(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 
     def estimate(self, sample: Sample, reward: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns of the trained tokens, from the last to the first; the reward comes with the last."""
+        """Return the advantages and returns of the trained tokens. The last token receives the sample's reward."""
         settings, mask = self.settings, torch.tensor(sample.response_mask)
         policy_lambda, critic_lambda = settings.gae_lambda, settings.critic_lambda or settings.gae_lambda
         if settings.length_alpha is not None:
@@ -100,20 +107,21 @@ class PpoReference:
             rewards = self.token_rewards[sample.id][mask].tolist()
         rewards[-1:] = [reward + last for last in rewards[-1:]]
         deltas = [
-            given + settings.gamma * following - value
-            for given, following, value in zip(rewards, [*values[1:], 0.0], values, strict=bool(values))
+            token_reward + settings.gamma * following - value
+            for token_reward, following, value in zip(rewards, [*values[1:], 0.0], values, strict=bool(values))
         ]
-        advantages, targets = (discounted(deltas, settings.gamma * own) for own in (policy_lambda, critic_lambda))
+        lambdas = (policy_lambda, critic_lambda)
+        advantages, targets = (discounted(deltas, settings.gamma * lambda_) for lambda_ in lambdas)
         return torch.tensor(advantages), torch.tensor(targets) + torch.tensor(values)
 
     def advantages(self, by_sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self.settings.whiten:
             return by_sample
-        every = torch.cat(list(by_sample.values()))
-        return {name: (own - every.mean()) / (every.std() + 1e-6) for name, own in by_sample.items()}
+        tokens = torch.cat(list(by_sample.values()))
+        return {name: (values - tokens.mean()) / (tokens.std() + 1e-6) for name, values in by_sample.items()}
 
     def policy_loss(self, sample: Sample, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Mean over the sample's trained tokens."""
+        """Return the clipped loss, averaged over the sample's trained tokens."""
         mask = torch.tensor(sample.response_mask)
         ratio = (self.log_probs(sample) - old)[mask].exp()
         if not mask.any():
@@ -121,11 +129,11 @@ class PpoReference:
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean of the losses over all trained tokens."""
+        """Return the mean over all trained tokens."""
         return torch.cat(list(losses)).mean()
 
     def value_losses(self, sample: Sample, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of the value at every trained token."""
+        """Return the value loss of every trained token."""
         mask, clip = torch.tensor(sample.response_mask), self.settings.value_clip
         value, old = self.values(sample)[mask], old[mask]
         plain = (value - returns) ** 2
@@ -133,10 +141,10 @@ class PpoReference:
 
 
 class SharedTrunkReference(PpoReference):
-    """The critic is an MLP on the actor's last hidden states; one loss, one optimizer."""
+    """PPO whose critic is an MLP on the actor's last hidden states, with one loss and one optimizer."""
 
     def __init__(self, actor: Path, head: Mapping[str, torch.Tensor], settings: PpoSettings, coefficient: float):
-        """head: its parameters at the start, fc1 and fc2."""
+        """`head` has the MLP's initial parameters: fc1 and fc2."""
         super().__init__(actor, actor, settings)
         hidden = self.actor.config.hidden_size
         self.head = torch.nn.Sequential(torch.nn.Linear(hidden, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, 1))
@@ -152,8 +160,8 @@ class SharedTrunkReference(PpoReference):
         return self.head(hidden)[len(sample.prompt.token_ids) - 1 : -1, 0]
 
     def mean_value_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean over samples of the means over their trained tokens, as the policy's."""
-        return torch.stack([own.mean() if len(own) else own.sum() for own in losses]).mean()
+        """Return the mean over samples of each sample's mean over its trained tokens, as in the policy loss."""
+        return torch.stack([loss.mean() if len(loss) else loss.sum() for loss in losses]).mean()
 
     def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -163,7 +171,7 @@ class SharedTrunkReference(PpoReference):
 
 
 def discounted(deltas: Sequence[float], discount: float) -> list[float]:
-    """Σ_l discount^l·δ_{t+l}, from the last to the first."""
+    """Return Σ_l discount^l·δ_{t+l} for each t."""
     sums: list[float] = []
     for delta in reversed(deltas):
         sums.insert(0, delta + discount * (sums[0] if sums else 0.0))

@@ -1,4 +1,4 @@
-"""Architectures of published models, as their config.json has them, and their number of parameters."""
+"""config.json of published models, and their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -237,8 +237,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 129280,
     },
 }
-"""The published configs without what has no bearing on weights (rotary scaling); DeepSeek-V3's is also without its
-quantisation and without its layer for multi-token prediction."""
+"""The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's also lacks its
+quantisation and its multi-token prediction layer."""
 
 PARAMETERS: dict[str, int] = {
     "SmolLM2-135M": 134_515_008,
@@ -262,4 +262,4 @@ PARAMETERS: dict[str, int] = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "DeepSeek-V3": 671_026_419_200,
 }
-"""Numbers in the tensors, tied weights counted once."""
+"""Numbers of parameters, with tied weights counted once."""

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the commands in them."""
+"""The documentation's pages and their commands."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def text_of(page: str) -> str:
 
 
 def section(page: str, heading: str) -> str:
-    """Returns what is under a heading of the second level."""
+    """Return the text of a second-level section."""
     return text_of(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def command_blocks(page: str) -> list[list[str]]:
-    """Returns the commands of each ```bash block, line by line."""
+    """Return the lines of each ```bash block."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
     return [block.strip().splitlines() for block in blocks]
 
 
 def commands() -> list[str]:
-    """Returns the commands of all pages."""
+    """Return the command lines of all pages."""
     return [line for page in PAGES for block in command_blocks(page) for line in block]

@@ -1,4 +1,4 @@
-"""Sandboxes for tests: limits that are quick to reach, and programs that run in them."""
+"""Helpers for sandbox tests: low limits, and running Python programs in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.sandbox.sandbox import Finished
 
 def limits(**changed: Any) -> Limits:
     defaults = dict(
-        **dict(provider="auto", unsafe="refuse", image=None, wall_s=20.0, cpu_s=10, memory_mib=256),
+        **dict(provider="auto", unsafe="refuse", image=None, wall_s=120.0, cpu_s=10, memory_mib=256),
         **dict(processes=16, file_mib=8, output_bytes=10_000),
     )
     return Limits(**defaults | changed)
 
 
 def finish(provider: Provider, *programs: str, **options: Any) -> Finished:
-    """Runs Python programs in one sandbox, one after the other. Returns how the last one ended."""
+    """Run Python programs in one sandbox, one after the other. Return the last one's result."""
 
     async def run() -> Finished:
         async with await provider.start() as sandbox:
@@ -33,7 +33,7 @@ def finish(provider: Provider, *programs: str, **options: Any) -> Finished:
 
 
 def printed(provider: Provider, *programs: str) -> str:
-    """Returns what the last of some programs prints, which has to succeed."""
+    """Return the stdout of the last program, which must succeed."""
     finished = finish(provider, *programs)
     assert finished.succeeded, (finished, finished.stderr.decode())
     return finished.stdout.decode()

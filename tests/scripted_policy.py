@@ -1,4 +1,4 @@
-"""A policy that plays a script, token by token, and a tokenizer with the chat format of Qwen and Hermes."""
+"""A policy that replays a script, and a tokenizer with the chat format of Qwen and Hermes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERMES_TEMPLATE = """
 
 
 def hermes_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of bytes, in which turns end with <|im_end|> and the tags of calls are tokens."""
+    """Return a byte-level tokenizer whose turns end with <|im_end|> and whose tool-call tags are single tokens."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,13 +41,13 @@ def hermes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def call(name: str, **arguments: object) -> str:
-    """Returns a call of a tool, as the policy writes it."""
+    """Return a tool call in the policy's format."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A call of the sampler, and what it gave."""
+    """A request to the sampler and its completion."""
 
     token_ids: list[int]
     max_new_tokens: int
@@ -58,8 +58,7 @@ class Asked:
 
 @dataclass
 class ScriptedPolicy:
-    """A sampler that says the texts of a script one after the other, each with log-probs of its own, under a weight
-    version that grows with every turn.."""
+    """A sampler that returns the texts of a script in order, with random log-probs. Each turn has a new version."""
 
     tokenizer: PreTrainedTokenizerFast
     script: Iterable[str]
@@ -73,18 +72,18 @@ class ScriptedPolicy:
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
         number, text = len(self.asked), next(self.script)
-        self.asked.append(None)  # keeps the place while others wait
+        self.asked.append(None)  # reserve the index, as calls may overlap
         await asyncio.sleep(self.delay_s)
-        ended_by = next((end for end in stop if end in text), None)
-        if ended_by is not None:
-            text = text[: text.index(ended_by) + len(ended_by)]
+        stopped_by = next((end for end in stop if end in text), None)
+        if stopped_by is not None:
+            text = text[: text.index(stopped_by) + len(stopped_by)]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = ids if ended_by is not None else [*ids, self.tokenizer.eos_token_id]
+        ids = ids if stopped_by is not None else [*ids, self.tokenizer.eos_token_id]
         is_cut = len(ids) > max_new_tokens
         ids = ids[:max_new_tokens]
         logprobs = -np.random.default_rng(number).random(len(ids), np.float32)
         completion = Completion(
-            ids, logprobs, (VersionRun(number, len(ids)),), "length" if is_cut else "stop", stop=ended_by
+            ids, logprobs, (VersionRun(number, len(ids)),), "length" if is_cut else "stop", stop=stopped_by
         )
         self.asked[number] = Asked(list(token_ids), max_new_tokens, seed, tuple(stop), completion)
         return completion

@@ -1,6 +1,6 @@
-"""Every time of the tests, in seconds.
+"""All timeouts and intervals of the tests, in seconds.
 
-A test waits for an event. The limits below only end a test that would never end: no load of a machine explains them.
+Tests wait for events. The limits below only end tests that hang, and are too long to be reached on a loaded machine.
 """
 
 from __future__ import annotations
@@ -9,47 +9,47 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.01
-"""The interval at which a test looks for an event."""
+"""Polling interval for an event."""
 
 ASK_S = 0.2
-"""The interval at which a test asks a program, which costs a process each time."""
+"""Polling interval that starts a process each time."""
 
 QUIET_S = 3
-"""The time in which what must not happen would happen."""
+"""How long to wait for an event that must not happen."""
 
 WAIT_S = 240
-"""The time for what takes no time on a quiet machine."""
+"""Limit for operations that are immediate on an idle machine."""
 
 HANG_S = 3600
-"""The sleep of a stand-in for a program that hangs: a test that waits for it has failed before."""
+"""Sleep of a stand-in for a hanging program. Longer than any test, so waiting for it fails."""
 
 GRACE_S = 1200
-"""A grace time that a test does not wait for."""
+"""A grace period that no test waits for."""
 
 SHORT_S = 1
-"""A limit that a test waits for, and nothing else has to meet."""
+"""A timeout that the test wants to expire, with nothing that must finish in time."""
 
 LIMIT_S = 10
-"""A limit that calls which hang are held to, beside others, which take no time."""
+"""A timeout that hanging calls exceed while other calls, which are immediate, do not."""
 
 RANKS_S = 480
-"""The time for the forked ranks of a test."""
+"""Limit for a test's forked ranks."""
 
 START_S = 300
-"""The time until the first steps of a run are done."""
+"""Limit for the first steps of a run."""
 
 RUN_S = 540
-"""The time for a short run, or for an engine that is started and asked; pytest's own limit for a test is 600."""
+"""Limit for a short run, or for starting and using an engine. pytest's limit for a test is 600."""
 
 LEARNING_S = 2400
-"""The time for a run that learns."""
+"""Limit for a learning run."""
 
 NODE_DOWN_S = 60
-"""The time after which the tests' Slurm gives a silent node up; its default is 300."""
+"""SlurmdTimeout of the tests' Slurm: when it marks a silent node as down. Slurm's default is 300."""
 
 
 def wait_until(condition: Callable[[], object], describe: Callable[[], object] = str, seconds: float = WAIT_S) -> None:
-    """Waits until the condition is true. describe: gives what the error shows where it never is."""
+    """Wait until the condition is true. `describe` returns details for the error message."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {describe()}"

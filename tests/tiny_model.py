@@ -1,4 +1,4 @@
-"""A tiny random model with a real tokenizer, as a Hugging Face folder that transformers and vLLM load."""
+"""Tiny random models with tokenizers, written as Hugging Face folders that transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def write_tiny_llama(
     tied: bool = True,
     seed: int = 0,
 ) -> Path:
-    """A model of a family whose config.json has Llama's keys. The head dim is hidden_size / num_heads and must be one
-    that vLLM's CPU attention has (32, 64 …)."""
+    """Write a model of a family whose config.json has Llama's keys.
+
+    The head dim hidden_size / num_heads must be one that vLLM's CPU attention supports (32, 64 …).
+    """
     return write_tiny_model(
         folder,
         model_type,
@@ -63,10 +65,12 @@ def write_tiny_llama(
 
 
 def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json: Any) -> Path:
-    """Writes float32 weights, config, generation config and tokenizer into `folder` and returns it.
+    """Write float32 weights, config, generation config and tokenizer into `folder`, and return it.
 
-    config_json: keys of the family's config.json. Every parameter is random, norms and biases included, so that no
-    mix-up goes unseen.
+    All parameters are random, including norms and biases, so that swapped tensors are noticed.
+
+    Args:
+        config_json: keys of the family's config.json.
     """
     config = AutoConfig.for_model(
         model_type, **config_json, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype="float32"
@@ -79,7 +83,7 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
 
 
 def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,)) -> Path:
-    """A mixture of experts, but for some layers: by default its second."""
+    """Write a mixture-of-experts model with some dense layers, by default the second."""
     return write_tiny_model(
         folder,
         "qwen3_moe",
@@ -104,10 +108,10 @@ def tiny_tokenizer(
     chat_template: str = CHAT_TEMPLATE,
     characters: str = CHARACTERS,
 ) -> PreTrainedTokenizerFast:
-    """One token for each of the characters, all printable ASCII ones as it comes, and for each of the words, which are
-    no special tokens; other characters are dropped; ids above those are never encoded to.
+    """Return a tokenizer with one token per character and per word.
 
-    Byte-level BPE without merges: what transformers' own Qwen2 tokenizer makes of the same vocabulary.
+    It drops other characters. Words are not special tokens. Filler tokens pad the vocabulary and are never produced by
+    encoding. It is byte-level BPE without merges, equal to transformers' Qwen2 tokenizer with this vocabulary.
     """
     tokens = [*SPECIAL_TOKENS, *characters, *words]
     assert vocab_size >= len(tokens), f"vocab_size {vocab_size} < {len(tokens)}"
@@ -127,8 +131,10 @@ def tiny_tokenizer(
 
 
 def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenizerFast:
-    """Another tokenizer, of bytes (Ġ is a space, Ċ a newline) and of these pairs of them, each written with a space
-    between its parts. Its chat template trims what is said and begins with <s>."""
+    """Return a byte-level tokenizer with these merges, each written with a space between its parts.
+
+    Ġ is a space, Ċ a newline. The chat template begins with <s> and trims message contents.
+    """
     special = ("<s>", "</s>")
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)]
     tokens += [merge.replace(" ", "") for merge in merges]
@@ -143,7 +149,7 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights of std 0.1: logits then have a std near 1, and greedy choices do not hang on rounding."""
+    """Set all weights to random values with std 0.1: logits then have std near 1, and rounding decides no argmax."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]

@@ -1,8 +1,8 @@
-"""Transformer Engine's own Python sources on CPU, without its compiled part.
+"""Transformer Engine's Python sources on CPU, without its compiled module.
 
-Its compiled module is replaced by one in which every name does nothing, but for the optimizer's functions. What would
-launch kernels is replaced by torch, behind the signatures of what it replaces: all that Megatron passes must exist
-there. Constructors of layers with their parameters, contexts, recipes and FusedAdam are Transformer Engine's.
+A mock replaces the compiled module, except for the optimizer's functions. Torch implementations replace functions that
+launch kernels. They bind arguments by the original signatures, so that arguments unknown to Transformer Engine fail.
+Layer constructors, parameters, contexts, recipes and FusedAdam are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tests.paths import TRANSFORMER_ENGINE
 Tensors = list[list[torch.Tensor]]
 
 quantized: set[tuple[str, str, str]] = set()
-"""(kind of layer, recipe, its format) of the layers that were called where fp8 is on."""
+"""(layer class, recipe, fp8 format) of the layers called with fp8 enabled."""
 
 attended: list[str] = []
-"""The class of the layer at each call of Transformer Engine's attention."""
+"""The layer class of each call to Transformer Engine's attention."""
 
 
 def install() -> None:
-    """Makes transformer_engine importable. Megatron, which looks for it, must not be imported yet."""
+    """Make transformer_engine importable. Call this before importing Megatron, which checks for it."""
     assert TRANSFORMER_ENGINE.is_dir(), f"{TRANSFORMER_ENGINE} is missing: make .venv/transformer-engine/.installed"
     assert "megatron" not in sys.modules
     sys.path.insert(0, str(TRANSFORMER_ENGINE))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no library of CUDA is loaded
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load CUDA libraries
     sys.modules["transformer_engine_torch"] = _empty_module("transformer_engine_torch", COMPILED)
     sys.modules |= {name: _empty_module(name, {}) for name in ("onnx", "onnxscript")}
     import transformer_engine.common
@@ -59,13 +59,13 @@ def install() -> None:
     _replace(permutation, "moe_unpermute", _unpermute)
     _replace(permutation, "moe_sort_chunks_by_index", _sort_chunks)
     _replace(permutation, "moe_sort_chunks_by_index_with_probs", _sort_chunks_with_probs)
-    _replace(flex_attention, "_validate_device", lambda **_: None)  # which refuses backward passes on CPU
+    _replace(flex_attention, "_validate_device", lambda **_: None)  # it rejects backward passes on CPU
     _replace(distributed, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
     _replace(distributed, "_set_cuda_rng_state", lambda new_state, **_: torch.set_rng_state(new_state))
     TransformerEngineBaseModule.__init__ = _as_on_cuda(TransformerEngineBaseModule.__init__)
-    for answer in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
-        assert hasattr(quantization, answer)
-        setattr(quantization, answer, (True, ""))
+    for flag in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+        assert hasattr(quantization, flag)
+        setattr(quantization, flag, (True, ""))
     from megarl.megatron import cpu_support
 
     dispatcher = cpu_support._resolve("transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.__init__")
@@ -74,8 +74,7 @@ def install() -> None:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replaces a function or method by one that gets the arguments under their names in its signature, with the
-    defaults of those that are not passed."""
+    """Replace a function or method. The replacement receives all arguments by keyword, including defaults."""
     signature = inspect.signature(getattr(owner, name))
 
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +86,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _as_on_cuda(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a constructor that finds a GPU, without which layers refuse to be built."""
+    """Return a constructor that sees a GPU, which layers require."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         with mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -97,7 +96,7 @@ def _as_on_cuda(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _empty_module(name: str, contents: dict[str, Any]) -> ModuleType:
-    """Returns a module with these contents, in which every other name is a mock."""
+    """Return a module with these contents whose other attributes are mocks."""
 
     def absent(attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -110,7 +109,7 @@ def _empty_module(name: str, contents: dict[str, Any]) -> ModuleType:
 
 
 def _observe(layer: torch.nn.Module, inputs: torch.Tensor) -> None:
-    """Notes the recipe under which a layer is called, and asserts that fp8 products can take its tensors."""
+    """Record the fp8 recipe of a layer's call, and check that the tensors' sizes suit fp8."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
     from transformer_engine.pytorch.utils import assert_dim_for_fp8_exec
 
@@ -140,7 +139,7 @@ def _grouped_linear(self, inp, m_splits, **_):
 
 
 def _with_bias(layer, out: torch.Tensor, bias: torch.Tensor):
-    """Returns what a layer does, whose bias, of no element if it has none, is added here or by who calls it."""
+    """Return a layer's output; the layer or its caller adds the bias, which is empty if there is none."""
     if layer.return_bias:
         return out, bias
     return out + bias if bias.numel() else out
@@ -174,7 +173,7 @@ def _attention(
 
 
 def _rotate(t, freqs, tensor_format, start_positions, interleaved, fused, cu_seqlens, cp_size, cp_rank):
-    """Rotates pairs of channels, of which one is in the first half of those that have angles and one in the other."""
+    """Rotate pairs of channels, one from each half of the rotary channels."""
     assert (tensor_format, start_positions, interleaved, fused, cp_size) == ("thd", None, False, True, 1)
     angles = torch.cat([freqs[:length, 0] for length in cu_seqlens.diff().tolist()])
     rotated, rest = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
@@ -184,7 +183,7 @@ def _rotate(t, freqs, tensor_format, start_positions, interleaved, fused, cu_seq
 
 
 def _product(A, B, out_dtype, layout, bias, **_):
-    """Returns a product in the order of BLAS, whose matrices are the transposed ones of torch."""
+    """Return a matrix product with operands in BLAS's column-major order, transposed relative to torch."""
     left, right = (B.T if layout[1] == "T" else B), (A.T if layout[0] == "T" else A)
     out = left.to(out_dtype) @ right.to(out_dtype)
     return (out if bias is None else out + bias), None, None, None

@@ -1,4 +1,4 @@
-"""Updates of models whose layers are Transformer Engine's, in a process in which Megatron finds it."""
+"""Train models with Transformer Engine layers, in a process where Megatron finds Transformer Engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after its updates, the kernels it says it takes, the layers that ran in fp8, and the calls of
-    Transformer Engine's attention."""
+    """A rank's result.
+
+    Attributes:
+        kernels: the kernels that it reports.
+        quantized: the layers that ran in fp8, see transformer_engine.quantized.
+        attended: number of calls to Transformer Engine's attention.
+    """
 
     rank: RankResult | AdapterResult
     kernels: str
@@ -26,15 +31,17 @@ class Trained:
 
 
 def main() -> None:
-    """Makes an update with each case of FOLDER/cases.json, name -> [folder of the model, overrides, what to pack
-    differently], and writes what comes of it to FOLDER/trained."""
+    """Make an update with each case of FOLDER/cases.json and pickle the results to FOLDER/trained.
+
+    The cases are name -> [model folder, config overrides, Packing overrides].
+    """
     from tests import transformer_engine
 
     transformer_engine.install()
     from megarl.core import device
     from megarl.megatron.model import layer_spec
 
-    layer_spec.uses_transformer_engine = lambda: True  # before others import it by its name
+    layer_spec.uses_transformer_engine = lambda: True  # before other modules import the name
     device.capability = lambda: (10, 0)
     import torch.distributed as dist
 
@@ -54,7 +61,7 @@ def main() -> None:
             make_updates = train if config.actor.adapters is None else train_adapters
             rank = make_updates(store, 0, config, Path(model), [[*random_groups(0), branching_group(0)]], **packing)
         except BaseException as error:
-            error.add_note(f"in the case: {name}")
+            error.add_note(f"in case {name!r}")
             raise
         observed = set(transformer_engine.quantized), len(transformer_engine.attended)
         trained[name] = Trained(rank, kernels.describe(), *observed)
@@ -63,7 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what it pickles is found again.
+    # Import the module by name, so that its classes can be unpickled elsewhere.
     from tests.transformer_engine_training import main
 
     main()

@@ -1,4 +1,4 @@
-"""What a policy acts in: the protocol of environments, their tools, and the processes that run users' code."""
+"""Environments and agents: their protocols, their tools, and the processes that run user code."""
 
 from megarl.environments.agent import Agent
 from megarl.environments.protocol import Environment, Opening, Step, StopReason, Task, Turn

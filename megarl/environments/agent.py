@@ -1,4 +1,4 @@
-"""The protocol of agents: programs of their own that reach the policy by the OpenAI API, at a URL that they get."""
+"""The agent protocol: programs that drive the policy themselves, through an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from megarl.environments.protocol import Task
 
 
 class Agent:
-    """The base of agents. A class of a user's file with a method `run` may do without it.
+    """Base class of agents. A user class with a `run` method need not inherit from it.
 
-    `environment.options` are the keyword arguments of its class. There is an object of its own for each rollout, in a
-    process beside the engines; a method that is not async runs in a thread.
+    The constructor receives `environment.options` as keyword arguments. Each rollout gets its own instance, in a
+    process next to the engines. Methods that are not async run in a thread.
     """
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> float | Mapping[str, float] | None:
-        """Works on the task. Every request to the endpoint of this URL and key is a turn of the rollout; whoever gets
-        them, a sub-agent or a program, may send some.
+        """Work on the task. Each request to `base_url` with `api_key` is one turn of the rollout. The agent may pass
+        both to sub-agents and other programs.
 
-        Returns the reward, or rewards by name, whose sum it is; None: reward functions read the last sample.
+        Returns:
+            The reward, or named rewards, which are summed. None leaves scoring to the reward functions, which read
+            the last sample.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Gives back what the agent holds. It is called once, at the end of every rollout, also of one whose time is
-        over."""
+        """Release the agent's resources. Called once at the end of every rollout, including one that timed out."""

@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs that reach the policy by HTTP, each under a session of its own."""
+"""Rollouts of agents, which reach the policy over HTTP, each in its own session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AgentRollout:
-    """One rollout of an agent, which is over when its method `run` returns."""
+    """One rollout of an agent. It ends when the agent's `run` method returns."""
 
     def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
         self._config, self._server, self._request, self._sample = config, server, request, sample
@@ -27,7 +27,7 @@ class AgentRollout:
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Lets the agent work. Raises HostFailure for what it does wrong, and what the engine has raised."""
+        """Run the agent. Raises HostFailure if the agent fails, and re-raises errors of the engine."""
         request, prompt = self._request, self._request.prompt
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
         session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed)
@@ -37,7 +37,7 @@ class AgentRollout:
             self.outcome.rewards = await host.call("run", request.id, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
-            if session.error is None:  # else the agent has failed because of the engine
+            if session.error is None:  # otherwise the engine's error made the agent fail
                 raise
         finally:
             self._recorded = await self._server.close(session)
@@ -47,8 +47,7 @@ class AgentRollout:
             raise HostFailure("the agent sent no request to the endpoint")
 
     def samples(self) -> list[Sample]:
-        """Returns a sample for each sequence that the session has recorded. Reward functions read the one with the last
-        turn."""
+        """Return one sample per recorded sequence. Reward functions read the one that contains the last turn."""
         parts = [Part(item.transcript, item.text, item.messages, item.first_turn) for item in self._recorded]
-        last = max(range(len(parts)), key=lambda place: self._recorded[place].last_turn, default=-1)
+        last = max(range(len(parts)), key=lambda index: self._recorded[index].last_turn, default=-1)
         return self.outcome.samples(self._request.id, self._request.prompt, parts, last)

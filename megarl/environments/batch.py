@@ -1,5 +1,8 @@
-"""Calls of reward functions: of single samples, and of all samples of a scoring pass at once. The latter see groups,
-the responses to one prompt, which stand side by side, and may do a call to elsewhere once for all of them."""
+"""Reward function calls, for single samples and for whole batches.
+
+Batch functions receive all samples of a scoring pass. The responses to one prompt are adjacent, and one call to an
+external service can serve all samples.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ from megarl.rewards.result import Result
 
 
 def is_judged(sample: Sample) -> bool:
-    """Returns whether reward functions read a sample: of a rollout in an environment they read the last one, unless it
-    has failed."""
+    """Return whether reward functions read the sample. In an environment rollout they read only the last sample, and
+    none if the rollout failed."""
     return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
-    """Calls those of these functions of the pool that judge the sample's source, side by side. Returns the sample's
-    results, by function."""
+    """Call the functions that apply to the sample's data source concurrently. Return the results by function name."""
     prompt, columns = sample.prompt, columns_of(sample)
     judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [
@@ -30,17 +32,17 @@ async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sam
 
 
 async def judge_batch(pool: FunctionPool, samples: Sequence[Sample]) -> list[dict[str, Result]]:
-    """Calls the pool's functions of batches, side by side and each once, with the samples that it judges. Returns the
-    results of each sample, by function."""
+    """Call each of the pool's batch functions once, concurrently, with the samples that it applies to. Return the
+    results of each sample by function name."""
     results: list[dict[str, Result]] = [{} for _ in samples]
 
     async def call(name: str) -> None:
         judged = [i for i, sample in enumerate(samples) if pool.judges(name, sample.prompt)]
         if not judged:
             return
-        chosen = [samples[i] for i in judged]
-        prompts, responses = [sample.prompt for sample in chosen], [sample.text for sample in chosen]
-        future = pool.call_batch(name, prompts, responses, [columns_of(sample) for sample in chosen])
+        batch = [samples[i] for i in judged]
+        prompts, responses = [sample.prompt for sample in batch], [sample.text for sample in batch]
+        future = pool.call_batch(name, prompts, responses, [columns_of(sample) for sample in batch])
         for i, result in zip(judged, await asyncio.wrap_future(future), strict=True):
             results[i][name] = result
 

@@ -1,8 +1,8 @@
-"""A process that calls functions of the user, for a `FunctionPool`, which may kill it at any time.
+"""The worker process of a `FunctionPool`, which calls user functions and may be killed at any time.
 
-It first says which function it imports, in a line of JSON each, and then which columns of the data they ask for, and
-which take whole batches. Then it reads pickled calls from stdin, (name, arguments, columns), and answers each with such
-a line. The functions' own stdin is empty, and what they print goes to stderr.
+It writes JSON lines to stdout: the name of each function that it imports, then the data columns that the functions
+use and the functions that take whole batches. After that it reads pickled calls `(name, arguments, columns)` from stdin
+and writes one JSON line per result. The functions themselves see an empty stdin, and their stdout goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
-from megarl.rewards import judge as comparisons
+from megarl.rewards import judge as judges
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
@@ -34,7 +34,7 @@ NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
 SANDBOX = "sandbox"
-"""The name of the parameter that gets the provider of sandboxes, and no column."""
+"""Parameter that receives the sandbox provider instead of a data column."""
 
 
 def main(
@@ -44,144 +44,150 @@ def main(
     sandbox: Mapping[str, Any] | None,
     sandbox_s: float,
 ) -> None:
-    """Answers calls until there are no more.
+    """Serve calls until stdin is closed.
 
-    functions    label, name and options of each
-    memory_mib   address space that calls may take beside what the process has when it has found its functions
-    sandbox      section `sandbox` of the config; None: no function may ask for sandboxes
-    sandbox_s    how long a sandbox may live
+    Args:
+        functions: label, name and options of each function.
+        judge: name of the pairwise judge function, or None.
+        memory_mib: address space that calls may use in addition to what the process has mapped after its imports.
+        sandbox: the config's `sandbox` section. None if no function may use sandboxes.
+        sandbox_s: maximum lifetime of a sandbox.
     """
-    calls, answers = take_pipes()
+    calls, results = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
-        known = {}
+        loaded = {}
         for label, name, options in functions:
-            _write(answers, {"importing": f"rewards.functions: {name}"})
-            known[label] = resolve(name, options)
+            _write(results, {"importing": f"rewards.functions: {name}"})
+            loaded[label] = resolve(name, options)
         if judge is not None:
-            _write(answers, {"importing": f"rewards.judge: {judge}"})
-            known[comparisons.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
-        asked = {
-            name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == comparisons.NAME else NUM_ARGUMENTS)
-            for name, function in known.items()
+            _write(results, {"importing": f"rewards.judge: {judge}"})
+            loaded[judges.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
+        used_columns = {
+            name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
+            for name, function in loaded.items()
         }
-        confined = [name for name, parameters in asked.items() if parameters.pop(SANDBOX, None) is not None]
-        if confined:
-            _write(answers, {"importing": f"sandbox, for {', '.join(confined)}"})
+        sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
+        if sandboxed:
+            _write(results, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
             provider = _provider(sandbox, sandbox_s)
-            known |= {name: partial(known[name], **{SANDBOX: provider}) for name in confined}
+            loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:
-        _write(answers, {"refused": str(error)})
+        _write(results, {"refused": str(error)})
         return
-    batch_functions = [label for label, _, _ in functions if takes_batches(known[label])]
-    _write(answers, {"ready": True, "columns": _needed_by(asked), "batch_functions": batch_functions})
+    batch_functions = [label for label, _, _ in functions if takes_batches(loaded[label])]
+    _write(results, {"ready": True, "columns": _required_by(used_columns), "batch_functions": batch_functions})
     if memory_mib is not None:
         _limit_memory(memory_mib)
     while True:
         try:
             name, arguments, columns = pickle.load(calls)
-        except EOFError:  # the pool is closed, or its process has ended
+        except EOFError:  # the pool was closed, or its process died
             return
         if name in batch_functions:
-            _write(answers, answer_batch(known[name], arguments, _given_to_batch(asked[name], columns)))
+            _write(results, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
         else:
-            _write(answers, answer(known[name], arguments, _given(asked[name], columns)))
+            _write(results, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
 
 
 def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
-    assert sandbox is not None, "only pools of runs have functions that ask for sandboxes"
+    assert sandbox is not None, "functions that use sandboxes need a pool with a sandbox section"
     return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
 
 
 def _limit_memory(mib: int) -> None:
-    """Lets the process and those that it starts have so much more address space each than it has now."""
+    """Limit the address space of this process and of each child process to `mib` more than is mapped now."""
     with open("/proc/self/statm") as statm:
-        now = int(statm.read().split()[0]) * resource.getpagesize()
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + mib * 2**20
+    limit = mapped + mib * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _needed_by(asked: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
-    """Returns all columns that functions ask for, each with one that cannot do without it, or None."""
-    needed: dict[str, str | None] = {}
-    for function, columns in asked.items():
+def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
+    """Return every column that a function uses, with the name of one function that requires it, or None."""
+    required_by: dict[str, str | None] = {}
+    for function, columns in used_columns.items():
         for column, required in columns.items():
-            needed[column] = function if required else needed.get(column)
-    needed.pop(NUM_TOKENS, None)  # the run says it
-    return needed
+            required_by[column] = function if required else required_by.get(column)
+    required_by.pop(NUM_TOKENS, None)  # provided by the run, not by the data
+    return required_by
 
 
-def _given(asked: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the further arguments of a call, by name."""
-    named = {name: columns[name] for name in asked if name in columns}
-    return named | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in asked else {})
+def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call."""
+    keywords = {name: columns[name] for name in used_columns if name in columns}
+    return keywords | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in used_columns else {})
 
 
 def _row(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns of the data's row alone."""
+    """Return only the columns of the data row."""
     return {name: value for name, value in columns.items() if name != NUM_TOKENS}
 
 
-def _given_to_batch(asked: Mapping[str, bool], columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the further arguments of a batch, by name. A column that some rows lack is None there. columns: those of
-    each sample's row."""
-    names = [name for name in asked if any(name in row for row in columns)]
-    lists = {name: [row.get(name) for row in columns] for name in names}
-    return lists | ({ALL_COLUMNS: [_row(row) for row in columns]} if ALL_COLUMNS in asked else {})
+def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the keyword arguments of a batch call: for each column, one value per row, None where a row lacks it."""
+    names = [name for name in used_columns if any(name in row for row in rows)]
+    keywords = {name: [row.get(name) for row in rows] for name in names}
+    return keywords | ({ALL_COLUMNS: [_row(row) for row in rows]} if ALL_COLUMNS in used_columns else {})
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns stdin and stdout, which the functions then no longer have."""
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    """Return the process's stdin and stdout, and detach user code from both: it reads an empty stdin, and prints to
+    stderr."""
+    stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
-    return calls, answers
+    return stdin, stdout
 
 
-def _write(answers: BinaryIO, line: dict[str, Any]) -> None:
-    answers.write(json.dumps(line).encode() + b"\n")
-    answers.flush()
+def _write(results: BinaryIO, line: dict[str, Any]) -> None:
+    results.write(json.dumps(line).encode() + b"\n")
+    results.flush()
 
 
-def answer(
-    function: Callable[..., Any], arguments: Sequence[Any], further: Mapping[str, Any] | None = None
+def call(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Calls the function. Returns the fields of a Result."""
+    """Call the function and return the fields of a Result."""
     try:
-        return _result(_returned(function, arguments, further or {}))
-    except BaseException as error:  # the user's code may raise anything, SystemExit too
+        return _result(_return_value(function, arguments, keywords or {}))
+    except BaseException as error:  # user code may raise anything, including SystemExit
         return _failure(error)
 
 
-def answer_batch(
-    function: Callable[..., Any], arguments: Sequence[Sequence[Any]], further: Mapping[str, Any]
+def call_batch(
+    function: Callable[..., Any], arguments: Sequence[Sequence[Any]], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calls the function with lists. Returns the fields of a Result for each sample, as `results`, where an exception
-    in the place of a reward is the failure of its sample; or those of one that is the failure of all samples."""
+    """Call a batch function with lists.
+
+    Returns:
+        `{"results": ...}` with the Result fields of each sample. An exception object in place of a score fails only
+        that sample. If the call itself fails, the fields of one Result, which holds for all samples.
+    """
     num_samples = len(arguments[0])
     try:
-        values = _returned(function, arguments, further)
-        if getattr(values, "ndim", None) == 1:  # of an array or a tensor
+        values = _return_value(function, arguments, keywords)
+        if getattr(values, "ndim", None) == 1:  # array or tensor
             values = values.tolist()
         if not isinstance(values, list | tuple) or len(values) != num_samples:
-            found = f"a list of {len(values)}" if isinstance(values, list | tuple) else type(values).__name__
-            return {"value": None, "failure": f"returned {found} for {num_samples} samples, not one score for each,"}
+            kind = f"a list of {len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+            return {"value": None, "failure": f"returned {kind} for {num_samples} samples, not one score for each,"}
         return {"results": [_failure(v) if isinstance(v, BaseException) else _result(v) for v in values]}
     except BaseException as error:
         return _failure(error)
 
 
-def _returned(function: Callable[..., Any], arguments: Sequence[Any], further: Mapping[str, Any]) -> Any:
-    """Returns what the function returns; of one that is async, when it is done."""
-    value = function(*arguments, **further)
+def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call the function, and run the coroutine if it is async."""
+    value = function(*arguments, **keywords)
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _result(value: Any) -> dict[str, Any]:
-    """Returns the fields of the Result of one sample."""
+    """Return the Result fields of one sample."""
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
@@ -194,14 +200,14 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a bool or a real number, of Python, numpy or torch, as a float; None for anything else."""
-    if getattr(value, "ndim", None) == 0:  # of an array or a tensor without axes, and of numpy's scalars
+    """Return a bool or a real number of Python, numpy or torch as a float, and None for anything else."""
+    if getattr(value, "ndim", None) == 0:  # numpy scalars, and arrays and tensors without axes
         value = value.item()
     if not isinstance(value, numbers.Real):
         return None
     try:
         return float(value)
-    except OverflowError:  # an int beyond all floats
+    except OverflowError:  # an int larger than any float
         return None
 
 

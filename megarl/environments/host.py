@@ -1,8 +1,8 @@
-"""A process in which environments live, for a `HostPool`, which may kill it at any time.
+"""The worker process of a `HostPool`, which hosts environments and may be killed at any time.
 
-It first says in a line of JSON what tools its environments have. Then it reads requests from stdin, a line of JSON
-each, and answers each with such a line, in the order in which they are done: many rollouts are under way in it at once.
-The environments' own stdin is empty, and what they print goes to stderr.
+Its first JSON line on stdout describes the environments' tools. Then it reads requests from stdin, one JSON line each,
+and writes one response line per request, in the order in which they finish: many rollouts run in it concurrently.
+The environments themselves see an empty stdin, and their stdout goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.core.errors import UserError
 from megarl.environments.agent import Agent
 from megarl.environments.child import take_pipes
 from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
-from megarl.environments.registry import SANDBOX, check_environment, is_agent, wants_sandbox
+from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
 
@@ -30,23 +30,23 @@ LONGEST_LINE = 2**30
 
 
 class Host:
-    """The environments of this process, by the rollout that each is of."""
+    """The environments of this process, keyed by rollout id."""
 
     def __init__(self, kind: type[Environment] | type[Agent], options: Mapping[str, Any], tool_timeout_s: float):
         self._kind, self._options, self._tool_timeout_s = kind, options, tool_timeout_s
         self._environments: dict[str, Environment | Agent] = {}
         self._runs: dict[str, asyncio.Task[Any]] = {}
-        """What agents do, until they have done it."""
+        """Running agents."""
 
-    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of an answer: a value, or a failure with the stack of what the environment raised."""
-        do, rollout = request["do"], request["rollout"]
+    async def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a response: a value, or a failure with the environment's stack trace."""
+        method, rollout = request["method"], request["rollout"]
         try:
             methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
-            return {"value": await methods[do](rollout, request)}
-        except BaseException as error:  # the user's code may raise anything, SystemExit too
-            shown = traceback.format_exception(error)
-            return {"failure": f"{do} raised {type(error).__name__}: {error}", "stack": "".join(shown)}
+            return {"value": await methods[method](rollout, request)}
+        except BaseException as error:  # user code may raise anything, including SystemExit
+            lines = traceback.format_exception(error)
+            return {"failure": f"{method} raised {type(error).__name__}: {error}", "stack": "".join(lines)}
 
     async def _reset(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._environments[rollout] = self._kind(**self._options)
@@ -58,15 +58,13 @@ class Host:
         return {"messages": None if opening is None else _plain(opening), "token_ids": None}
 
     async def _step(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        environment, given = self._environments[rollout], request["turn"]
-        calls = tuple(
-            ToolCall(**call) if "arguments" in call else MalformedCall(**call) for call in given["tool_calls"]
-        )
-        step = await run(environment.step, Turn(**{**given, "tool_calls": calls}))
+        environment, turn = self._environments[rollout], request["turn"]
+        calls = tuple(ToolCall(**call) if "arguments" in call else MalformedCall(**call) for call in turn["tool_calls"])
+        step = await run(environment.step, Turn(**{**turn, "tool_calls": calls}))
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}, not a megarl.environments.Step")
         observation = step.observation
-        if observation is None and not (step.done or given["is_last"]):
+        if observation is None and not (step.done or turn["is_last"]):
             raise TypeError("step returned neither an observation nor done=True, and the policy has a turn left")
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
@@ -80,21 +78,22 @@ class Host:
         }
 
     async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, float] | None:
-        """Returns the rewards of an agent, when it has done its work."""
+        """Run an agent to its end and return its rewards."""
         agent = self._environments[rollout] = self._kind(**self._options)
-        given = (request[name] for name in ("base_url", "api_key", "model"))
-        self._runs[rollout] = asyncio.create_task(run(agent.run, Task(**request["task"]), *given))
+        access = (request[name] for name in ("base_url", "api_key", "model"))
+        self._runs[rollout] = asyncio.create_task(run(agent.run, Task(**request["task"]), *access))
         return _rewards(await self._runs[rollout])
 
     async def _close(self, rollout: str, request: Mapping[str, Any]) -> dict[str, int]:
-        """Returns how many calls of tools ended in which way. An agent that still is at work is stopped."""
+        """Close the rollout's environment, cancel its agent if it is still running, and return the number of tool
+        calls by status."""
         environment = self._environments.pop(rollout, None)
         if environment is None:  # its constructor raised
             return {}
         if rollout in self._runs:
-            work = self._runs.pop(rollout)
-            work.cancel()
-            await asyncio.wait([work])
+            agent_run = self._runs.pop(rollout)
+            agent_run.cancel()
+            await asyncio.wait([agent_run])
         await run(environment.close)
         if isinstance(environment, Agent):
             return {}
@@ -102,56 +101,56 @@ class Host:
 
 
 def _plain(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages as JSON values. Raises TypeError for something else."""
+    """Return messages as JSON values. Raises TypeError for a message without role or content."""
     messages = [dict(message) for message in messages]
-    wrong = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
-    if wrong:
-        raise TypeError(f"a message has a role and a content, not {wrong[0]!r}")
+    invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
+    if invalid:
+        raise TypeError(f"a message needs a role and a content, got {invalid[0]!r}")
     return json.loads(json.dumps(messages))
 
 
 def _rewards(reward: Any) -> dict[str, float] | None:
-    """Returns rewards by name, "" for the one of a turn that has only one."""
+    """Return rewards by name. A plain number gets the name ""."""
     if reward is None:
         return None
     return {name: float(value) for name, value in (reward.items() if isinstance(reward, Mapping) else [("", reward)])}
 
 
-async def serve(host: Host, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers requests until stdin ends."""
+async def serve(host: Host, requests: BinaryIO, responses: BinaryIO) -> None:
+    """Serve requests until stdin is closed."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LONGEST_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
-    under_way: set[asyncio.Task[None]] = set()
+    pending: set[asyncio.Task[None]] = set()
 
-    async def answer(request: Mapping[str, Any]) -> None:
-        write(answers, {"id": request["id"], **await host.answer(request)})
+    async def respond(request: Mapping[str, Any]) -> None:
+        write(responses, {"id": request["id"], **await host.handle(request)})
 
     while line := await reader.readline():
-        task = asyncio.create_task(answer(json.loads(line)))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
-    os._exit(0)  # nobody is left to answer, and threads of tools that hang would hold the process
+        task = asyncio.create_task(respond(json.loads(line)))
+        pending.add(task)
+        task.add_done_callback(pending.discard)
+    os._exit(0)  # a normal exit would wait for the threads of hanging tools
 
 
-def write(answers: BinaryIO, line: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(line).encode() + b"\n")
-    answers.flush()
+def write(responses: BinaryIO, line: Mapping[str, Any]) -> None:
+    responses.write(json.dumps(line).encode() + b"\n")
+    responses.flush()
 
 
 def main(name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]) -> None:
-    requests, answers = take_pipes()
+    requests, responses = take_pipes()
     faulthandler.enable()
     stacks.write_on_request()
     try:
         kind = check_environment(name, options)
-        if wants_sandbox(kind):
+        if takes_sandbox(kind):
             options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
     except UserError as error:
-        write(answers, {"refused": str(error)})
+        write(responses, {"refused": str(error)})
         return
     tools = [describe(tool, function) for tool, function in tools_of(kind).items()]
-    write(answers, {"tools": tools, "is_agent": is_agent(kind)})
-    asyncio.run(serve(Host(kind, options, tool_timeout_s), requests, answers))
+    write(responses, {"tools": tools, "is_agent": is_agent(kind)})
+    asyncio.run(serve(Host(kind, options, tool_timeout_s), requests, responses))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The processes in which environments live: one that hangs or ends costs the rollouts in it, never the run."""
+"""Environment processes. One that hangs or dies fails the rollouts in it, never the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from megarl.environments.host import LONGEST_LINE
 from megarl.environments.pool import IMPORT_S, STACKS_S
 
 TOOLS_S = 5.0
-"""The time beyond the limit of each call of a tool that a step has."""
+"""Extra time that a step gets for each tool call, on top of the call's own timeout."""
 
 
 class HostFailure(Exception):
-    """The failure of a call. stack: of what the environment raised, or ""."""
+    """A failed call.
+
+    Attributes:
+        stack: stack trace of the environment's exception, or "".
+    """
 
     def __init__(self, reason: str, stack: str = ""):
         super().__init__(reason)
@@ -33,8 +37,14 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """The arguments of a host's process: the environment's name and options, the wall-clock time of a tool, and section
-    `sandbox` of the config."""
+    """The arguments of an environment process.
+
+    Attributes:
+        name: `environment.class`.
+        options: `environment.options`.
+        tool_timeout_s: wall-clock limit of one tool call.
+        sandbox: the config's `sandbox` section.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -43,14 +53,14 @@ class HostArguments:
 
 
 def host_arguments(config: Config) -> HostArguments:
-    """Returns those of a run with an environment."""
+    """Return the arguments for a run whose config names an environment."""
     settings = config.environment
     assert settings.name is not None, "the run has an environment"
     return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
 class HostProcess:
-    """One process, in a group of its own, so that what it starts is killed with it."""
+    """One environment process. It has its own process group, so that killing it also kills its children."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
@@ -59,18 +69,18 @@ class HostProcess:
         self._reading: asyncio.Task[None] | None = None
         self.num_rollouts = 0
         self.is_retiring = False
-        """Whether it takes no new rollouts, as something in it hangs, and ends with the last one that it has."""
+        """Whether something in the process hangs. It accepts no new rollouts, and is killed after its last one."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.is_agent = False
 
     @classmethod
     async def start(cls, arguments: HostArguments) -> HostProcess:
-        """Returns when the process has found its environments' class. Raises UserError if it has not."""
+        """Start a process and wait until it has imported the environment class. Raises UserError if that fails."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megarl.environments.host", json.dumps(asdict(arguments))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            preexec_fn=os.setpgrp,  # uvloop, in which Ray's actors run, knows no process_group
+            preexec_fn=os.setpgrp,  # Ray actors run in uvloop, which does not support process_group
             limit=LONGEST_LINE,
         )
         host = cls(process)
@@ -80,16 +90,18 @@ class HostProcess:
             await host.show_stacks()
             await host.kill()
             raise UserError(
-                f"environment.class: importing {arguments.name} did not end within {IMPORT_S:g} s; mend the file"
+                f"environment.class={arguments.name}: the import did not finish within {IMPORT_S:g} s. Fix: move slow "
+                "work out of the file's top level"
             ) from None
-        said = json.loads(line) if line else {}
-        if "tools" not in said:
+        hello = json.loads(line) if line else {}
+        if "tools" not in hello:
             await host.kill()
             raise UserError(
-                said.get("refused")
-                or f"environment.class: importing {arguments.name} ended the process ({host.status}); fix the file"
+                hello.get("refused")
+                or f"environment.class={arguments.name}: the import ended the process ({host.status}). Fix: correct "
+                "the file, whose output is in this process's log"
             )
-        host.tools, host.is_agent = said["tools"], said["is_agent"]
+        host.tools, host.is_agent = hello["tools"], hello["is_agent"]
         host._reading = asyncio.create_task(host._read())
         return host
 
@@ -102,55 +114,55 @@ class HostProcess:
         code = self._process.returncode
         return f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
-    async def call(self, do: str, rollout: str, timeout_s: float, **given: Any) -> Any:
-        """Returns what a rollout's environment answers. Raises HostFailure if it raises, or does not answer in
-        time."""
+    async def call(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
+        """Call a method of the rollout's environment and return its result. Raises HostFailure if the method raises or
+        times out."""
         number = next(self._numbers)
-        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
-        line = json.dumps({"id": number, "do": do, "rollout": rollout, **given})
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        line = json.dumps({"id": number, "method": method, "rollout": rollout, **arguments})
         try:
             if self.has_ended:
-                raise HostFailure(f"its process has ended ({self.status})")
-            with suppress(ConnectionError):  # a process that has ended fails all its calls
+                raise HostFailure(f"the environment's process has ended ({self.status})")
+            with suppress(ConnectionError):  # when the process dies, `_read` fails all pending calls
                 self._process.stdin.write(line.encode() + b"\n")
                 await self._process.stdin.drain()
-            answer = await asyncio.wait_for(answered, timeout_s)
+            response = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             if not self.is_retiring:
                 await self.show_stacks()
             self.is_retiring = True
-            raise HostFailure(f"{do} did not return within {timeout_s:g} s") from None
+            raise HostFailure(f"{method} did not return within {timeout_s:g} s") from None
         finally:
             del self._waiting[number]
-        if "failure" in answer:
-            raise HostFailure(answer["failure"], answer["stack"])
-        return answer["value"]
+        if "failure" in response:
+            raise HostFailure(response["failure"], response["stack"])
+        return response["value"]
 
     async def _read(self) -> None:
         while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            waiting = self._waiting.get(answer["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+            response = json.loads(line)
+            future = self._waiting.get(response["id"])
+            if future is not None and not future.done():
+                future.set_result(response)
         await self._process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(HostFailure(f"the environment ended its process ({self.status})"))
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(HostFailure(f"the environment ended its process ({self.status})"))
 
     async def show_stacks(self) -> None:
-        """Makes the process write on its standard error where it is."""
+        """Make the process write its stack traces to stderr."""
         with suppress(ProcessLookupError):
             self._process.send_signal(stacks.SIGNAL)
         await asyncio.sleep(STACKS_S)
 
     async def kill(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and so has what it started
+        with suppress(ProcessLookupError):  # the whole process group has already ended
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
 
 class HostPool:
-    """Processes with environments of one class, each with many rollouts."""
+    """A pool of processes with environments of one class. Each process hosts many rollouts."""
 
     def __init__(self, arguments: HostArguments):
         self._arguments = arguments
@@ -159,28 +171,28 @@ class HostPool:
 
     @classmethod
     async def start(cls, arguments: HostArguments, num_processes: int) -> HostPool:
-        """Returns when all processes are up. Raises UserError as HostProcess.start does."""
+        """Start all processes. Raises UserError as HostProcess.start does."""
         pool = cls(arguments)
         pool._hosts = list(await asyncio.gather(*(HostProcess.start(arguments) for _ in range(num_processes))))
         return pool
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The descriptions of the environments' tools."""
+        """JSON-schema descriptions of the environments' tools."""
         return self._hosts[0].tools
 
     @property
     def is_agent(self) -> bool:
-        """Whether the class is an agent, which is called with `run` in place of `reset` and `step`."""
+        """Whether the class is an agent, which has `run` instead of `reset` and `step`."""
         return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
-        """Returns the process with the fewest rollouts, which gets one more. In place of one that has ended, or takes
-        no more, another one is started."""
+        """Assign a new rollout to the process with the fewest rollouts and return it. Ended and retiring processes are
+        replaced first."""
         async with self._replacing:
-            for place, host in enumerate(self._hosts):
+            for index, host in enumerate(self._hosts):
                 if host.has_ended or host.is_retiring:
-                    self._hosts[place] = await HostProcess.start(self._arguments)
+                    self._hosts[index] = await HostProcess.start(self._arguments)
                     if not host.num_rollouts:
                         await host.kill()
         host = min(self._hosts, key=lambda host: host.num_rollouts)
@@ -188,11 +200,11 @@ class HostPool:
         return host
 
     async def give_back(self, host: HostProcess) -> None:
-        """Takes back a process when a rollout in it is over."""
+        """Release a process at the end of a rollout. A replaced process is killed after its last one."""
         host.num_rollouts -= 1
         if host not in self._hosts and not host.num_rollouts:
             await host.kill()
 
     async def close(self) -> None:
-        """Ends all processes. Else they end with this one."""
+        """Kill all processes. Without this call they end together with this process."""
         await asyncio.gather(*(host.kill() for host in self._hosts))

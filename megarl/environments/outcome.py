@@ -1,4 +1,4 @@
-"""The end of a rollout, and the samples that it leaves."""
+"""The outcome of a rollout and the samples made from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from megarl.environments.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A sequence of a rollout.
+    """One token sequence of a rollout.
 
-    text        of its last turn
-    messages    its conversation, for people to read
-    first_turn  the rollout's number of its first turn
+    Attributes:
+        transcript: its tokens.
+        text: text of its last turn.
+        messages: its conversation, for display.
+        first_turn: index of its first turn within the rollout.
     """
 
     transcript: Transcript
@@ -29,13 +31,15 @@ class Part:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a rollout ends.
+    """The outcome of a rollout.
 
-    turn_rewards   of each turn, by name ("" for one without); None for a turn without a reward
-    rewards        of the rollout as a whole, likewise
-    tool_calls     how many calls of tools ended in which way
-    failure        why it has no reward, in one line; None if it has not failed
-    stack          of what the environment raised
+    Attributes:
+        stop_reason: why the rollout ended.
+        turn_rewards: for each turn, rewards by name ("" if unnamed), or None for a turn without a reward.
+        rewards: rewards of the whole rollout by name.
+        tool_calls: number of tool calls by status.
+        failure: reason of the failure in one line, or None. A failed rollout has no reward.
+        stack: stack trace of the environment's exception, or "".
     """
 
     stop_reason: StopReason = StopReason.DONE
@@ -46,15 +50,18 @@ class Outcome:
     stack: str = ""
 
     def fail(self, reason: str, stack: str = "") -> None:
-        """Ends the rollout as failed, unless it has failed before."""
+        """Mark the rollout as failed. The first failure wins."""
         if self.failure is None:
             self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
 
     def samples(self, name: str, prompt: Prompt, parts: Sequence[Part], last: int = -1) -> list[Sample]:
-        """Returns a sample for each part that has a turn; of a rollout without any, an empty one.
+        """Return one sample per part that has a turn, or one empty sample if there is none.
 
-        name   the rollout's id, and that of its first sample
-        last   the place of the part that reward functions read, among those
+        Args:
+            name: id of the rollout and of its first sample.
+            prompt: the rollout's prompt.
+            parts: the rollout's sequences.
+            last: index, among the parts with turns, of the one that reward functions read.
         """
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]
@@ -68,29 +75,29 @@ class Outcome:
         )
         if not parts:
             return [Sample(name, prompt, [], [], [], (), "stop", "", episode=self._episode(info, None, is_last=True))]
-        read = parts[last]
+        scored = parts[last]
         return [
             part.transcript.sample(
                 name if number == 0 else f"{name}/{number}",
                 prompt,
                 part.text,
                 name,
-                self._episode(info, part, is_last=part is read),
+                self._episode(info, part, is_last=part is scored),
             )
             for number, part in enumerate(parts)
         ]
 
     def _episode(self, info: RolloutInfo, part: Part | None, is_last: bool) -> Episode:
-        named: Counter[str] = Counter()
-        for given in (*self.turn_rewards, self.rewards):
-            for name, value in (given or {}).items():
-                named[name] += value
-        del named[""]
+        totals: Counter[str] = Counter()
+        for rewards in (*self.turn_rewards, self.rewards):
+            for name, value in (rewards or {}).items():
+                totals[name] += value
+        del totals[""]
         return Episode(
             info=info,
-            rewards=tuple(None if given is None else sum(given.values()) for given in self.turn_rewards),
+            rewards=tuple(None if rewards is None else sum(rewards.values()) for rewards in self.turn_rewards),
             outcome=sum(self.rewards.values()),
-            parts=dict(named),
+            parts=dict(totals),
             failure=self.failure,
             stack=self.stack,
             messages=() if part is None else tuple(part.messages),

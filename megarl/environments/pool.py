@@ -1,4 +1,4 @@
-"""Functions of the user in processes that can be killed: one that hangs or ends its process costs one call."""
+"""User functions in killable processes. One that hangs or ends its process costs only one call."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ READ_BYTES = 65536
 NO_COLUMNS: Mapping[str, Any] = {}
 
 IMPORT_S = 60.0
-"""The time that one function's file has to be imported, unless a call has longer."""
+"""Time limit of importing one function's file, unless `timeout_s` is longer."""
 
 SANDBOX_SHARE = 0.9
-"""The share of a call's time that sandboxes have: a program that hangs is wrong, and its call does not fail."""
+"""Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then scores as wrong
+instead of failing the call."""
 
 STACKS_S = 0.1
-"""The time that a process has to write its stacks, which takes a hundredth of it."""
+"""Time that a process gets to write its stack traces, about a hundred times what it needs."""
 
 MOST_PROCESSES = 512
-"""The processes that one call may have at once: far more than a function has a use for, and fewer than a fork bomb."""
+"""Maximum number of processes of one call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""The time between two looks at how many processes the calls have. Python's fork bombs make some hundreds in it."""
+"""Interval at which the processes of the calls are counted. A Python fork bomb starts a few hundred in that time."""
 
 
 class FunctionPool:
-    """Processes that hold the functions of a run's rewards, each working on one call at a time.
+    """A pool of processes that hold a run's reward functions. Each process handles one call at a time.
 
-    A call that does not return in time is answered with a failure, and its process is killed with everything that it
-    has started; so is one whose process ends, or starts more than MOST_PROCESSES. A new process takes its place at
-    once.
+    A call fails if it exceeds its time limit, if its process ends, or if it starts more than MOST_PROCESSES
+    processes. The process is then killed with all its children, and a new one replaces it immediately.
     """
 
     def __init__(
@@ -62,22 +62,23 @@ class FunctionPool:
         source_column: str | None = None,
         sandbox: Sandbox | None = None,
     ):
-        """Returns when all processes have found the functions. Raises UserError for one that is not there, or cannot
-        be called, and for a file whose import does not end in time, or ends the process.
+        """Start the processes and wait until all have loaded the functions. Raises UserError if a function is missing
+        or has the wrong signature, or if an import times out or ends the process.
 
-        functions       entries of rewards.functions, which are called by their labels; or names of functions
-        judge           the name of the function of rewards.judge, which is called as judge.NAME
-        timeout_s       the wall-clock time of one call
-        memory_mib      address space that a process may take for its calls; None: no limit
-        source_column   the column of the data that says which functions judge a row; None: all do
-        sandbox         what functions that ask for sandboxes get, which then have SANDBOX_SHARE of timeout_s
+        Args:
+            functions: entries of rewards.functions, called by their labels, or function names.
+            judge: name of the rewards.judge function, called as judge.NAME, or None.
+            num_processes: number of processes.
+            timeout_s: wall-clock limit of one call.
+            memory_mib: address space that a process may use for its calls. None: unlimited.
+            source_column: data column that selects the functions for a row. None: all functions apply.
+            sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
         """
         entries = [
             entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
         ]
-        named = [(entry.label, entry.function, entry.options) for entry in entries]
         arguments = {
-            "functions": named,
+            "functions": [(entry.label, entry.function, entry.options) for entry in entries],
             "judge": judge,
             "memory_mib": memory_mib,
             "sandbox": None if sandbox is None else sandbox.model_dump(),
@@ -91,9 +92,9 @@ class FunctionPool:
         self._idle: SimpleQueue[_Child] = SimpleQueue()
         self._closed = False
         self.columns: dict[str, str | None] = {}
-        """The columns of the data that functions ask for, each with one that cannot do without it, or None."""
+        """Data columns that functions use, each with the name of one function that requires it, or None."""
         self.batch_functions: list[str] = []
-        """The functions that take whole batches."""
+        """Names of the functions that take whole batches."""
         try:
             for child in self._children:
                 ready = child.await_start(timeout_s)
@@ -107,14 +108,17 @@ class FunctionPool:
         threading.Thread(target=self._watch, name="rewards watch", daemon=True).start()
 
     def judges(self, function: str, prompt: Prompt) -> bool:
-        """Returns whether the function judges responses to this prompt: those to others have no part of it."""
+        """Return whether the function applies to this prompt's data source."""
         source = None if self._source_column is None else prompt.columns.get(self._source_column)
         return self._entries[function].applies_to(source)
 
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
-        """Calls the function, in the order in which calls come, as soon as a process is free. columns: of the data's
-        row, of which the function gets those that it asks for."""
-        return self._threads.submit(lambda: Result(**self._answer(function, arguments, dict(columns))))
+        """Call the function as soon as a process is free. Calls start in the order of submission.
+
+        Args:
+            columns: columns of the data row, from which the function receives those that its parameters name.
+        """
+        return self._threads.submit(lambda: Result(**self._run(function, arguments, dict(columns))))
 
     def call_batch(
         self,
@@ -123,20 +127,25 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Calls a function of batches once, for all samples, with a response to each of the prompts. Where it fails, so
-        do all of them. columns: of each sample, those of its prompt if left out."""
+        """Call a batch function once for all samples. If the call fails, every sample gets the failure.
+
+        Args:
+            function: name of the function.
+            prompts: prompt of each sample.
+            responses: response of each sample.
+            columns: columns of each sample. None: those of its prompt.
+        """
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
         columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results() -> list[Result]:
-            answer = self._answer(function, arguments, columns)
-            return [Result(**fields) for fields in answer.get("results", [answer] * len(prompts))]
+            reply = self._run(function, arguments, columns)
+            return [Result(**fields) for fields in reply.get("results", [reply] * len(prompts))]
 
         return self._threads.submit(results)
 
-    def _answer(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
-        """Returns what a process answers to a call, or in place of an answer the fields of a Result that says why there
-        is none."""
+    def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
+        """Run a call in an idle process. Return the process's reply, or the fields of a Result with the failure."""
         child = self._idle.get()
         try:
             return child.call(function, arguments, columns, self._timeout_s)
@@ -144,11 +153,11 @@ class FunctionPool:
             child.show_stacks()
             child.kill()
             return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
-        except _Ended as end:
+        except _ProcessEnded as end:
             child.kill()
-            return {"value": None, "failure": child.excess or f"ended its process ({end})"}
+            return {"value": None, "failure": child.kill_reason or f"ended its process ({end})"}
         finally:
-            self._idle.put(child if child.runs or self._closed else self._replacement(child))
+            self._idle.put(child if child.is_running or self._closed else self._replacement(child))
 
     def _replacement(self, child: _Child) -> _Child:
         self._children.remove(child)
@@ -158,20 +167,20 @@ class FunctionPool:
         return new
 
     def close(self) -> None:
-        """Ends all processes, also those that are working."""
+        """Kill all processes, including busy ones."""
         self._closed = True
         self._ended.set()
         self._kill_all()
         self._threads.shutdown(cancel_futures=True)
 
     def _watch(self) -> None:
-        """Kills calls that have too many processes."""
+        """Kill calls with too many processes."""
         while not self._ended.wait(WATCH_S):
             sizes = Counter(_process_groups())
             for child in list(self._children):
-                if sizes[child.group] > MOST_PROCESSES:
-                    child.excess = f"had {sizes[child.group]} processes at once, more than {MOST_PROCESSES},"
-                    child.kill_group()
+                if (size := sizes[child.process_group]) > MOST_PROCESSES:
+                    child.kill_reason = f"had {size} processes at once, more than {MOST_PROCESSES},"
+                    child.kill_process_group()
 
     def _kill_all(self) -> None:
         for child in list(self._children):
@@ -179,7 +188,7 @@ class FunctionPool:
 
 
 def function_pool(config: Config, num_processes: int) -> FunctionPool:
-    """Returns a pool of the functions of a run's rewards."""
+    """Return a pool of the run's reward functions."""
     rewards = config.rewards
     return FunctionPool(
         rewards.functions,
@@ -193,26 +202,26 @@ def function_pool(config: Config, num_processes: int) -> FunctionPool:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Returns what functions may ask for beside prompt, response and answer: columns of the data's row, and the number
-    of the response's tokens."""
+    """Return the values that functions may use besides prompt, response and answer: the columns of the data row, and
+    the number of response tokens."""
     return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
 
 
 def _process_groups() -> Iterator[int]:
-    """Yields the group of each process of this machine."""
+    """Yield the process group of each process on this machine."""
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
-            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # it may have ended meanwhile
-                # After the name, which may have spaces and brackets: state, parent, group.
+            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # the process may have ended
+                # The process name may contain spaces and parentheses. State, parent and process group follow it.
                 yield int(stat.read().rpartition(b")")[2].split()[2])
 
 
-class _Ended(Exception):
-    """The end of a process that was to answer. Its text says how it ended."""
+class _ProcessEnded(Exception):
+    """A process ended during a call. The message is its exit status or signal."""
 
 
 class _Child:
-    """One process, in a group of its own, so that what it starts is killed with it."""
+    """One worker process. It has its own process group, so that killing it also kills its children."""
 
     def __init__(self, arguments: str):
         self._process = subprocess.Popen(
@@ -222,47 +231,53 @@ class _Child:
             process_group=0,
         )
         self._unread = b""
-        self.excess: str | None = None
-        """What it had too much of, if it was killed for that."""
+        self.kill_reason: str | None = None
+        """Failure of the current call, if the process was killed for exceeding a limit."""
 
     @property
-    def group(self) -> int:
+    def process_group(self) -> int:
         return self._process.pid
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._process.poll() is None
 
     def await_start(self, timeout_s: float) -> dict[str, Any]:
-        """Returns what the process says of its functions, when it has found them: `columns` and `batch_functions` of
-        FunctionPool. Raises UserError if it has not. timeout_s: the wall-clock time of a call, and of an import if it
-        is longer than IMPORT_S."""
-        answer, limit_s = {"importing": "rewards"}, None  # this process's own imports are not the user's
-        while "ready" not in answer:
-            importing = answer["importing"]
+        """Wait until the process has loaded its functions. Return its `columns` and `batch_functions`, see
+        FunctionPool. Raises UserError if loading fails.
+
+        Args:
+            timeout_s: wall-clock limit of a call. It also limits an import if it is longer than IMPORT_S.
+        """
+        reply, limit_s = {"importing": "rewards"}, None  # the worker's own imports have no limit
+        while "ready" not in reply:
+            importing = reply["importing"]
             try:
-                answer = self._read(None if limit_s is None else time.monotonic() + limit_s)
-            except _Ended as end:
-                raise UserError(f"{importing}: importing it ended the process ({end}); fix the file") from None
+                reply = self._read(None if limit_s is None else time.monotonic() + limit_s)
+            except _ProcessEnded as end:
+                raise UserError(
+                    f"{importing}: the import ended the process ({end}). Fix: correct the file, whose output is in "
+                    "this process's log"
+                ) from None
             except TimeoutError:
                 self.show_stacks()
                 raise UserError(
-                    f"{importing}: importing it did not end within {limit_s:g} s; mend the file, or raise "
-                    "rewards.timeout_s"
+                    f"{importing}: the import did not finish within {limit_s:g} s. Fix: move slow work out of the "
+                    "file's top level, or raise rewards.timeout_s"
                 ) from None
             limit_s = max(timeout_s, IMPORT_S)
-            if "refused" in answer:
-                raise UserError(answer["refused"])
-        return answer
+            if "refused" in reply:
+                raise UserError(reply["refused"])
+        return reply
 
     def call(self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float) -> dict[str, Any]:
-        """Returns the answer to a call. Raises TimeoutError, or _Ended if the process ends."""
+        """Send a call and return the reply. Raises TimeoutError, or _ProcessEnded if the process ends."""
         deadline = time.monotonic() + timeout_s
         try:
             pickle.dump((function, tuple(arguments), columns), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise _Ended(self._status()) from None
+            raise _ProcessEnded(self._status()) from None
         return self._read(deadline)
 
     def _read(self, deadline: float | None) -> dict[str, Any]:
@@ -273,7 +288,7 @@ class _Child:
                 raise TimeoutError
             chunk = os.read(file, READ_BYTES)
             if not chunk:
-                raise _Ended(self._status())
+                raise _ProcessEnded(self._status())
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
@@ -283,14 +298,14 @@ class _Child:
         return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
 
     def show_stacks(self) -> None:
-        """Makes the process write on its standard error where it is."""
+        """Make the process write its stack traces to stderr."""
         self._process.send_signal(stacks.SIGNAL)
         time.sleep(STACKS_S)
 
     def kill(self) -> None:
-        self.kill_group()
+        self.kill_process_group()
         self._process.wait()
 
-    def kill_group(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and so has what it started
-            os.killpg(self.group, signal.SIGKILL)
+    def kill_process_group(self) -> None:
+        with suppress(ProcessLookupError):  # the whole process group has already ended
+            os.killpg(self.process_group, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The protocol of environments: a task, then turns of the policy, each with an answer.
+"""The environment protocol: a task, followed by turns of the policy, each answered by a step.
 
-An environment is an object of its own for each rollout, in a process beside the engines. Its methods may be async or
-not; one that is not runs in a thread, so that the other environments of its process go on.
+Each rollout gets its own environment instance, in a process next to the engines. Methods may be async. Those that are
+not run in a thread, so that they do not block the other environments of the process.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall,
 
 
 class StopReason(StrEnum):
-    """The reason why a rollout ended."""
+    """Why a rollout ended."""
 
     DONE = "done"
-    """The environment said so."""
+    """The environment returned done=True, or the agent returned."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """No room is left for a further turn, or for what the environment answered."""
+    """The token limit leaves no room for another turn or for the observation."""
     FAILED = FAILED
-    """The environment raised an error, hung, or ended its process: the rollout has no reward."""
+    """The environment raised an error, hung, or ended its process. The rollout has no reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of a rollout: a row of the data.
+    """The task of a rollout: one row of the data.
 
-    id        the row's, the same for all rollouts of a group
-    messages  the conversation that the row has as its prompt; empty for data.source=environment
-    columns   all columns of the row
-    seed      the same for all rollouts of a group, another in every step; in an evaluation, the same each time
+    Attributes:
+        id: row id, shared by all rollouts of a group.
+        messages: the row's prompt as a conversation. Empty for data.source=environment.
+        answer: the row's reference answer, or None.
+        columns: all columns of the row.
+        seed: shared by all rollouts of a group. It changes with every step, but is the same in every evaluation.
     """
 
     id: str
@@ -51,13 +53,13 @@ class Task:
 class Turn:
     """One turn of the policy.
 
-    token_ids       int32 [R], as they were sampled
-    text            what they decode to, special tokens left out
-    finish_reason   "length" for a turn that was cut off at its limit of tokens
-    tool_calls      the calls in it, in their order, read from the ids
-    number          0 for the first turn of the rollout
-    is_last         whether no turn follows, whatever the environment answers: environment.max_turns is reached, or no
-                    room is left
+    Attributes:
+        token_ids: sampled tokens, int32 [R].
+        text: decoded tokens without special tokens.
+        finish_reason: "length" if the turn was cut off at its token limit.
+        tool_calls: tool calls in order, parsed from the token ids.
+        number: index of the turn in the rollout, starting at 0.
+        is_last: whether no turn can follow, because environment.max_turns is reached or no token budget is left.
     """
 
     token_ids: NDArray[np.int32]
@@ -70,15 +72,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer of an environment to a turn.
+    """The environment's response to a turn.
 
-    observation   what the conversation goes on with before the policy's next turn: text is a message of the user; None
-                  where the rollout ends
-    reward        of this turn: a number, or numbers by name, whose sum it is; None: the turn has none of its own
-    done          whether the rollout ends
-    as_is         whether the observation is text that follows right after the turn, not a message of its own
-    restart       whether the observation is a whole conversation in place of the one so far, whose turns then are a
-                  sample of their own: for a context that is summed up, or another agent
+    Attributes:
+        observation: messages to append before the policy's next turn. A string becomes one user message. None if the
+            rollout ends.
+        reward: reward of this turn, as a number or as named numbers, which are summed. None: no reward for this turn.
+        done: whether the rollout ends.
+        as_is: append the observation as raw text directly after the turn, not as a message.
+        restart: replace the conversation by the observation, a complete conversation. The turns that follow become a
+            separate sample. Used to summarize the context, or to switch to another agent.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -90,10 +93,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The beginning of a rollout, which `reset` may return in place of messages.
+    """The start of a rollout, which `reset` may return instead of messages.
 
-    messages    the conversation that the policy answers
-    token_ids   or its token ids, of which an environment then has to give observations that need no chat template
+    Attributes:
+        messages: conversation for the policy to continue.
+        token_ids: the same as token ids, in place of messages. Observations must then work without a chat template.
     """
 
     messages: Sequence[Message] = ()
@@ -101,32 +105,32 @@ class Opening:
 
 
 class Environment:
-    """The base of environments. A class of a user's file may have its methods without being derived from it.
+    """Base class of environments. A user class with these methods need not inherit from it.
 
-    `environment.options` are the keyword arguments of its class. Methods marked with `megarl.environments.tool` are
-    tools that the policy may call; a class that has only these needs no other method.
+    The constructor receives `environment.options` as keyword arguments. Methods decorated with
+    `megarl.environments.tool` are tools that the policy may call. A class that only has tools needs no other method.
     """
 
     @property
     def toolbox(self) -> Toolbox:
-        """The tools of this object."""
+        """The tools of this instance."""
         if not hasattr(self, "_toolbox"):
             self._toolbox = Toolbox(self)
         return self._toolbox
 
     async def reset(self, task: Task) -> Sequence[Message] | Opening | None:
-        """Begins the rollout. Returns the conversation that the policy answers; None: the task's messages."""
+        """Start the rollout. Return the conversation for the policy to continue, or None for the task's messages."""
         return None
 
     async def step(self, turn: Turn) -> Step:
-        """Answers a turn of the policy: calls the tools that it asks for. A turn without a call is the last one."""
+        """Respond to a turn. By default, run its tool calls. A turn without a tool call ends the rollout."""
         if turn.is_last or not turn.tool_calls:
             return Step(reward=await run(self.reward, turn), done=True)
         return Step(observation=await self.toolbox.call_all(turn.tool_calls))
 
     async def reward(self, turn: Turn) -> float | Mapping[str, float] | None:
-        """Returns the reward of a rollout whose last turn this is; None: it has none but that of reward functions."""
+        """Return the reward of a rollout that ends with this turn. None leaves scoring to the reward functions."""
         return None
 
     async def close(self) -> None:
-        """Gives back what the environment holds. It is called once, at the end of every rollout."""
+        """Release the environment's resources. Called once at the end of every rollout."""

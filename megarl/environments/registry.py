@@ -1,4 +1,4 @@
-"""Environments by the names that a config gives them."""
+"""Lookup of environment classes by their config names."""
 
 from __future__ import annotations
 
@@ -24,102 +24,108 @@ SHIPPED = {
     "code": "megarl.environments.shipped.code:CodeEnvironment",
     "verifiers": "megarl.environments.sessions.verifiers_agent:VerifiersAgent",
 }
-"""The classes that megarl brings. Each is imported when it is asked for: some need a library of their own."""
+"""Built-in classes by name. They are imported on demand, because some need optional libraries."""
 
 CLASS, OPTIONS = "environment.class", "environment.options"
 SANDBOX = "sandbox"
-"""The parameter of a class that gets the provider of sandboxes, and no option."""
+"""Constructor parameter that receives the sandbox provider. It is not an option."""
 
 METHODS = {"reset": ("task",), "step": ("turn",)}
 AGENT_METHODS = {"run": ("task", "base_url", "api_key", "model")}
-"""What the methods of the protocols that a user's class may have take."""
+"""Arguments of the methods that a user class may define."""
 
 
 def is_agent(kind: type) -> bool:
-    """Returns whether a class is an agent, which reaches the policy by HTTP, and no environment."""
+    """Return whether the class is an agent rather than an environment."""
     return hasattr(kind, "run") and not hasattr(kind, "step")
 
 
 def environment_class(name: str) -> type[Environment] | type[Agent]:
-    """Returns a class of SHIPPED, or that of `path/to/file.py:Class`; one that is derived from neither Environment nor
-    Agent, joined with the one that it is like. Raises UserError if there is none, or it has no step, run or tool."""
+    """Return a class of SHIPPED, or the class of `path/to/file.py:Class`. A user class that inherits from neither
+    Environment nor Agent is combined with the matching base class. Raises UserError if the class does not exist, or
+    has no step, run or tool."""
     if name in SHIPPED:
-        module, _, inner = SHIPPED[name].partition(":")
-        return getattr(importlib.import_module(module), inner)
+        module, _, class_name = SHIPPED[name].partition(":")
+        return getattr(importlib.import_module(module), class_name)
     if ":" in name:
-        return _of_file(name)
+        return _class_from_file(name)
     if name.endswith(".py"):
-        raise UserError(f"{CLASS}: {name} names a file but no class; write {name}:CLASS")
+        raise UserError(f"{CLASS}={name}: names a file but no class. Fix: write {name}:CLASS")
     raise UserError(
-        f"{CLASS}: no environment {name!r}; {_hint(name, SHIPPED)}known: {', '.join(SHIPPED)}, or path/to/file.py:CLASS"
+        f"{CLASS}={name}: unknown environment; {_hint(name, SHIPPED)}known: {', '.join(SHIPPED)}. Fix: use one of "
+        "these, or path/to/file.py:CLASS"
     )
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:
-    """Returns the class of this name. Raises UserError for what its rollouts would fail at: options that its
-    constructor does not take, methods with other arguments, tools that cannot be described."""
-    found = environment_class(name)
-    _check_options(name, found, options)
-    for method, arguments in (AGENT_METHODS if is_agent(found) else METHODS).items():
-        signature = inspect.signature(getattr(found, method))
+    """Return the class of this name, after checks that its rollouts will not fail early. Raises UserError for options
+    that the constructor does not take, wrong method signatures, and tools that cannot be described."""
+    kind = environment_class(name)
+    _check_options(name, kind, options)
+    for method, arguments in (AGENT_METHODS if is_agent(kind) else METHODS).items():
+        signature = inspect.signature(getattr(kind, method))
         try:
             signature.bind(None, *arguments)
         except TypeError as error:
             raise UserError(
-                f"{CLASS}: {name}: {method} takes {signature}, {error}; define it as "
+                f"{CLASS}={name}: {method} takes {signature}: {error}. Fix: define it as "
                 f"{method}({', '.join(('self', *arguments))})"
             ) from None
-    for tool, function in tools_of(found).items():
+    for tool, function in tools_of(kind).items():
         _check_tool(name, tool, function)
-    return found
+    return kind
 
 
-def _of_file(name: str) -> type[Environment]:
-    path, inner, found = defined_in_file(CLASS, name)
-    if not inspect.isclass(found):
-        raise UserError(f"{CLASS}: {path} has no class {inner!r}; define it as class {inner}(Environment)")
-    if not any(hasattr(found, method) for method in ("step", "run")) and not tools_of(found):
+def _class_from_file(name: str) -> type[Environment]:
+    path, class_name, kind = defined_in_file(CLASS, name)
+    if not inspect.isclass(kind):
         raise UserError(
-            f"{CLASS}: {name} has no method `step` that answers a turn, no `run`, and no method marked with "
-            "@megarl.environments.tool; give it one of them"
+            f"{CLASS}={name}: {path} has no class {class_name!r}. Fix: define it as class {class_name}(Environment)"
         )
-    if issubclass(found, Environment | Agent):
-        return found
-    base = Agent if is_agent(found) else Environment
-    return types.new_class(found.__name__, (found, base), exec_body=lambda body: body.update(_about(found)))
+    if not any(hasattr(kind, method) for method in ("step", "run")) and not tools_of(kind):
+        raise UserError(
+            f"{CLASS}={name}: the class has no method `step`, no method `run`, and no method decorated with "
+            "@megarl.environments.tool. Fix: add one of them"
+        )
+    if issubclass(kind, Environment | Agent):
+        return kind
+    base = Agent if is_agent(kind) else Environment
+    return types.new_class(kind.__name__, (kind, base), exec_body=lambda body: body.update(_attributes(kind)))
 
 
-def _about(found: type) -> dict[str, Any]:
-    return {"__doc__": found.__doc__, "__module__": found.__module__}
+def _attributes(kind: type) -> dict[str, Any]:
+    return {"__doc__": kind.__doc__, "__module__": kind.__module__}
 
 
-def _check_options(name: str, found: type, options: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(found).parameters.values()
+def _check_options(name: str, kind: type, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(kind).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = {p.name: p for p in parameters if p.kind in kinds and p.name != SANDBOX}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    listed = f"known: {', '.join(known)}" if known else "it takes none"
+    listed = f"known: {', '.join(known)}" if known else "it takes no options"
     for option in options:
         if option not in known and not takes_any:
             raise UserError(f"{OPTIONS}.{option}: {name} has no such option; {_hint(option, known)}{listed}")
     missing = [option for option, p in known.items() if p.default is p.empty and option not in options]
     if missing:
-        raise UserError(f"{OPTIONS}.{missing[0]}: {name} cannot do without it; set it ({listed})")
+        raise UserError(f"{OPTIONS}.{missing[0]}: {name} requires this option. Fix: set it ({listed})")
 
 
 def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
     try:
         described = describe(tool, function)
     except UserError as error:
-        raise UserError(f"{CLASS}: {name}: {error}") from None
-    except Exception as error:  # annotations are the user's code, and may be anything
+        raise UserError(f"{CLASS}={name}: {error}") from None
+    except Exception as error:  # annotations are user code and may be anything
         first_line = str(error).partition("\n")[0]
         raise UserError(
-            f"{CLASS}: {name}: tool {tool}: its annotations raised {type(error).__name__}: {first_line}; annotate its "
-            "arguments with types that JSON has, such as str, list[int]"
+            f"{CLASS}={name}: tool {tool}: its annotations raised {type(error).__name__}: {first_line}. Fix: annotate "
+            "its arguments with JSON types, such as str or list[int]"
         ) from error
     if not described["function"]["description"]:
-        raise UserError(f"{CLASS}: {name}: tool {tool} has no docstring; say in it what the tool does, for the model")
+        raise UserError(
+            f"{CLASS}={name}: tool {tool} has no docstring. Fix: add one that describes the tool to the model"
+        )
 
 
 def _hint(name: str, known: Collection[str]) -> str:
@@ -127,6 +133,6 @@ def _hint(name: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
-def wants_sandbox(found: type[Environment]) -> bool:
-    """Returns whether the objects of a class get the provider of sandboxes."""
-    return SANDBOX in inspect.signature(found).parameters
+def takes_sandbox(kind: type[Environment]) -> bool:
+    """Return whether the constructor takes the sandbox provider."""
+    return SANDBOX in inspect.signature(kind).parameters

@@ -1,4 +1,4 @@
-"""Rollouts in environments: turns of the policy and what the environment answers, as samples to train on."""
+"""Rollouts in environments: alternating turns and observations, turned into samples for training."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A rollout to make.
+    """A request for one rollout.
 
-    id          the rollout's, and that of its first sample
-    seed        of what is sampled: the same weights and answers of the environment give the same rollout
-    task_seed   the same for all rollouts of the prompt's group
+    Attributes:
+        id: id of the rollout and of its first sample.
+        prompt: the prompt.
+        seed: sampling seed. With the same weights and observations it reproduces the rollout.
+        task_seed: seed of the task, shared by all rollouts of the prompt's group.
     """
 
     id: str
@@ -39,39 +41,38 @@ class RolloutRequest:
 
 
 class Sampler(Protocol):
-    """An engine, as one rollout uses it: whether it is greedy, its temperature and the like are the rollout's."""
+    """An engine as seen by one rollout, with the sampling parameters already bound."""
 
     async def __call__(
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
-        """Returns what the policy says after these tokens."""
+        """Sample a completion of these tokens."""
 
 
 def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]):
-    """Returns what writes and reads turns. Raises UserError for a chat template that cannot be gone on with, and for
-    tools that it, or a run without one, has no place for."""
+    """Return the renderer and parser of turns. Raises UserError for a chat template that cannot append turns, and for
+    tools if there is no chat template or it does not support them."""
     if config.data.chat_template:
         return ChatTokens(tokenizer, tools, config.environment.tool_format)
     if tools:
         raise UserError(
-            f"environment.class={config.environment.name}: its tools need data.chat_template=true, which says how they "
-            "are called"
+            f"environment.class={config.environment.name}: tools need a chat template. Fix: set data.chat_template=true"
         )
     return PlainTokens(tokenizer)
 
 
 class RolloutRunner:
-    """Makes rollouts, any number of them at once, in environments that live in a pool of processes."""
+    """Runs any number of rollouts concurrently, in environments that live in a pool of processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Raises UserError as turn_tokens does."""
+        """Raise UserError as turn_tokens does."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
-        self._num_failed_in_a_row = 0
+        self._num_consecutive_failures = 0
 
     async def start(self, address: str) -> None:
-        """Starts what agents need to reach the policy: an endpoint on this address, if the environment is one."""
+        """Start the endpoint for agents on this address. Does nothing if the class is an environment."""
         if self.pool.is_agent:
             rollout = self.config.rollout
             sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
@@ -81,14 +82,15 @@ class RolloutRunner:
             await self._server.start(address)
 
     async def close(self) -> None:
-        """Ends the endpoint and all environments. Else they end with this process."""
+        """Stop the endpoint and kill all environments. Without this call they end together with this process."""
         if self._server is not None:
             await self._server.stop()
         await self.pool.close()
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
-        """Returns the samples of a rollout, at least one. One that fails has no reward, but the reason. Raises
-        UserError if environment.max_consecutive_failures rollouts have failed, unless that is None."""
+        """Run a rollout and return its samples, at least one. The samples of a failed rollout carry the failure
+        instead of a reward. Raises UserError after environment.max_consecutive_failures failed rollouts in a row,
+        unless that is None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None
@@ -99,15 +101,15 @@ class RolloutRunner:
             await rollout.play(host)
         except HostFailure as failure:
             rollout.outcome.fail(str(failure), failure.stack)
-        except UserError as error:  # messages that the chat template refuses
+        except UserError as error:  # the chat template rejected the messages
             rollout.outcome.fail(str(error))
-        finally:  # also of a rollout whose engine was lost
+        finally:  # the environment must also be closed if the engine was lost
             await self._close(host, request.id, rollout.outcome)
         self._count(rollout.outcome)
         return rollout.samples()
 
     async def _close(self, host: HostProcess, rollout: str, outcome: Outcome) -> None:
-        """Ends a rollout's environment, and gives its process back."""
+        """Close the rollout's environment and release its process."""
         try:
             outcome.tool_calls.update(await host.call("close", rollout, self.config.environment.timeout_s))
         except HostFailure as failure:
@@ -117,36 +119,36 @@ class RolloutRunner:
 
     def _count(self, outcome: Outcome) -> None:
         settings = self.config.environment
-        self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if outcome.failure is not None else 0
-        if self._num_failed_in_a_row == settings.max_consecutive_failures:
+        self._num_consecutive_failures = self._num_consecutive_failures + 1 if outcome.failure is not None else 0
+        if self._num_consecutive_failures == settings.max_consecutive_failures:
             raise UserError(
-                f"environment.class={settings.name}: {self._num_failed_in_a_row} rollouts in a row failed "
-                f"(environment.max_consecutive_failures), the last one: {outcome.failure}"
+                f"environment.class={settings.name}: {self._num_consecutive_failures} rollouts in a row failed "
+                f"(environment.max_consecutive_failures). Last failure: {outcome.failure}"
             )
 
 
 class _Rollout:
-    """One rollout under way."""
+    """One rollout in progress."""
 
     def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
         self._runner, self._request, self._sample = runner, request, sample
         self._config, self._tokens = runner.config, runner.tokens
         self._transcripts: list[Transcript] = []
         self._texts: list[str] = []
-        """The text of the last turn in each transcript."""
+        """Text of the last turn of each transcript."""
         self._first_turns: list[int] = []
         self._messages: list[Mapping[str, Any]] = []
-        """What has been said in the whole rollout."""
+        """Messages of the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
-        """What of it the policy has before it."""
+        """Messages in the policy's current context."""
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Makes all turns. Raises HostFailure for what the environment does wrong."""
+        """Run all turns. Raises HostFailure if the environment fails."""
         await self._reset(host)
-        while self._room > 0:
-            turn = await self._take_turn()
-            step = await self._answer(host, turn)
+        while self._num_tokens_left > 0:
+            turn = await self._sample_turn()
+            step = await self._step(host, turn)
             self.outcome.turn_rewards.append(step["rewards"])
             if step["done"]:
                 return
@@ -155,24 +157,23 @@ class _Rollout:
                 return
             if turn["is_last"]:
                 break
-            self._go_on(step)
+            self._append_observation(step)
         self.outcome.stop_reason = StopReason.MAX_TOKENS
 
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        opened = await host.call("reset", request.id, self._config.environment.timeout_s, task=asdict(task))
-        if opened["token_ids"] is not None:
-            self._begin([], opened["token_ids"])
-        elif opened["messages"] is not None:
-            self._begin(opened["messages"], self._tokens.begin(opened["messages"]))
+        opening = await host.call("reset", request.id, self._config.environment.timeout_s, task=asdict(task))
+        if opening["token_ids"] is not None:
+            self._start_sample([], opening["token_ids"])
+        elif opening["messages"] is not None:
+            self._start_sample(opening["messages"], self._tokens.begin(opening["messages"]))
         elif len(prompt.token_ids):
-            self._begin(prompt.messages, prompt.token_ids.tolist())
+            self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
-            raise HostFailure("reset returned no messages, and data.source=environment has none")
+            raise HostFailure("reset returned no messages, and data.source=environment provides none")
 
-    def _begin(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
-        """Begins a sample."""
+    def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
         self._transcripts.append(Transcript(token_ids))
         self._texts.append("")
         self._first_turns.append(len(self.outcome.turn_rewards))
@@ -180,74 +181,74 @@ class _Rollout:
         self._messages += messages
 
     @property
-    def _room(self) -> int:
-        """The tokens that the next turn may have."""
+    def _num_tokens_left(self) -> int:
+        """Token limit of the next turn."""
         rollout, transcript = self._config.rollout, self._transcripts[-1]
         left = min(
             rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
         )
         return min(left, self._config.environment.turn_tokens or left)
 
-    async def _take_turn(self) -> dict[str, Any]:
-        """Samples a turn. Returns it as the environment gets it."""
+    async def _sample_turn(self) -> dict[str, Any]:
+        """Sample a turn and return the fields of the environment's Turn."""
         transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
-        completion = await self._sample(transcript.ids, self._room, seed)
+        completion = await self._sample(transcript.ids, self._num_tokens_left, seed)
         context = transcript.ids[:]
         transcript.add_turn(completion)
-        shown = completion.text_ids.tolist()
-        text, calls = self._tokens.read(shown, context)
+        sampled_ids = completion.text_ids.tolist()
+        text, calls = self._tokens.read(sampled_ids, context)
         self._texts[-1] = text
-        self._say([{"role": "assistant", "content": self._runner.tokenizer.decode(shown)}])
+        self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
             "token_ids": completion.token_ids.tolist(),
             "text": text,
             "finish_reason": completion.finish_reason,
             "tool_calls": [asdict(call) for call in calls],
             "number": number,
-            "is_last": number + 1 == self._config.environment.max_turns or self._room <= 0,
+            "is_last": number + 1 == self._config.environment.max_turns or self._num_tokens_left <= 0,
         }
 
-    async def _answer(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the environment's Step, as its host writes it."""
+    async def _step(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the environment's Step in its serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
         step = await host.call("step", self._request.id, limit_s, turn=turn)
         host.is_retiring |= step["is_stuck"]
         return step
 
-    def _go_on(self, step: Mapping[str, Any]) -> None:
-        """Appends what the environment has answered, or begins a new sample where that cannot follow what is there."""
+    def _append_observation(self, step: Mapping[str, Any]) -> None:
+        """Append the observation, or start a new sample if the observation cannot be appended."""
         messages = step["messages"]
         if step["restart"]:
-            self._begin(messages, self._tokens.begin(messages))
+            self._start_sample(messages, self._tokens.begin(messages))
             return
         turn_ids = self._transcripts[-1].last_turn.token_ids.tolist()
         if step["as_is"]:
-            follows = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
+            context_ids = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
         else:
-            follows = self._tokens.extend(turn_ids, messages)
-        if follows == []:
-            raise HostFailure("its observation has no tokens; give text, or done=True")
-        if follows is None:
+            context_ids = self._tokens.extend(turn_ids, messages)
+        if context_ids == []:
+            raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
+        if context_ids is None:
             conversation = [*self._conversation, *messages]
             self._messages += messages
-            self._begin([], self._tokens.begin(conversation))
+            self._start_sample([], self._tokens.begin(conversation))
             self._conversation = conversation
             return
-        self._transcripts[-1].add_context(follows)
-        self._say(messages)
+        self._transcripts[-1].add_context(context_ids)
+        self._add_messages(messages)
 
-    def _say(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._conversation += messages
         self._messages += messages
 
     def samples(self) -> list[Sample]:
-        """Returns a sample for each sequence with a turn. Reward functions read the last one."""
-        begun = zip(self._transcripts, self._texts, self._first_turns, strict=True)
-        parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in begun]
+        """Return one sample per sequence that has a turn. Reward functions read the last one."""
+        sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
+        parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in sequences]
         return self.outcome.samples(self._request.id, self._request.prompt, parts)
 
 
-def _turn_seed(*place: int) -> int:
-    return random.Random(repr(place)).getrandbits(31)
+def _turn_seed(*key: int) -> int:
+    return random.Random(repr(key)).getrandbits(31)

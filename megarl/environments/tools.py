@@ -1,4 +1,4 @@
-"""Tools: methods of an environment that the policy may call, by name and with arguments of declared types."""
+"""Tools: environment methods that the policy may call by name, with typed arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 
 Message = Mapping[str, Any]
-"""A message of a conversation, as chat templates take it: its role, its content, and for a tool's answer the name of
-the tool."""
+"""A chat message in the format of chat templates: role, content, and in a tool message the name of the tool."""
 
 Status = Literal["ok", "malformed", "unknown_tool", "bad_arguments", "raised", "timed_out"]
-"""The end of a call of a tool. All but the first are answers to the model that begin with "error:"."""
+"""Outcome of a tool call. For all but "ok", the model receives a message that starts with "error:"."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,40 +29,40 @@ _HEADING = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises):\s*$")
 
 
 def tool(method: F) -> F:
-    """Marks a method as a tool, whose description for the model is made of its annotations and its docstring."""
+    """Mark a method as a tool. Its annotations and docstring become the tool's description for the model."""
     setattr(method, _MARK, True)
     return method
 
 
 def tools_of(environment: type) -> dict[str, Callable[..., Any]]:
-    """Returns the methods of a class that are tools, by name."""
+    """Return the tool methods of a class by name."""
     return {name: method for name, method in inspect.getmembers(environment, callable) if hasattr(method, _MARK)}
 
 
 def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the description of a tool, as chat templates and the OpenAI API take it: a JSON schema of its arguments,
-    from its annotations and from the lines `argument: text` of its docstring, and the rest of the docstring."""
-    about, texts = _read_docstring(inspect.getdoc(method) or "", _parameters(method))
+    """Return a tool's description in the format of the OpenAI API and of chat templates. The JSON schema of the
+    arguments comes from the annotations and from docstring lines `argument: text`; the rest of the docstring is the
+    description."""
+    description, texts = _parse_docstring(inspect.getdoc(method) or "", _parameters(method))
     schema = arguments_model(name, method).model_json_schema()
     schema.pop("title", None)
     for argument, properties in schema["properties"].items():
         properties.pop("title", None)
         if argument in texts:
             properties["description"] = texts[argument]
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Returns the model that checks a tool's arguments. Raises UserError for an argument without an annotation."""
+    """Return the pydantic model that validates a tool's arguments. Raises UserError for an argument without annotation
+    and for variadic arguments."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(
-                f"tool {name}: {parameter} has no name that a model could give; list its arguments one by one"
-            )
+            raise UserError(f"tool {name}: models cannot pass {parameter}. Fix: declare each argument by name")
         if argument not in hints:
             raise UserError(
-                f"tool {name}: its argument {argument} has no annotation; say its type, such as {argument}: str"
+                f"tool {name}: argument {argument} has no annotation. Fix: declare its type, such as {argument}: str"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[argument] = (hints[argument], default)
@@ -76,41 +75,45 @@ def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return parameters
 
 
-def _read_docstring(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Returns what a docstring says of the tool, and what of its arguments."""
-    about, texts, latest = [], {}, None
+def _parse_docstring(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Split a docstring into the description of the tool and the descriptions of its arguments."""
+    description, texts, argument = [], {}, None
     for line in text.splitlines():
-        found = _ARGUMENT.match(line)
-        if found is not None and found["name"] in names:
-            latest = found["name"]
-            texts[latest] = found["text"].strip()
-        elif latest is not None and line.strip() and line.startswith(" "):
-            texts[latest] += f" {line.strip()}"
+        match = _ARGUMENT.match(line)
+        if match is not None and match["name"] in names:
+            argument = match["name"]
+            texts[argument] = match["text"].strip()
+        elif argument is not None and line.strip() and line.startswith(" "):
+            texts[argument] += f" {line.strip()}"
         elif not _HEADING.match(line):
-            latest = None
-            about.append(line)
-    return "\n".join(about).strip(), texts
+            argument = None
+            description.append(line)
+    return "\n".join(description).strip(), texts
 
 
 class Toolbox:
-    """The tools of one environment, and how many calls of them ended in which way."""
+    """The tools of one environment instance, with counts of their calls by status."""
 
     def __init__(self, environment: Any, timeout_s: float = 30.0):
-        """timeout_s: the wall-clock time of a call."""
+        """
+        Args:
+            environment: instance with methods decorated with `tool`.
+            timeout_s: wall-clock limit of one call.
+        """
         self._methods = {name: getattr(environment, name) for name in tools_of(type(environment))}
         self._arguments = {name: arguments_model(name, method) for name, method in self._methods.items()}
         self.timeout_s = timeout_s
         self.counts: Counter[Status] = Counter()
         self.has_hung_thread = False
-        """Whether a tool that is no coroutine did not return in time: its thread cannot be ended."""
+        """Whether a synchronous tool timed out. Its thread cannot be stopped."""
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
         return [describe(name, method) for name, method in self._methods.items()]
 
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Calls the tools, one after the other. Returns a message with each answer. A call that goes wrong is answered
-        with what was wrong with it, for the model to read."""
+        """Run the calls one after another and return one message per call. The message of a failed call describes the
+        error to the model."""
         return [await self._message(call) for call in calls]
 
     async def _message(self, call: ToolCall | MalformedCall) -> Message:
@@ -121,9 +124,9 @@ class Toolbox:
         return message | ({"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {})
 
     async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, str]:
-        """Returns how a call ended, and what it gives or what is wrong with it."""
+        """Run a call. Return its status, and its result or error message."""
         if isinstance(call, MalformedCall):
-            return "malformed", f"this is no call of a tool: {call.reason}"
+            return "malformed", f"this is not a valid tool call: {call.reason}"
         if call.name not in self._methods:
             return "unknown_tool", f"there is no tool {call.name!r}; the tools are {', '.join(self._methods)}"
         try:
@@ -137,19 +140,19 @@ class Toolbox:
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
-        except Exception as error:  # a tool may raise anything, and the model is told
+        except Exception as error:  # user code may raise anything, and the model should see it
             return "raised", f"{call.name} raised {type(error).__name__}: {error}"
 
 
 async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Returns what a method returns: one that is no coroutine runs in a thread of its own."""
+    """Run a method and return its result. A method that is not async runs in a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments, **named)
     return await asyncio.to_thread(method, *arguments, **named)
 
 
 def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, found['loc'])) or 'it'}: {found['msg']}" for found in error.errors())
+    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A sequence under way: the tokens that the policy was given, and those that it sampled."""
+"""A growing token sequence: context that the policy received, and turns that it sampled."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Episode, Finis
 
 
 class Transcript:
-    """A prompt, then turns of the policy as they were sampled, with context between them that it did not sample and is
-    not trained on. Nothing in it ever changes."""
+    """A prompt followed by sampled turns, with context between them. Only the turns are trained on. Tokens are only
+    ever appended, never changed."""
 
     def __init__(self, prompt_ids: Sequence[int]):
         self.ids: list[int] = list(prompt_ids)
         """All tokens so far."""
         self.num_turns = 0
         self.finish_reason: FinishReason = "stop"
-        """The finish reason of the last turn."""
+        """Finish reason of the last turn."""
         self._num_prompt_tokens = len(self.ids)
         self._turns: list[tuple[int, Completion]] = []
-        """The turns, each with its place in `ids`."""
+        """The turns, each with its start index in `ids`."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -33,7 +33,7 @@ class Transcript:
         return self._turns[-1][1]
 
     def add_turn(self, completion: Completion) -> None:
-        """Appends tokens that were sampled after all that is there."""
+        """Append a turn, sampled with all tokens so far as its context."""
         self._turns.append((len(self.ids), completion))
         self.ids += completion.token_ids.tolist()
         self.num_turns += 1
@@ -41,22 +41,27 @@ class Transcript:
 
     @property
     def num_context_tokens(self) -> int:
-        """The tokens before turns after the first, summed over these."""
-        return sum(place for place, _ in self._turns[1:])
+        """Number of tokens before each turn, summed over all turns but the first."""
+        return sum(start for start, _ in self._turns[1:])
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of them whose keys and values the engine had already."""
+        """Number of these tokens that the engine found in its KV cache."""
         return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample."""
+        """Append tokens that the policy did not sample."""
         self.ids += token_ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
-        """Returns the sample: all up to the end of the last turn, of which only the turns are trained on.
+        """Return the sample: all tokens up to the end of the last turn, with a mask that selects the turns.
 
-        prompt   that of the data, whose tokens are replaced with those of this transcript
+        Args:
+            name: id of the sample.
+            prompt: the data's prompt. Its tokens are replaced with those of this transcript.
+            text: text of the last turn.
+            rollout_id: id of the rollout.
+            episode: the episode that the sample belongs to, or None.
         """
         start = self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
@@ -64,46 +69,47 @@ class Transcript:
         candidates = [np.empty(0, np.int32)] * (end - start)
         versions: list[VersionRun] = []
         done = start
-        for place, turn in self._turns:
-            own = slice(place - start, place - start + len(turn.token_ids))
-            logprobs[own], mask[own] = turn.logprobs, True
+        for turn_start, turn in self._turns:
+            span = slice(turn_start - start, turn_start - start + len(turn.token_ids))
+            logprobs[span], mask[span] = turn.logprobs, True
             if turn.candidate_ids is not None:
-                candidates[own] = list(turn.candidate_ids)
-            if place > done:  # context counts as of the weights that answer it
-                versions.append(VersionRun(turn.versions[0].version, place - done))
+                candidates[span] = list(turn.candidate_ids)
+            if turn_start > done:  # context gets the weight version of the turn that follows it
+                versions.append(VersionRun(turn.versions[0].version, turn_start - done))
             versions += turn.versions
-            done = place + len(turn.token_ids)
-        truncates = any(turn.candidate_ids is not None for _, turn in self._turns)
+            done = turn_start + len(turn.token_ids)
+        has_candidates = any(turn.candidate_ids is not None for _, turn in self._turns)
         return Sample(
             id=name,
             prompt=Prompt(prompt.id, prompt.text, self.ids[:start], prompt.answer, prompt.messages, prompt.columns),
             response_ids=self.ids[start:end],
             response_logprobs=logprobs,
             response_mask=mask,
-            versions=_merged(versions),
+            versions=_merge_runs(versions),
             finish_reason=self.finish_reason,
             text=text,
-            candidate_ids=CandidateIds.of(candidates) if truncates else None,
+            candidate_ids=CandidateIds.of(candidates) if has_candidates else None,
             rollout_id=rollout_id,
             episode=episode,
             routes=self._routes(end),
         )
 
     def _routes(self, end: int) -> NDArray[np.signedinteger] | None:
-        """Returns the routes of the tokens before `end`. A token has those of the first turn that knows some: the
-        experts by which what came after it was sampled. A later turn's may be of newer weights."""
+        """Return the expert routes of the tokens before `end`. Each token gets the routes of the first turn that
+        reports them, because those experts computed the hidden states that the turn was sampled from. Routes of later
+        turns may come from newer weights."""
         turns = [turn.routes for _, turn in self._turns if turn.routes is not None]
         if not turns:
             return None
         routes = np.full((end, *turns[0].shape[1:]), NO_ROUTE, turns[0].dtype)
-        for known in turns:
-            is_missing = (routes[: len(known)] == NO_ROUTE).all(axis=(1, 2))
-            routes[: len(known)][is_missing] = known[is_missing]
+        for turn_routes in turns:
+            is_missing = (routes[: len(turn_routes)] == NO_ROUTE).all(axis=(1, 2))
+            routes[: len(turn_routes)][is_missing] = turn_routes[is_missing]
         return routes
 
 
-def _merged(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
-    """Returns the runs, those that follow each other with one version as one."""
+def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
+    """Merge adjacent runs of the same version."""
     merged: list[VersionRun] = []
     for run in runs:
         if merged and merged[-1].version == run.version:

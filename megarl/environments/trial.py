@@ -1,4 +1,4 @@
-"""The trial of a run's reward functions on one row of its data, before the run starts."""
+"""A trial of the reward functions on one data row, before the run starts."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from megarl.rewards.scorer import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of a trial. parts: what each function says; failure: why some say nothing, or None."""
+    """The result of a trial.
+
+    Attributes:
+        parts: reward of each function.
+        failure: failures of the functions without a reward, or None.
+    """
 
     parts: dict[str, float]
     failure: str | None
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
-    """Scores the prompt's answer as if it were the response, as the run scores responses; the reward model is left
-    out. A function of batches gets a batch of one, and the judge compares the answer with itself."""
+    """Score the prompt's reference answer like a response of the run, without the reward model. Batch functions get a
+    batch of one, and the judge compares the answer with itself."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
-    sample = _answered(prompt)
+    sample = _reference_sample(prompt)
 
-    async def results_of_functions() -> dict[str, Result]:
+    async def function_results() -> dict[str, Result]:
         names = [entry.label for entry in rewards.functions]
         single = await judge_single(pool, [name for name in names if name not in pool.batch_functions], sample)
         [batch] = await judge_batch(pool, [sample])
         return {**single, **batch}
 
-    results = asyncio.run(results_of_functions())
+    results = asyncio.run(function_results())
     verdict = None
     if rewards.judge is not None:
         samples = [sample, replace(sample, id=f"{sample.id} again")]
-        asked = judge.comparisons(samples, rewards.judge_order, config.run.seed)
-        calls = [pool.call(judge.NAME, *one.arguments, columns=one.columns) for one in asked]
-        said = zip(asked, [call.result() for call in calls], strict=True)
-        verdict = judge.verdicts(samples, said)[sample.id]
+        comparisons = judge.comparisons(samples, rewards.judge_order, config.run.seed)
+        calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
+        judged = zip(comparisons, [call.result() for call in calls], strict=True)
+        verdict = judge.verdicts(samples, judged)[sample.id]
     score, _ = scorer.score(sample, results, verdict=verdict)
     return Trial(score.parts, score.failure)
 
 
-def _answered(prompt: Prompt) -> Sample:
-    """Returns a sample of one token, whose text is the prompt's answer; of an answer that is no text, its JSON."""
+def _reference_sample(prompt: Prompt) -> Sample:
+    """Return a one-token sample whose text is the prompt's answer, or the answer's JSON if it is not a string."""
     answer = prompt.answer
     text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return Sample(

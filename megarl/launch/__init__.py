@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: checked and written on the login node, looked after on the job's nodes."""
+"""Runs as Slurm jobs: checks and submission on the login node, supervision on the job's nodes."""

@@ -1,4 +1,4 @@
-"""What can be found wrong with a job before it is queued, on the login node."""
+"""Checks of a job on the login node, before submission."""
 
 from __future__ import annotations
 
@@ -14,143 +14,150 @@ from megarl.config.device_spans import device_spans, num_devices
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.launch.named_files import Named, named_files
+from megarl.launch.named_files import NamedPath, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.launch.script import mounts
 from megarl.planner.hardware import read_cluster
 from megarl.planner.plan import plan_recipe
 
-RUN = "run.folder"
+RUN_FOLDER = "run.folder"
 
 SLACK_S = 60
-"""The seconds by which Slurm's signal before a time limit may come early."""
+"""Seconds by which Slurm may send its signal early."""
 
 START_S = 120
-"""The seconds that a run on GPUs takes until its first step, at the least: engines load and capture graphs."""
+"""Minimum seconds until the first step of a GPU run: engines load weights and capture CUDA graphs."""
 
-NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")
-"""Kinds of file systems that are in a machine's memory."""
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+"""File system types that live in a machine's memory."""
 
-ON_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
-"""Kinds of file systems that are on a machine's own disks; others see them where it exports them."""
+DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
+"""File system types on local disks. Other machines see them only if they are exported."""
 
 
 def check(request: Request, config: Config) -> list[str]:
-    """Raises UserError with a line for each thing that is wrong, as far as it can be known without Slurm: layout and
-    nodes, time, files, container. Returns lines of what was found."""
-    raise_all([*_broken_options(request), *_broken_paths(request, config)])
-    found = [_check_layout(request, config)]
+    """Check everything that needs no Slurm: layout and nodes, time limit, files, container. Raises UserError with one
+    line per problem. Return informational lines."""
+    raise_all([*_option_errors(request), *_path_errors(request, config)])
+    lines = [_check_layout(request, config)]
     if request.gpus:
-        found.append(_check_plan(request, config))
+        lines.append(_check_plan(request, config))
     if request.image is not None and not _is_file(request.image):
-        found.append(f"--image={request.image}: the nodes fetch it by this name; nobody has asked its registry for it")
-    return [*found, *_doubtful_paths(request, config)]
+        lines.append(f"--image={request.image}: the nodes pull it from a registry, which was not checked")
+    return [*lines, *_path_warnings(request, config)]
 
 
-def _broken_options(request: Request) -> Iterator[str]:
+def _option_errors(request: Request) -> Iterator[str]:
     counts = {"spares": (request.spares, 0), "gpus-per-node": (request.gpus, 0)}
     counts |= {
         "grace": (request.grace, HANDLING_S + 1),
         "restarts": (request.restarts, 0),
         "stalled": (request.stalled, 1),
     }
-    for name, (value, least) in counts.items():
-        if value < least:
-            yield f"--{name}={value}: expected at least {least}"
+    for name, (value, minimum) in counts.items():
+        if value < minimum:
+            yield f"--{name}={value}: expected at least {minimum}"
     if request.seconds <= request.grace + SLACK_S:
         yield (
-            f"--time={request.time}: {request.seconds} s, but the run is told to save --grace={request.grace} s before "
-            f"the end, and Slurm may tell it {SLACK_S} s earlier; ask for more time"
+            f"--time={request.time}: {request.seconds} s is too short, because the run starts to save "
+            f"--grace={request.grace} s before the end, or up to {SLACK_S} s earlier. Fix: ask for more time"
         )
     if request.container not in CONTAINERS:
         yield f"--container={request.container}: expected one of {', '.join(CONTAINERS)}"
     elif (request.container == "none") != (request.image is None):
-        yield f"--container={request.container}: --image={request.image or ''} does not go with it; give both or none"
+        yield (
+            f"--container={request.container}: does not match --image={request.image or ''}. Fix: set both or neither"
+        )
     if request.image is not None and _is_file(request.image) and not Path(request.image).exists():
-        yield f"--image={request.image}: there is no such file; give the path of one, or a registry's name"
+        yield f"--image={request.image}: no such file. Fix: use an existing file or an image name in a registry"
     for mount in request.mounts:
         if not Path(mount.split(":")[0]).exists():
-            yield f"--mount={mount}: {mount.split(':')[0]} is not there"
+            yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: correct the source path"
     if request.template is not None and not request.template.is_file():
-        yield f"--template={request.template}: there is no such file"
+        yield f"--template={request.template}: no such file. Fix: correct the path"
 
 
 def _is_file(image: str) -> bool:
     return image.startswith(("/", ".", "~")) or image.endswith((".sqsh", ".sif"))
 
 
-def _broken_paths(request: Request, config: Config) -> Iterator[str]:
-    """Yields a line for each path that other machines cannot see, or that is not there."""
-    for named in _named_here(request, config):
-        there = _existing(named)
-        if there.is_relative_to(Path(tempfile.gettempdir()).resolve()) or _kind(there) in NODE_LOCAL:
+def _path_errors(request: Request, config: Config) -> Iterator[str]:
+    """Yield a line for each path that is missing or invisible to other machines."""
+    for named in _host_paths(request, config):
+        existing = _existing_path(named)
+        if (
+            existing.is_relative_to(Path(tempfile.gettempdir()).resolve())
+            or _file_system_type(existing) in MEMORY_FILE_SYSTEMS
+        ):
             yield (
-                f"{named.key}={named.path}: it lies on {there}, which only this machine has; use a folder on the file "
-                "system that all nodes share"
+                f"{named.key}={named.path}: {existing} exists only on this machine. Fix: use a folder on a file system "
+                "that all nodes share"
             )
-        if named.key != RUN and not named.is_there:
-            yield named.missing("give its path on the file system that all nodes share")
+        if named.key != RUN_FOLDER and not named.exists:
+            yield named.missing_error("use a path on a file system that all nodes share")
 
 
-def _doubtful_paths(request: Request, config: Config) -> Iterator[str]:
-    """Yields a line for each path that other machines see if this one exports it to them."""
+def _path_warnings(request: Request, config: Config) -> Iterator[str]:
+    """Yield a line for each path that other machines see only if this one exports it."""
     if request.nodes + request.spares == 1:
         return
-    for named in _named_here(request, config):
-        if (kind := _kind(_existing(named))) in ON_DISKS:
+    for named in _host_paths(request, config):
+        if (kind := _file_system_type(_existing_path(named))) in DISK_FILE_SYSTEMS:
             yield (
-                f"warning: {named.key}={named.path} is on a disk of this machine ({kind}): the job fails at its start "
-                "unless its nodes see the same files there"
+                f"warning: {named.key}={named.path} is on a local disk of this machine ({kind}). The job fails at its "
+                "start unless all nodes mount it"
             )
 
 
-def _named_here(request: Request, config: Config) -> list[Named]:
-    """Returns the run's folder, and the files that the recipe names, as far as they are not in an image, by their paths
-    outside of it."""
-    named = [Named(RUN, config.run.folder, is_folder=True), *named_files(config)]
-    outside = [(each, _outside(each.path, request, config)) for each in named]
-    return [replace(each, path=path) for each, path in outside if path is not None]
+def _host_paths(request: Request, config: Config) -> list[NamedPath]:
+    """Return the run's folder and the paths that the recipe names, as seen outside of the container. Paths inside the
+    image are left out."""
+    named = [NamedPath(RUN_FOLDER, config.run.folder, is_folder=True), *named_files(config)]
+    host_paths = [(each, _host_path(each.path, request, config)) for each in named]
+    return [replace(each, path=path) for each, path in host_paths if path is not None]
 
 
-def _outside(path: str, request: Request, config: Config) -> str | None:
-    """Returns the path that a container has mounted as this one, None for one in its image."""
+def _host_path(path: str, request: Request, config: Config) -> str | None:
+    """Return the host path that the container mounts as `path`, or None if `path` is inside the image."""
     if request.container == "none":
         return path
-    wanted = Path(path).expanduser().absolute()
+    target = Path(path).expanduser().absolute()
     for mount in mounts(request, Path(config.run.folder).expanduser() / config.run.name):
-        outside, _, inside = mount.partition(":")
-        inside = inside.partition(":")[0] or outside
-        if wanted.is_relative_to(inside):
-            return str(Path(outside) / wanted.relative_to(inside))
+        source, _, destination = mount.partition(":")
+        destination = destination.partition(":")[0] or source
+        if target.is_relative_to(destination):
+            return str(Path(source) / target.relative_to(destination))
     return None
 
 
-def _existing(named: Named) -> Path:
-    """Returns the folder in which it would be made, or itself where it is there, with links followed."""
-    given = Path(named.path).expanduser().absolute()
-    return next(above for above in (given, *given.parents) if above.exists()).resolve()
+def _existing_path(named: NamedPath) -> Path:
+    """Return the path itself or its closest existing parent, with symlinks resolved."""
+    path = Path(named.path).expanduser().absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists()).resolve()
 
 
-def _kind(path: Path) -> str:
-    """Returns the kind of the file system that a path is on."""
-    mounted = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    above = [(len(where), kind) for _, where, kind, *_ in mounted if path.is_relative_to(where)]
-    return max(above)[1]
+def _file_system_type(path: Path) -> str:
+    """Return the type of the file system that contains the path."""
+    entries = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    matches = [(len(mount_point), kind) for _, mount_point, kind, *_ in entries if path.is_relative_to(mount_point)]
+    return max(matches)[1]
 
 
 def _check_layout(request: Request, config: Config) -> str:
-    """Checks that the ranks fill the nodes."""
-    needed, there = num_devices(config), request.nodes * request.gpus
+    """Check that the ranks fill the nodes. Return the placement as text."""
+    needed, available = num_devices(config), request.nodes * request.gpus
     idle = set(range(needed)).difference(*device_spans(config).values())
     if request.gpus and idle:
-        raise UserError(f"cluster.roles: GPU {min(idle)} of {there} has no role; give each of them one")
-    if request.gpus and needed != there:
-        enough = -(-needed // request.gpus)
-        remedy = f"give --nodes={enough}, or lower dp" if needed > there else "raise dp"
         raise UserError(
-            f"--nodes={request.nodes}: the layouts have {needed} ranks with a GPU each, and {request.nodes} x "
-            f"--gpus-per-node={request.gpus} are {there} GPUs; {remedy} of the layouts or rollout.replicas (see megarl "
-            "plan)"
+            f"cluster.roles: GPU {min(idle)} of {available} has no role. Fix: assign every GPU to at least one role"
+        )
+    if request.gpus and needed != available:
+        num_nodes = -(-needed // request.gpus)
+        remedy = f"set --nodes={num_nodes}, or lower dp" if needed > available else "raise dp"
+        raise UserError(
+            f"--nodes={request.nodes}: the layouts have {needed} ranks with one GPU each, but {request.nodes} x "
+            f"--gpus-per-node={request.gpus} = {available} GPUs. Fix: {remedy} of the layouts or rollout.replicas (see "
+            "megarl plan)"
         )
     on_gpus = request.gpus > 0
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)
@@ -158,46 +165,50 @@ def _check_layout(request: Request, config: Config) -> str:
 
 
 def _check_plan(request: Request, config: Config) -> str:
-    """Checks that the recipe fits on the GPUs, and that the time is enough for a step."""
+    """Check that the recipe fits on the GPUs and that the time limit allows at least one step. Return the estimate as
+    text."""
     gpus = f"{request.nodes * request.gpus}x{request.gpu}"
     planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_it_is=True).best
     step, start = planned.times.seconds, START_S + request.grace + SLACK_S
     if request.seconds < start + step:
         raise UserError(
-            f"--time={request.time}: {request.seconds} s, but a step takes about {step:.0f} s (megarl plan), after "
-            f"{START_S} s to start, and --grace={request.grace} and {SLACK_S} s are kept for saving; ask for "
+            f"--time={request.time}: {request.seconds} s, but a step takes about {step:.0f} s (megarl plan), plus "
+            f"{START_S} s to start, --grace={request.grace} s and {SLACK_S} s to save. Fix: ask for "
             f"{-(-int(start + step) // 60)} minutes or more"
         )
-    said = f"a step takes about {step:.0f} s; the fullest GPU, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    summary = f"a step takes about {step:.0f} s; peak GPU memory, {planned.fullest.phase}: {planned.fullest.arithmetic}"
     if step > request.saving_seconds:
-        said += (
-            f"\n--grace={request.grace} leaves {request.saving_seconds} s to end a step: at the end of an allocation "
-            f"the run loses its steps since the last checkpoint; --grace={int(step) + 2 * HANDLING_S} saves them"
+        summary += (
+            f"\n--grace={request.grace} leaves {request.saving_seconds} s to finish a step: at the end of an "
+            "allocation the run loses its steps since the last checkpoint; "
+            f"--grace={int(step) + 2 * HANDLING_S} saves them"
         )
-    return said
+    return summary
 
 
-def ask_slurm(*command: str) -> str:
-    """Returns what a command of Slurm prints. Raises UserError with its words where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{command[0]}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
-    return done.stdout
+def run_slurm(*command: str) -> str:
+    """Run a Slurm command and return its output. Raises UserError with its last error line if it fails."""
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise UserError(f"{command[0]}: {(process.stderr.strip() or process.stdout.strip()).splitlines()[-1]}")
+    return process.stdout
 
 
 def check_slurm(request: Request) -> None:
-    """Raises UserError where there is no Slurm here, or it does not know the partition, or has fewer nodes in it."""
+    """Raise UserError if Slurm is not installed, or if the partition does not exist or is too small."""
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch: there is none here; run this on a login node of the cluster, or with --dry-run")
+        raise UserError("sbatch: command not found. Fix: run this on a login node of the cluster, or with --dry-run")
     if request.partition is None:
         return
     sizes: dict[str, int] = {}
-    for name, count in (line.split("|") for line in ask_slurm("sinfo", "--noheader", "--format=%R|%D").splitlines()):
+    for name, count in (line.split("|") for line in run_slurm("sinfo", "--noheader", "--format=%R|%D").splitlines()):
         sizes[name] = sizes.get(name, 0) + int(count)
     if request.partition not in sizes:
-        raise UserError(f"--partition={request.partition}: Slurm has none of this name, but {', '.join(sorted(sizes))}")
+        raise UserError(
+            f"--partition={request.partition}: unknown partition. Fix: use one of {', '.join(sorted(sizes))}"
+        )
     if sizes[request.partition] < request.nodes + request.spares:
         raise UserError(
-            f"--partition={request.partition}: it has {sizes[request.partition]} nodes, and --nodes={request.nodes} + "
-            f"--spares={request.spares} are asked for"
+            f"--partition={request.partition}: it has {sizes[request.partition]} nodes, fewer than "
+            f"--nodes={request.nodes} + --spares={request.spares}. Fix: lower them, or use another partition"
         )

@@ -1,4 +1,4 @@
-"""A run on fewer nodes than it was launched for: with fewer replicas, among which its batches are shared out."""
+"""Scaling a run down to fewer nodes, with proportionally fewer data-parallel replicas and engines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from megarl.core.errors import UserError
 
 
 def fewer_replicas(config: Config, nodes: int) -> list[str]:
-    """Returns the overrides by which the run has the share of its data-parallel replicas and of its engines that this
-    many of its nodes have. What a step learns stays the same, to rounding. Raises UserError where a share is no
-    whole number."""
-    whole = config.cluster.nodes
+    """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches, and thus the
+    updates, stay the same up to rounding. Raises UserError if a count is not divisible."""
+    num_nodes = config.cluster.nodes
     if config.cluster.roles.given:
-        raise UserError("cluster.roles: its devices are for all nodes")
+        raise UserError("cluster.roles: explicit roles cannot run on fewer nodes. Fix: use cluster.placement")
     counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
     if not config.is_offline:
         counts["rollout.replicas"] = config.rollout.replicas
     for key, count in counts.items():
-        if count * nodes % whole:
-            raise UserError(f"{key}={count}: {count} x {nodes} / {whole} nodes is no whole number")
-    return [f"{key}={count * nodes // whole}" for key, count in counts.items()]
+        if count * nodes % num_nodes:
+            raise UserError(f"{key}={count}: {count} x {nodes} / {num_nodes} nodes is not an integer")
+    return [f"{key}={count * nodes // num_nodes}" for key, count in counts.items()]

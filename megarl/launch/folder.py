@@ -1,17 +1,17 @@
-"""The folder of a job in its run's folder, by which the login node, the job's script and its tasks know of each other.
+"""The job folder inside a run's folder, through which the login node, the job script and its tasks communicate.
 
-job.sbatch        the script, as it was submitted
-recipe.yaml       the run's config, resolved
+job.sbatch        the submitted script
+recipe.yaml       resolved config of the run
 recipe-N.yaml     the same with fewer replicas, for an attempt on N nodes
-job.json          the things that tasks need to know of the job, see Job
-submitted         the number of the job that was submitted last
-job-NUMBER.log    the output of the job
-attempts/NUMBER   an attempt at the run, see run.attempts; touched as long as it is under way
-preflight/NAME/   what each node of an attempt says of itself; each sees there that it shares files with the first
-driver            node and process of the task that drives
-verdict           how the attempt ended, why, and which nodes are bad, in a line each
-cause             why the last attempt ended of which that is known
-bad_nodes         those of all attempts; the script's own
+job.json          job settings for the tasks, see Job
+submitted         id of the last submitted job
+job-NUMBER.log    output of the job
+attempts/NUMBER   an attempt, see run.attempts; its mtime is updated while the attempt runs
+preflight/NAME/   report of each node of an attempt; also proves that the node shares files with the first one
+driver            node and process id of the driver task
+verdict           outcome of the attempt, its cause, and the bad nodes, one per line
+cause             cause of the last failed attempt
+bad_nodes         bad nodes of all attempts, written by the script
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from typing import Literal, Self
 from megarl.core.files import replace_text
 from megarl.run.folder import LAUNCH
 
-Verdict = Literal["done", "told", "user_error", "stalled", "failed"]
-"""The ways in which an attempt ends: with the run's last step; early, by a signal; by an error of the user, which the
-next attempt would meet again; before it began, because earlier ones have saved nothing; by anything else."""
+Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
+"""Outcome of an attempt: the run is complete; it was stopped by a signal; a user error, which would recur; no start,
+because earlier attempts saved no checkpoint; any other failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The things that tasks need to know.
+    """Settings of a job for its tasks.
 
-    folder   the working directory of `megarl launch`, where paths of the recipe begin
-    nodes    the nodes of an attempt, as long as there are so many
-    gpus     those that each node has for the run
-    stalled  the attempts without a new checkpoint after which the job gives up
+    Attributes:
+        folder: working directory of `megarl launch`, to which the recipe's paths are relative.
+        nodes: number of nodes of an attempt, unless it runs on fewer.
+        gpus: number of GPUs per node.
+        stalled: number of attempts without a new checkpoint after which the job gives up.
     """
 
     folder: str
@@ -63,12 +64,12 @@ class JobFolder:
         return self.path / "recipe.yaml"
 
     def recipe_on(self, nodes: int) -> Path:
-        """Returns the file with the config of an attempt: on fewer nodes than the job's it is another one."""
+        """Return the config file for an attempt on this number of nodes."""
         return self.recipe if nodes == self.job().nodes else self.path / f"recipe-{nodes}.yaml"
 
     @property
     def submitted(self) -> Path:
-        """The file with the number of the job that was submitted last."""
+        """The file with the id of the last submitted job."""
         return self.path / "submitted"
 
     @property
@@ -80,7 +81,7 @@ class JobFolder:
         return self.path / "verdict"
 
     def preflight(self, attempt: str) -> Path:
-        """Returns the folder for the reports of an attempt's nodes. attempt: its name."""
+        """Return the folder for the node reports of the named attempt."""
         return self.path / "preflight" / attempt
 
     def write_job(self, job: Job) -> None:
@@ -89,16 +90,22 @@ class JobFolder:
     def job(self) -> Job:
         return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
 
-    def judge(self, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> None:
-        """Says how the attempt ended. cause: one line for people; bad: the nodes to do without."""
-        if verdict != "stalled":  # that follows from the attempts before
+    def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
+        """Record the outcome of the attempt.
+
+        Args:
+            verdict: the outcome.
+            cause: one line for the user.
+            bad_nodes: nodes to exclude from further attempts.
+        """
+        if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt
             replace_text(self.path / "cause", f"{cause}\n")
-        replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad)))
+        replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad_nodes)))
 
     def forget_cause(self) -> None:
         (self.path / "cause").unlink(missing_ok=True)
 
     def last_cause(self) -> str:
-        """Returns why the last attempt ended, "" where there was none."""
+        """Return the cause of the last attempt's end, or "" if there was no attempt."""
         file = self.path / "cause"
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""

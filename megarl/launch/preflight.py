@@ -1,4 +1,4 @@
-"""The examination of all nodes of an attempt before its run begins, and what follows from it."""
+"""Examination of an attempt's nodes before the run starts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The things that a node says of itself.
+    """The report of one node.
 
-    problems   of the node, lines without its name
-    missing    what the recipe names and is not there, also such lines
-    versions   of its packages
-    address    where the first node of several listens while the others look, and the port; None of any other
-    cut_off    why no connection leads from here to that address, None where one does
+    Attributes:
+        node: name of the node.
+        problems: problems of the node, one line each, without its name.
+        missing: one line per missing path of the recipe.
+        versions: installed versions by package.
+        address: address and port on which the first node listens for the others. None for any other node.
+        connection_error: why this node cannot connect to that address, or None.
     """
 
     node: str
@@ -43,35 +45,48 @@ class NodeReport:
     missing: Sequence[str]
     versions: Mapping[str, str | None]
     address: tuple[str, int] | None = None
-    cut_off: str | None = None
+    connection_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """The reason why an attempt cannot begin. bad: the nodes to do without."""
+    """Why an attempt cannot start.
+
+    Attributes:
+        verdict: outcome of the attempt.
+        cause: one line for the user.
+        bad_nodes: nodes to exclude from further attempts.
+    """
 
     verdict: Verdict
     cause: str
-    bad: Sequence[str] = ()
+    bad_nodes: Sequence[str] = ()
 
 
-def look_at_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
-    """Examines this node, by its name. run: the run's folder."""
-    wrong = [each for each in examine(run) if each.state == "problem"]
-    problems = [f"{each.name}: {each.found}; {each.fix}" for each in wrong if each.name != RUN_DISK]
+def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
+    """Examine this node.
+
+    Args:
+        node: its name.
+        run: the run's folder.
+        job: the job's settings.
+        config: the run's config.
+    """
+    findings = [finding for finding in examine(run) if finding.state == "problem"]
+    problems = [f"{item.name}: {item.found}; {item.fix}" for item in findings if item.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
-    missing = [named.missing(remedy) for named in named_files(config) if not named.is_there]
-    if any(each.name == RUN_DISK for each in wrong):  # it is the same one for all nodes
-        missing.append(f"run.folder={config.run.folder}: its disk is full, or it cannot be written; see megarl doctor")
+    missing = [named.missing_error(remedy) for named in named_files(config) if not named.exists]
+    if any(item.name == RUN_DISK for item in findings):  # all nodes share this disk, so it is not the node's problem
+        missing.append(f"run.folder={config.run.folder}: the disk is full or not writable. Fix: see megarl doctor")
     if (gpus := num_gpus()) < job.gpus:
-        problems.append(f"{gpus} GPUs, and the run takes {job.gpus} of each node")
+        problems.append(f"{gpus} GPUs, but the run needs {job.gpus} per node")
     return NodeReport(node, problems, missing, installed_versions(PACKAGES))
 
 
 @contextmanager
-def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
-    """Lets the others of several nodes try to reach the first one as the run's processes will, while it is inside.
-    Gives its report, with a problem where it has no address for them."""
+def listen_for_nodes(report: NodeReport, config: Config) -> Iterator[NodeReport]:
+    """Listen on the first node, so that the other nodes can test their connection on the run's interface. Yield the
+    node's report with the address, or with a problem if it cannot listen."""
     if config.cluster.nodes == 1:
         yield report
         return
@@ -81,12 +96,12 @@ def reachable(report: NodeReport, config: Config) -> Iterator[NodeReport]:
         yield replace(report, problems=[*report.problems, str(error)])
         return
     with listener:
-        listener.listen(config.cluster.nodes)  # nobody is accepted: a connection that waits for it is one
+        listener.listen(config.cluster.nodes)  # a connection in the backlog suffices, none needs to be accepted
         yield replace(report, address=listener.getsockname())
 
 
-def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
-    """Returns a node's report, which says where no connection leads from it to the first one."""
+def check_connection(report: NodeReport, first: NodeReport) -> NodeReport:
+    """Connect to the first node. Return the node's report, with the connection error if that fails."""
     if first.address is None:
         return report
     host, port = first.address
@@ -94,28 +109,28 @@ def reaching(report: NodeReport, first: NodeReport) -> NodeReport:
         interface = interface_of(address_towards(host))
         socket.create_connection((host, port), CONNECT_S).close()
     except UserError as error:
-        return replace(report, cut_off=str(error))
+        return replace(report, connection_error=str(error))
     except OSError as error:
-        line = f"no connection over {interface} to {host}, port {port}, of the first node: {error}; see a firewall"
-        return replace(report, cut_off=line)
+        line = f"cannot connect over {interface} to the first node at {host}:{port}: {error}. Fix: check the firewall"
+        return replace(report, connection_error=line)
     return report
 
 
 def num_gpus() -> int:
-    """Returns the number of GPUs that this task may use, without loading torch."""
+    """Return the number of GPUs that this task may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([each for each in visible.split(",") if each])
+        return len([gpu for gpu in visible.split(",") if gpu])
     return sum(line.startswith("GPU ") for line in (ask(("nvidia-smi", "-L")) or "").splitlines())
 
 
 def send_report(folder: Path, report: NodeReport) -> None:
-    """Writes a node's report for the first node. folder: the attempt's, which that node has made."""
+    """Write a node's report into the attempt's preflight folder, which the first node creates."""
     replace_text(folder / report.node, json.dumps(asdict(report)))
 
 
 def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[NodeReport]:
-    """Returns the reports of these nodes, or of those that have come in the time, in the order of their names here."""
+    """Wait for the reports of these nodes. Return those that arrive in time, in the order of `nodes`."""
     deadline = time.monotonic() + timeout_s
     while not all((folder / node).exists() for node in nodes) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -126,35 +141,43 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
 def find_objection(
     reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float
 ) -> Objection | None:
-    """Returns the objection to an attempt on these nodes, None where there is none.
+    """Return why an attempt cannot start on these nodes, or None.
 
-    What is missing on all of them is an error of the user, and so is what is wrong on more than two; what is wrong on
-    some makes these bad. Of two versions of a package the one on more nodes counts, or the first node's. A first node
-    that none of several others reaches is the bad one.
+    A path that is missing on all nodes is a user error, and so is a problem that more than two nodes share. Otherwise
+    nodes with problems are bad. Package versions must match the majority's, or the first node's in a tie. If no other
+    node can connect to the first one, the first one is bad.
     """
-    there, many = {report.node for report in reports}, len(nodes) > 2
-    if silent := [node for node in nodes if node not in there]:
-        cause = f"node {', '.join(silent)}: nothing heard in {timeout_s:g} s: down, or without the files in {run}"
-        # Where only the first of many has them, they are not on a shared file system, which other nodes would not mend.
-        return Objection("user_error" if many and len(there) == 1 else "failed", cause, silent)
+    reporting, many = {report.node for report in reports}, len(nodes) > 2
+    if silent := [node for node in nodes if node not in reporting]:
+        cause = (
+            f"node {', '.join(silent)}: no report within {timeout_s:g} s. It is down, or cannot see the files in {run}"
+        )
+        # If only the first of many nodes reports, the file system is not shared, and other nodes would not help.
+        return Objection("user_error" if many and len(reporting) == 1 else "failed", cause, silent)
     common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:
         return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
-    cut_off = {report.node: [report.cut_off] for report in reports if report.cut_off is not None}
-    if many and len(cut_off) == len(nodes) - 1:
-        return Objection("failed", f"node {nodes[0]}: no other reaches it; {reports[1].cut_off}", [nodes[0]])
+    unconnected = {each.node: [each.connection_error] for each in reports if each.connection_error is not None}
+    if many and len(unconnected) == len(nodes) - 1:
+        cause = f"node {nodes[0]}: no other node can connect to it; {reports[1].connection_error}"
+        return Objection("failed", cause, [nodes[0]])
     versions = [report.versions for report in reports]
-    usual = max(versions, key=versions.count)
-    found = {
-        each.node: [*each.problems, *each.missing, *cut_off.get(each.node, ()), *_differing(each.versions, usual)]
+    reference = max(versions, key=versions.count)
+    problems = {
+        each.node: [
+            *each.problems,
+            *each.missing,
+            *unconnected.get(each.node, ()),
+            *_version_mismatches(each.versions, reference),
+        ]
         for each in reports
     }
-    wrong = {node: lines for node, lines in found.items() if lines}
-    if not wrong:
+    bad = {node: lines for node, lines in problems.items() if lines}
+    if not bad:
         return None
-    return Objection("failed", "; ".join(f"node {node}: {', '.join(lines)}" for node, lines in wrong.items()), [*wrong])
+    return Objection("failed", "; ".join(f"node {node}: {', '.join(lines)}" for node, lines in bad.items()), [*bad])
 
 
-def _differing(versions: Mapping[str, str | None], usual: Mapping[str, str | None]) -> list[str]:
-    names = [name for name in usual if versions.get(name) != usual[name]]
-    return [f"{name} is {versions.get(name)}, elsewhere {usual[name]}" for name in names]
+def _version_mismatches(versions: Mapping[str, str | None], reference: Mapping[str, str | None]) -> list[str]:
+    names = [name for name in reference if versions.get(name) != reference[name]]
+    return [f"{name} is {versions.get(name)}, but {reference[name]} on other nodes" for name in names]

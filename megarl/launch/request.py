@@ -14,28 +14,33 @@ Container = Literal["none", "pyxis", "enroot", "apptainer"]
 CONTAINERS = get_args(Container)
 
 HANDLING_S = 45
-"""The seconds of the grace time that are not the run's: the script hands the signal on, and puts the job back into the
-queue before the time is over, since Slurm does not do so after that."""
+"""Seconds of the grace period reserved for the script. It forwards the signal and requeues the job, which Slurm does
+not allow after the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options of `megarl launch`.
 
-    nodes      the nodes that the run takes
-    spares     further nodes of the allocation, for those that are lost
-    fewest     the nodes on which the run goes on with fewer replicas, where too few are left; None takes all of them
-    gpus       GPUs of each node for the run; 0 without
-    gpu        their kind, by which the planner checks memory and the time of a step
-    time       the limit of one allocation, as Slurm has it
-    grace      the seconds before the end at which the run is told to save
-    restarts   the attempts after the first in one allocation
-    stalled    the attempts without a new checkpoint after which the job gives up
-    image      the container's, for `container`
-    mounts     further folders for the container, as SOURCE:DESTINATION
-    command    the command of megarl on the nodes; None takes the one that runs here, in a container `megarl`
-    setup      lines for the script, such as `module load cuda`
-    options    further options of sbatch
+    Attributes:
+        nodes: number of nodes of the run.
+        time: time limit of one allocation, in Slurm's format.
+        spares: additional nodes of the allocation, which replace lost ones.
+        fewest: minimum number of nodes when nodes are lost. The run then has fewer replicas. None: always all nodes.
+        gpus: number of GPUs per node, or 0.
+        gpu: GPU type, from which the planner estimates memory and step time.
+        partition: Slurm partition, or None.
+        account: Slurm account, or None.
+        grace: seconds before the time limit at which the run is signaled to save.
+        restarts: number of additional attempts in one allocation.
+        stalled: number of attempts without a new checkpoint after which the job gives up.
+        container: container runtime.
+        image: container image.
+        mounts: additional container mounts, as SOURCE:DESTINATION.
+        command: megarl command on the nodes. None: this Python's, or `megarl` in a container.
+        setup: lines for the script, such as `module load cuda`.
+        options: additional sbatch options.
+        template: script template. None: the one of megarl.
     """
 
     nodes: int
@@ -63,19 +68,19 @@ class Request:
 
     @property
     def saving_seconds(self) -> int:
-        """The time that the run has to end the step under way and to save, once it is told."""
+        """Seconds that the run has after the signal to finish its current step and save."""
         return self.grace - HANDLING_S
 
 
 def time_limit_s(time: str) -> int:
-    """Returns the seconds of a time limit as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS,
-    DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS. Raises UserError for another."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if found is None:
+    """Parse a time limit in Slurm's format: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS,
+    DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS. Return seconds. Raises UserError for any other format."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
         raise UserError(f"--time={time}: expected minutes, hours:minutes:seconds or days-hours, such as 4:00:00")
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
-    if days is None:  # the first number is minutes, unless there are three
+    if days is None:  # the first of one or two numbers is minutes, the first of three is hours
         hours, minutes, seconds = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
     else:
         hours, minutes, seconds = (*numbers, 0, 0)[:3]

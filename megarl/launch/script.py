@@ -1,4 +1,4 @@
-"""The script of a job: a template of launch/, filled in."""
+"""The job script, rendered from a template."""
 
 from __future__ import annotations
 
@@ -13,36 +13,43 @@ from megarl.launch.folder import JobFolder
 from megarl.launch.request import Request
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch").resolve()
-"""The template that comes with megarl: beside this file, in a checkout, is a link to the one of launch/, and in an
-installed package a copy of it."""
+"""The default template. In a checkout it is a symlink to launch/slurm.sbatch, in an installed package a copy."""
 
 VARIABLES = (
     *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),
     *("CUDA_VISIBLE_DEVICES", "MEGARL_NODES", "MEGARL_ALLOCATED"),
 )
-"""The variables of a task, which enroot alone does not hand on by itself."""
+"""Environment variables of a task. enroot is the only runtime that does not pass them on by default."""
 
-_PLACE = re.compile(r"@([a-z_]+)@")
+_PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Returns the script for the run in this folder, or for the runs of a sweep beside it, by their numbers. Raises
-    UserError for a template with an unknown place. sizes: the numbers of nodes that an attempt can be on."""
+    """Render the job script. Raises UserError for a template with an unknown placeholder.
+
+    Args:
+        request: the options of `megarl launch`.
+        run: the run's folder.
+        sizes: the node counts that an attempt may run on, largest first.
+        sweep: the numbers of a sweep's runs, whose folders are next to `run`.
+    """
     template = request.template or TEMPLATE
     if len(sizes) > 1 and "@sizes@" not in template.read_text(encoding="utf-8"):
         raise UserError(
-            f"{template}: --fewest-nodes={request.fewest} needs the place @sizes@, which {TEMPLATE} has; copy that part"
+            f"--template={template}: --fewest-nodes={request.fewest} needs the placeholder @sizes@. Fix: copy that "
+            f"part from {TEMPLATE}"
         )
     values = _values(request, run, sizes, sweep)
 
-    def fill(place: re.Match[str]) -> str:
-        if place[1] not in values:
+    def fill(match: re.Match[str]) -> str:
+        if match[1] not in values:
             raise UserError(
-                f"{template}: @{place[1]}@ is unknown; there are {', '.join(f'@{name}@' for name in values)}"
+                f"--template={template}: unknown placeholder @{match[1]}@. Fix: use one of "
+                f"{', '.join(f'@{name}@' for name in values)}"
             )
-        return values[place[1]]
+        return values[match[1]]
 
-    return _PLACE.sub(fill, template.read_text(encoding="utf-8"))
+    return _PLACEHOLDER.sub(fill, template.read_text(encoding="utf-8"))
 
 
 def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int]) -> Mapping[str, str]:
@@ -50,7 +57,7 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
     options += [f"--partition={request.partition}"] if request.partition else []
     options += [f"--account={request.account}"] if request.account else []
     options += [f"--array={','.join(map(str, sweep))}"] if sweep else []
-    around, inside = _container(request, run)
+    srun_options, wrapper = _container(request, run)
     return {
         "name": run.name,
         "nodes": str(request.nodes),
@@ -62,8 +69,8 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
         "sbatch_options": "\n".join(f"#SBATCH {option}" for option in [*options, *request.options]),
         "restarts": str(request.restarts),
         "run": shlex.quote(str(run)),
-        "megarl": shlex.join([*inside, *_command(request)]),
-        "srun_options": shlex.join(around),
+        "megarl": shlex.join([*wrapper, *_command(request)]),
+        "srun_options": shlex.join(srun_options),
         "setup": "\n".join(request.setup),
     }
 
@@ -75,21 +82,21 @@ def _command(request: Request) -> Sequence[str]:
 
 
 def mounts(request: Request, run: Path) -> list[str]:
-    """Returns the folders of outside that a container has, as SOURCE:DESTINATION: the one that the run's is in, the one
-    from which the job was launched, and those that are asked for."""
-    own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
-    return [*own, *request.mounts]
+    """Return the container's mounts as SOURCE:DESTINATION: the folder of runs, the current directory, and the requested
+    ones."""
+    default = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
+    return [*default, *request.mounts]
 
 
 def _container(request: Request, run: Path) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the options of srun, and the command, by which a task is in the container."""
-    binding = mounts(request, run)
+    """Return the srun options and the wrapper command that run a task in the container."""
+    all_mounts = mounts(request, run)
     if request.container == "pyxis":
-        return (f"--container-image={request.image}", f"--container-mounts={','.join(binding)}"), ()
+        return (f"--container-image={request.image}", f"--container-mounts={','.join(all_mounts)}"), ()
     if request.container == "enroot":
         variables = [f"--env={name}" for name in VARIABLES]
-        return (), ("enroot", "start", *variables, *(f"--mount={mount}" for mount in binding), str(request.image))
+        return (), ("enroot", "start", *variables, *(f"--mount={mount}" for mount in all_mounts), str(request.image))
     if request.container == "apptainer":
-        binds = [word for mount in binding for word in ("--bind", mount)]
+        binds = [word for mount in all_mounts for word in ("--bind", mount)]
         return (), ("apptainer", "exec", *(["--nv"] if request.gpus else []), *binds, str(request.image))
     return (), ()

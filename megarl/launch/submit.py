@@ -1,4 +1,4 @@
-"""`megarl launch`: a recipe becomes a job. All that can be wrong is said before it is queued."""
+"""`megarl launch`: check a recipe and submit it as a Slurm job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
-from megarl.launch.checks import ask_slurm, check, check_slurm
+from megarl.launch.checks import check, check_slurm, run_slurm
 from megarl.launch.fewer import fewer_replicas
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
@@ -25,11 +25,16 @@ from megarl.run.folder import RunFolder
 def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
-    """Checks a recipe, writes its job and submits it. Yields lines for people. dry_run: nothing is submitted.
+    """Check a recipe, write its job and submit it. Yields progress lines. Raises UserError before anything is submitted
+    if a check fails.
 
-    sweeps   KEY=VALUE,VALUE…; a run for each combination, named after the recipe's with a number
-
-    Raises UserError, with nothing submitted, for all that can be found wrong here.
+    Args:
+        file: the recipe.
+        overrides: config overrides as KEY=VALUE.
+        request: the job options.
+        sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after the recipe's run with
+            a number appended.
+        dry_run: write the job without submitting it.
     """
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
@@ -46,42 +51,42 @@ def launch(
         return
 
     def on_fewer(nodes: int, number: int) -> Config:
-        given = [*overrides, *points[number], *fewer_replicas(configs[number], nodes)]
-        return _config(file, given, replace(request, nodes=nodes), number if sweeps else None)
+        changes = [*overrides, *points[number], *fewer_replicas(configs[number], nodes)]
+        return _config(file, changes, replace(request, nodes=nodes), number if sweeps else None)
 
     smaller = _smaller(request, unfinished, on_fewer)
     if smaller:
-        yield f"attempts are on {request.nodes} nodes or, where some are lost, on {' or '.join(map(str, smaller))}"
+        yield f"attempts use {request.nodes} nodes, or {' or '.join(map(str, smaller))} after nodes are lost"
     if not dry_run:
         check_slurm(request)
-    _refuse_second(folder)
+    _refuse_duplicate(folder)
     script = render(request, folder.path.parent, [request.nodes, *smaller], unfinished if sweeps else ())
     if not dry_run:
-        _try(script)
+        _test_submission(script)
     for number in unfinished:
-        on_each = {nodes: found[number] for nodes, found in smaller.items()}
-        yield f"wrote {_write(request, {request.nodes: configs[number], **on_each})}"
+        by_nodes = {nodes: by_run[number] for nodes, by_run in smaller.items()}
+        yield f"wrote {_write(request, {request.nodes: configs[number], **by_nodes})}"
     folder.path.mkdir(parents=True, exist_ok=True)
     replace_text(folder.script, script)
     yield f"wrote {folder.script}"
     if dry_run:
         yield "dry run: nothing was submitted"
         return
-    number = ask_slurm("sbatch", "--parsable", str(folder.script)).strip().split(";")[0]
+    number = run_slurm("sbatch", "--parsable", str(folder.script)).strip().split(";")[0]
     replace_text(folder.submitted, f"{number}\n")
     yield f"submitted job {number}; its output: {folder.path}/job-{number}*.log"
 
 
-def _try(script: str) -> None:
-    """Asks Slurm whether it would take the script. Raises UserError where it would not."""
+def _test_submission(script: str) -> None:
+    """Raise UserError if Slurm would reject the script."""
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
-        ask_slurm("sbatch", "--test-only", file.name)
+        run_slurm("sbatch", "--test-only", file.name)
 
 
 def _points(sweeps: Sequence[str]) -> list[list[str]]:
-    """Returns the overrides of each combination."""
+    """Return the overrides of each combination of the sweep."""
     axes = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
@@ -92,7 +97,7 @@ def _points(sweeps: Sequence[str]) -> list[list[str]]:
 
 
 def _config(file: Path, overrides: Sequence[str], request: Request, number: int | None) -> Config:
-    """Returns the config of a run in a job: it goes on by itself, saves when it is told to end, and is on all nodes."""
+    """Return the config of a run in a job. It resumes automatically and saves on a signal."""
     config = load(file, overrides)
     name = config.run.name if number is None else f"{config.run.name}-{number}"
     keys = {
@@ -109,31 +114,40 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
 def _smaller(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
-    """Returns the configs on fewer nodes, by the number of nodes and of the run, as far as the options allow it and all
-    runs can be on so few. Raises UserError where they can be on none. on_fewer: returns the config of nodes and run."""
+    """Return the configs for fewer nodes by node count and run number. Only node counts that every run supports are
+    included. Raises UserError if --fewest-nodes is set and there is no such count.
+
+    Args:
+        request: the job options.
+        runs: the numbers of the runs.
+        on_fewer: returns the config for a node count and a run number.
+    """
     if request.fewest is None:
         return {}
     if not 1 <= request.fewest < request.nodes:
         raise UserError(f"--fewest-nodes={request.fewest}: expected 1 to {request.nodes - 1}, fewer than --nodes")
-    found: dict[int, dict[int, Config]] = {}
-    refused: dict[int, str] = {}
+    by_nodes: dict[int, dict[int, Config]] = {}
+    rejected: dict[int, str] = {}
     for nodes in range(request.nodes - 1, request.fewest - 1, -1):
         try:
             configs = {run: on_fewer(nodes, run) for run in runs}
             for config in configs.values():
                 check(replace(request, nodes=nodes), config)
-        except UserError as reason:
-            refused[nodes] = str(reason).splitlines()[0]
+        except UserError as error:
+            rejected[nodes] = str(error).splitlines()[0]
         else:
-            found[nodes] = configs
-    if not found:
-        reasons = "; ".join(f"on {nodes}: {reason}" for nodes, reason in refused.items())
-        raise UserError(f"--fewest-nodes={request.fewest}: the run can be on no fewer than {request.nodes}: {reasons}")
-    return found
+            by_nodes[nodes] = configs
+    if not by_nodes:
+        reasons = "; ".join(f"on {nodes}: {reason}" for nodes, reason in rejected.items())
+        raise UserError(
+            f"--fewest-nodes={request.fewest}: the run needs at least {request.nodes} nodes; {reasons}. Fix: drop "
+            "--fewest-nodes, or change the layouts"
+        )
+    return by_nodes
 
 
 def _write(request: Request, configs: Mapping[int, Config]) -> Path:
-    """Writes what the tasks of a run read: its configs, by the number of nodes."""
+    """Write the job settings of a run and its configs by node count. Return the main config file."""
     folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.forget_cause()
@@ -143,14 +157,15 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
     return folder.recipe
 
 
-def _refuse_second(folder: JobFolder) -> None:
-    """Raises UserError where a job of this run is queued or under way."""
+def _refuse_duplicate(folder: JobFolder) -> None:
+    """Raise UserError if a job of this run is already queued or running."""
     if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
     number = folder.submitted.read_text(encoding="utf-8").strip()
-    queued = [line.split("|") for line in ask_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]
+    queued = [line.split("|") for line in run_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]
     states = [state for job, state in queued if job == number]
     if states:
         raise UserError(
-            f"{folder.path.parent}: job {number} is {states[0].lower()}; scancel {number} first, or wait for it"
+            f"{folder.path.parent}: job {number} of this run is {states[0].lower()}. Fix: cancel it with "
+            f"scancel {number}, or wait for it"
         )

@@ -1,4 +1,4 @@
-"""A task of a job's step, one on each of its nodes: the first drives the run, the others join it."""
+"""A task of a Slurm job step. There is one per node: the first drives the run, the others join it."""
 
 from __future__ import annotations
 
@@ -18,40 +18,48 @@ from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.launch.folder import JobFolder, Verdict
-from megarl.launch.preflight import await_reports, find_objection, look_at_node, reachable, reaching, send_report
+from megarl.launch.preflight import (
+    await_reports,
+    check_connection,
+    examine_node,
+    find_objection,
+    listen_for_nodes,
+    send_report,
+)
 from megarl.run.attempts import Attempt, Attempts
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.effective_time import ALLOCATED, effective_time
 from megarl.run.folder import RunFolder
 
 MEGARL = (sys.executable, "-m", "megarl.cli")
-HEAR_S = 300.0
-"""The time in which all nodes of an attempt report to the first: images are fetched, and file systems remember for a
-while that a file is not there."""
+REPORT_TIMEOUT_S = 300.0
+"""Time for all nodes to report to the first one. They may have to pull images, and network file systems cache the
+absence of a file for a while."""
 
-JUDGE_S = 60.0
-"""The time that a task whose part has failed leaves the first one to find out why; srun ends it with the others."""
+VERDICT_S = 60.0
+"""Time that a failed task leaves the driver to determine the cause, before srun ends all tasks."""
 
 JOIN_S = 120.0
-"""The time in which the driver invites the others, after its own checks."""
+"""Time for the driver to open its rendezvous, after its own checks."""
 
 POLL_S, TOUCH_S = 0.5, 10.0
 ERROR = "megarl: error: "
-VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "told"}
-"""The meaning of the exit status of `megarl train`; any other is a failure that may not come again."""
+VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "signaled"}
+"""Verdict by exit status of `megarl train`. Any other status is a failure that may be transient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """This task, as Slurm tells it.
+    """This task, as described by Slurm's environment variables.
 
-    number      of the task in its step; 0 drives
-    node        the name of its node
-    nodes       those of the step, the first task's first
-    job         the job's number
-    restart     how often it has been in the queue again
-    step        the number of the step in this allocation
-    allocated   when the allocation began, in seconds since 1970
+    Attributes:
+        number: rank of the task in its step. Task 0 is the driver.
+        node: name of the task's node.
+        nodes: nodes of the step. The driver's comes first.
+        job: id of the job.
+        restart: how often the job was requeued.
+        step: number of the step in this allocation.
+        allocated: start of the allocation in seconds since the epoch.
     """
 
     number: int
@@ -64,10 +72,12 @@ class Task:
 
     @classmethod
     def of_environment(cls) -> Task:
-        """Raises UserError outside of a job's step."""
+        """Return the task of this process. Raises UserError outside of a job step."""
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
-            raise UserError("megarl node: this is for the script of a job, which runs it by srun; see megarl launch")
+            raise UserError(
+                "megarl node: not inside a Slurm job step; only the job script calls it. Fix: use megarl launch"
+            )
         return cls(
             number=int(environ["SLURM_PROCID"]),
             node=environ["SLURMD_NODENAME"],
@@ -80,48 +90,49 @@ class Task:
 
     @property
     def attempt(self) -> str:
-        """The name of the attempt, by the numbers that tell it from others."""
+        """Unique name of the attempt."""
         return f"{self.job}.{self.restart}.{self.step}"
 
 
 def main(run: Path) -> int:
-    """Takes part in an attempt at the run of this folder. Returns the exit status."""
+    """Take part in an attempt of the run in this folder. Return the exit status."""
     task, folder = Task.of_environment(), JobFolder.of(run)
     if task.number == 0:
         try:
             return drive(task, folder)
         except UserError as error:
-            return _judge(folder, "user_error", "; ".join(str(error).splitlines()))
+            return _write_verdict(folder, "user_error", "; ".join(str(error).splitlines()))
     _await_folder(folder.preflight(task.attempt))
     job = folder.job()
     os.chdir(job.folder)
     config = load(folder.recipe_on(len(task.nodes)))
     preflight = folder.preflight(task.attempt)
-    report = look_at_node(task.node, run, job, config)
-    first = await_reports(preflight, task.nodes[:1], HEAR_S)
-    send_report(preflight, reaching(report, first[0]) if first else report)
-    joining = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + HEAR_S:g}"])
-    signal.signal(signal.SIGTERM, lambda *_: joining.terminate())
-    status = joining.wait()
+    report = examine_node(task.node, run, job, config)
+    first = await_reports(preflight, task.nodes[:1], REPORT_TIMEOUT_S)
+    send_report(preflight, check_connection(report, first[0]) if first else report)
+    member = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + REPORT_TIMEOUT_S:g}"])
+    signal.signal(signal.SIGTERM, lambda *_: member.terminate())
+    status = member.wait()
     if status:
-        time.sleep(JUDGE_S)
+        time.sleep(VERDICT_S)
     return status
 
 
 def _await_folder(folder: Path) -> None:
-    """Waits for the first node to make a folder. Raises UserError where it is not seen in HEAR_S seconds, by when the
-    first node has missed this one."""
-    deadline = time.monotonic() + HEAR_S
+    """Wait for the first node to create a folder. Raises UserError after REPORT_TIMEOUT_S seconds, when the first node
+    has stopped waiting for this one."""
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise UserError(
-                f"{folder}: the first node's files are not seen here; put run.folder on a shared file system"
+                f"{folder}: not visible on this node, but the first node created it. Fix: put run.folder on a file "
+                "system that all nodes share"
             )
         time.sleep(POLL_S)
 
 
 def drive(task: Task, folder: JobFolder) -> int:
-    """Makes an attempt at the run, from this node, and judges how it ended. Returns the exit status."""
+    """Run one attempt from this node and record its verdict. Return the exit status."""
     run, job = folder.path.parent, folder.job()
     os.chdir(job.folder)
     config = load(folder.recipe_on(len(task.nodes)))
@@ -129,37 +140,35 @@ def drive(task: Task, folder: JobFolder) -> int:
     saved = max(checkpoints.steps(), default=0)
     attempts = Attempts(run)
     if len(attempts.without_progress(saved, task.job)) >= job.stalled:
-        cause = (
-            f"{job.stalled} attempts have saved nothing after step {saved}, the cause told last: {folder.last_cause()}"
-        )
-        return _judge(folder, "stalled", cause)
+        cause = f"{job.stalled} attempts saved no checkpoint after step {saved}. Last cause: {folder.last_cause()}"
+        return _write_verdict(folder, "stalled", cause)
     preflight = folder.preflight(task.attempt)
     preflight.mkdir(parents=True)
-    report = look_at_node(task.node, run, job, config)
-    with reachable(report, config) as report:
+    report = examine_node(task.node, run, job, config)
+    with listen_for_nodes(report, config) as report:
         send_report(preflight, report)
-        reports = await_reports(preflight, task.nodes, HEAR_S)
-    if objection := find_objection(reports, task.nodes, run, HEAR_S):
-        return _judge(folder, objection.verdict, objection.cause, objection.bad)
+        reports = await_reports(preflight, task.nodes, REPORT_TIMEOUT_S)
+    if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S):
+        return _write_verdict(folder, objection.verdict, objection.cause, objection.bad_nodes)
     attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
     lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
     cause = cause or f"megarl train ended with status {status}; see {run / 'logs'}"
-    status = _judge(folder, verdict, cause, lost)
+    status = _write_verdict(folder, verdict, cause, lost)
     print(f"job: {effective_time(run)}", flush=True)
     return status
 
 
-def _judge(folder: JobFolder, verdict: Verdict, cause: str, bad: Sequence[str] = ()) -> int:
-    """Says how the attempt ended, and returns the exit status, by which srun ends the other tasks."""
-    folder.judge(verdict, cause, bad)
+def _write_verdict(folder: JobFolder, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> int:
+    """Record the verdict. Return the exit status, which makes srun end the other tasks after a failure."""
+    folder.write_verdict(verdict, cause, bad_nodes)
     return 0 if verdict == "done" else 1
 
 
 def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
-    """Runs `megarl train` to its end. SIGTERM to this task goes to it alone. Returns its exit status, and the first
-    line in which it names an error: others may follow from that."""
+    """Run `megarl train` and forward SIGTERM to it. Return its exit status and its first error line, because later
+    errors are often consequences of the first."""
     command = [*MEGARL, "train", str(folder.recipe_on(len(task.nodes)))]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace")
     signal.signal(signal.SIGTERM, lambda *_: driver.terminate())
@@ -176,7 +185,7 @@ def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
 
 
 def _show(lines: Iterable[str], causes: list[str]) -> None:
-    """Prints the lines, and appends those that name an error to the list."""
+    """Print the lines, and append the error lines to `causes`."""
     for line in lines:
         print(line, end="", file=sys.stderr, flush=True)
         if line.startswith(ERROR):

@@ -1,1 +1,1 @@
-"""Which model is this: its folder, its config.json, the architecture that it describes, and its tokenizer."""
+"""Models on disk: folders, config.json, architectures and tokenizers."""

@@ -1,7 +1,7 @@
-"""Classification checkpoints: a decoder with a score head in place of its language head.
+"""Classification checkpoints: decoders with a score head in place of the language head.
 
-These are Hugging Face's ...ForSequenceClassification (one row of scores per sample) and ...ForTokenClassification (one
-per token): reward models, and critics, whose one label is the value.
+Hugging Face's ...ForSequenceClassification has one row of scores per sample, ...ForTokenClassification one per token.
+They serve as reward models, and as critics whose single label is the value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from megarl.algorithms.specs import Kind
 
 WEIGHT, BIAS = "score.weight", "score.bias"
-"""Canonical names of the head's tensors, [labels, hidden] and [labels], which every tensor-parallel rank has whole."""
+"""Canonical names of the head's tensors, [labels, hidden] and [labels]. Every tensor-parallel rank holds them whole."""
 
 _KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The score head of a checkpoint: the kind of its classifier, and its shape."""
+    """The score head of a checkpoint."""
 
     kind: Kind
     num_labels: int
@@ -31,24 +31,26 @@ class ScoreHead:
 
 
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
-    """Returns the score head of a checkpoint, None for a language model."""
+    """Return the score head that a config.json describes, None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
     kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
         return None
-    # transformers leaves its default of two labels out of config.json, and gives only token classifiers a bias.
+    # transformers omits its default of two labels from config.json, and only token classifiers have a bias.
     num_labels = len(hf_config.get("id2label") or (0, 1))
     bias = kind == "token" and hf_config.get("token_classification_bias", True)
     return ScoreHead(kind, num_labels, bias)
 
 
 def as_classifier(hf_config: Mapping[str, Any], kind: Kind = "sequence") -> dict[str, Any]:
-    """Returns the config of the classifier with one label that has this model's decoder; that of a classifier, of
-    whichever kind, stays as it is."""
+    """Return the config of a classifier with one label and this model's decoder.
+
+    The config of a classifier is returned unchanged, whatever its kind.
+    """
     if score_head_of(hf_config) is not None:
         return dict(hf_config)
     architecture = next(iter(hf_config.get("architectures") or ()), "ForCausalLM")
-    suffix = next(suffix for suffix, of_suffix in _KINDS.items() if of_suffix == kind)
+    suffix = next(suffix for suffix, suffix_kind in _KINDS.items() if suffix_kind == kind)
     return {
         **hf_config,
         "architectures": [architecture.replace("ForCausalLM", suffix)],

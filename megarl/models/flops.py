@@ -1,4 +1,4 @@
-"""Floating-point operations of training, as papers count them for the utilisation of a machine."""
+"""Floating-point operations of training, counted as papers count them for model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ from megarl.models.shape import ModelShape
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: int) -> float:
-    """Returns the operations of one forward and backward pass. The backward pass takes twice the forward pass's;
-    operations that are repeated to save memory do not count (PaLM, arXiv:2204.02311, appendix B). The arguments are
-    those of `forward_flops`."""
+    """Return the operations of one forward and backward pass. The arguments are those of `forward_flops`.
+
+    The backward pass takes twice as many operations as the forward pass. Recomputation does not count (PaLM,
+    arXiv:2204.02311, appendix B).
+    """
     return 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
 
 
 def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_attended: float) -> float:
-    """Returns the operations of one forward pass. A multiply-add counts 2.
+    """Return the operations of one forward pass. A multiply-add counts as 2.
 
-    num_scored     rows that go through the language head
-    num_attended   pairs of a query and a key that it sees: Σ n(n + 1) / 2 over documents of n tokens
+    Args:
+        num_scored: rows that go through the language head.
+        num_attended: pairs of a query and a key that it attends to: Σ n(n + 1) / 2 over documents of n tokens.
     """
     linear = shape.num_layers * (attention_weights(shape) + 3 * shape.hidden * shape.active_intermediate)
     return (
         2 * linear * num_tokens
         + 2 * shape.vocab * shape.hidden * num_scored
-        + 2 * (shape.query + shape.value) * shape.num_layers * num_attended  # q·k, and its share of the value
+        + 2 * (shape.query + shape.value) * shape.num_layers * num_attended  # q·k, and the weighted values
     )
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:
-    """Returns those of a forward pass that are in routed experts."""
+    """Return the operations of a forward pass in routed experts."""
     if shape.experts is None:
         return 0.0
     rows = shape.experts.active * shape.experts.intermediate * sum(shape.experts.layers)
@@ -35,8 +38,10 @@ def expert_flops(shape: ModelShape, num_tokens: float) -> float:
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Returns the weights of a layer's linear projections in attention: of query and output, key and value; in latent
-    attention down to the latents and up from them."""
+    """Return the number of weights in a layer's attention projections.
+
+    These are query, key, value and output; latent attention has down- and up-projections of its latents instead.
+    """
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:
         return shape.hidden * (shape.query + 2 * shape.key) + output

@@ -85,11 +85,11 @@ def with_real_paths(config: Config) -> Config:
     return config.model_copy(update=updates)
 
 
-class NotHere(Exception):
+class ModelNotLocal(Exception):
     """Raised when a model's config.json is not available on this machine; the message is the reason."""
 
 
-def config_here(
+def read_local_config(
     path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None
 ) -> dict[str, Any]:
     """Return the config.json of the model that `path` names without downloading or converting anything.
@@ -97,7 +97,7 @@ def config_here(
     The arguments are those of `resolve`.
 
     Raises:
-        NotHere: the file would have to be downloaded or converted.
+        ModelNotLocal: the file would have to be downloaded or converted.
         UserError: there is no such model.
     """
     if not is_hub_id(path):
@@ -160,7 +160,7 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
 
 
 def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
-    """Return the config.json of the newest download of this revision. Raises NotHere if there is none."""
+    """Return the config.json of the newest download of this revision. Raises ModelNotLocal if there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -169,7 +169,7 @@ def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
     except HFValidationError:
         file = None
     if not isinstance(file, str):
-        raise NotHere("it is not a folder on this machine, and as a hub id it has not been downloaded")
+        raise ModelNotLocal("it is not a folder on this machine, and as a hub id it has not been downloaded")
     return read_config(Path(file).parent)
 
 
@@ -185,7 +185,7 @@ def _config_of_package(key: str, name: str, cache: Path) -> dict[str, Any]:
     """Return the config.json of the conversion, or the one derived from the GGUF file's metadata before conversion."""
     source, version = _packaged_gguf(key, name)
     if missing := _missing("transformers", "torch", "gguf"):
-        raise NotHere(f"reading its GGUF file requires {' and '.join(missing)}")
+        raise ModelNotLocal(f"reading its GGUF file requires {' and '.join(missing)}")
     folder = _converted(name, version, cache)
     return read_config(folder) if folder.exists() else json.loads(_run_gguf(key, source))
 

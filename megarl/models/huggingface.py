@@ -1,4 +1,4 @@
-"""The meaning of a Hugging Face config.json: known families, values for keys that it leaves out, unsupported ones."""
+"""Interpretation of a Hugging Face config.json: model families, defaults of missing keys, unsupported features."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
 }
-"""The known `model_type`s -> the values that transformers takes for keys that config.json does not have."""
+"""Supported `model_type` -> the defaults of transformers for keys that config.json omits."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -78,24 +78,25 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Supported rotary embeddings, the latter with latent attention -> the parameters that they need."""
+"""Supported types of rotary embeddings (the latter: with latent attention) -> their required parameters."""
 
 FP8_BLOCK = 128
-"""Rows and columns of a block that has a scale, in checkpoints in fp8."""
+"""Rows and columns of a block with one scale in fp8 checkpoints."""
 
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
-"""Bias switches that a family has here. Qwen2's attention biases are always on, whatever the switch says."""
+"""Supported bias keys by family. Qwen2 always has attention biases, whatever its key is set to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The sizes of a mixture of experts.
 
-    count                routed experts of a layer
-    active               routed experts that a token goes to
-    intermediate         rows of an expert's MLP
-    shared_intermediate  rows of the MLP that every token goes through beside them (0: none)
-    layers               for each layer, whether it has experts; the others have a dense MLP
+    Attributes:
+        count: routed experts of a layer.
+        active: routed experts per token.
+        intermediate: rows of an expert's MLP.
+        shared_intermediate: rows of the shared experts' MLP, which every token goes through; 0 without shared experts.
+        layers: whether each layer has experts; the other layers have a dense MLP.
     """
 
     count: int
@@ -106,20 +107,21 @@ class Experts:
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of an expert's number in a token's route, where −1 stands for none."""
+        """Bytes of an expert index in a token's route, where −1 means no expert."""
         return 1 if self.count <= 128 else 2
 
     @property
     def route_bytes(self) -> int:
-        """The bytes of a token's route through all layers."""
+        """Bytes of a token's route through all layers."""
         return sum(self.layers) * self.active * self.number_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention: queries (unless query_rank is None) and keys and values come from low-rank latents.
+    """Sizes of multi-head latent attention.
 
-    A head's query and key have position_dim channels with a rotary embedding, and content_dim without.
+    Keys and values are projected from a low-rank latent, and so are queries unless query_rank is None. Each head's
+    query and key have position_dim channels with a rotary embedding and content_dim channels without.
     """
 
     query_rank: int | None
@@ -130,27 +132,33 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with the keys that config.json left out. Raises UserError that lists the known families for a
-    model of another one."""
+    """Return the config with defaults for the keys that config.json omits.
+
+    Raises:
+        UserError: the model's family is not supported. The message lists the supported ones.
+    """
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
-        raise UserError(f"model_type {model_type} is not supported; the known ones are {', '.join(FAMILIES)}")
+        raise UserError(f"model_type {model_type} is not supported. Fix: use a model of type {', '.join(FAMILIES)}")
     return {**FAMILIES[model_type], **hf_config}
 
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
-    """Returns the features of a completed config that are not supported, each by its key and value."""
+    """Return the unsupported features of a completed config, each as its key and value."""
     return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Returns the dtype of the checkpoint, such as "bfloat16"; before version 5, transformers called it torch_dtype."""
+    """Return the dtype of the checkpoint, such as "bfloat16". Transformers before version 5 calls the key
+    torch_dtype."""
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns rope_type, rope_theta and the parameters of the type. Before version 5, transformers wrote
-    rope_scaling."""
+    """Return rope_type, rope_theta and the parameters of the type.
+
+    Transformers before version 5 writes them under rope_scaling.
+    """
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
         "rope_theta": model["rope_theta"],
@@ -162,7 +170,7 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Returns how many tokens a token attends to, itself included; None: all before it."""
+    """Return the number of tokens that a token attends to, including itself, None for full causal attention."""
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
@@ -179,7 +187,7 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "qwen3_moe":
             dense, step = model["mlp_only_layers"] or (), model["decoder_sparse_step"]
             return Experts(
-                # transformers 5 writes the number under the first name.
+                # Transformers 5 writes this key.
                 model.get("num_local_experts", model["num_experts"]),
                 model["num_experts_per_tok"],
                 model["moe_intermediate_size"],
@@ -209,21 +217,21 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
-def left_out(hf_config: Mapping[str, Any]) -> str | None:
-    """Returns the part of the checkpoint that is neither trained nor exported, in words; None if there is none."""
+def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
+    """Return a description of the part of the checkpoint that is neither trained nor exported, None without one."""
     layers = hf_config.get("num_nextn_predict_layers")
     return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
 
 
-def without_left_out(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint without the part that is not trained."""
-    return {**hf_config, **({"num_nextn_predict_layers": 0} if left_out(hf_config) else {})}
+def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a checkpoint without the part that `untrained_part` describes."""
+    return {**hf_config, **({"num_nextn_predict_layers": 0} if untrained_part(hf_config) else {})}
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
-    known = _BIASES.get(model["model_type"], ())
+    supported = _BIASES.get(model["model_type"], ())
     for key in ("attention_bias", "mlp_bias"):
-        if model[key] and key not in known:
+        if model[key] and key not in supported:
             yield f"{key} true"
     for key in ("attention_dropout", "resid_pdrop"):
         if model.get(key):
@@ -253,7 +261,7 @@ def _others(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act {model['hidden_act']}"
     if model["quantization_config"]:
         yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
-    # transformers has this epsilon in the norms of the latents whatever the config says.
+    # Transformers always uses this epsilon in the norms of the latents.
     if latent_attention(model) and model["rms_norm_eps"] != 1e-6:
         yield f"rms_norm_eps {model['rms_norm_eps']}"
 
@@ -264,7 +272,7 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
         return
     if model.get("router_jitter_noise"):
         yield f"router_jitter_noise {model['router_jitter_noise']}"
-    # A token's only expert has weight one: no gradient reaches the router.
+    # A single active expert has weight one after normalization, so the router gets no gradient.
     if mixture.active == 1 and model.get("norm_topk_prob", True):
         yield "num_experts_per_tok 1"
     if model["model_type"] == "deepseek_v3":
@@ -272,11 +280,14 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields features of DeepSeek's router that are not supported. It chooses groups of experts by their two best
-    experts; Megatron takes as many as a chosen group has active experts on average."""
-    for key, done in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if model.get(key, done) != done:
+    """Yield the unsupported features of DeepSeek's router.
+
+    DeepSeek scores a group of experts by its two best experts. Megatron uses as many experts as a selected group has
+    active ones on average, so this number must be two.
+    """
+    for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if model.get(key, supported) != supported:
             yield f"{key} {model[key]}"
-    active, groups, chosen = model["num_experts_per_tok"], model["n_group"], model["topk_group"]
-    if groups > chosen and active // chosen != 2:
-        yield f"num_experts_per_tok {active} with topk_group {chosen}"
+    active, groups, selected = model["num_experts_per_tok"], model["n_group"], model["topk_group"]
+    if groups > selected and active // selected != 2:
+        yield f"num_experts_per_tok {active} with topk_group {selected}"

@@ -1,4 +1,4 @@
-"""The paths of a run's models: as they were given, and the folders that they led to when the run began."""
+"""Model paths of a resumed run: as given, and as resolved when the run started."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from megarl.config.schema import Config
 from megarl.models.folder import model_paths, with_real_paths
 
 Models = Mapping[str, Mapping[str, str]]
-"""The models that a run starts from: folder and hash of the weights of each, by the key of its path."""
+"""The models that a run starts from: folder and hash of the weights, by the key of the path."""
 
 
 def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
-    """Returns the config with the paths of models' folders as `with_real_paths` has them. A path that is given as it
-    was before stands for the folder that it led to then, which a line says: the link runs/latest has moved to this run
-    meanwhile, and the same command is to go on with it.
+    """Return the config with real paths, where a path given in an earlier attempt keeps the folder of that attempt.
 
-    folders   the folders that paths led to in the attempts of the run so far, by what was given
+    The link runs/latest moves when a run starts, and the same command must resume the run with the same model.
+
+    Args:
+        folders: folder that each given path resolved to in the earlier attempts of the run.
     """
     real = with_real_paths(config)
     for key, given in model_paths(config).items():
         folder, path = folders.get(given), model_paths(real)[key]
         if folder not in (None, path) and Path(folder).is_dir():
-            print(f"{key}={given}: the run goes on with {folder}, where this led when it began", flush=True)
+            print(f"{key}={given}: uses {folder}, to which it resolved when the run started", flush=True)
             name, _ = key.split(".")
             section = getattr(real, name).model_copy(update={"path": folder})
             real = real.model_copy(update={name: section})
@@ -32,10 +33,11 @@ def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
 
 
 def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -> Models:
-    """Returns the models, each with its path as it was given where the config has another.
+    """Return the models, adding the given path to each whose path in the config differs from it.
 
-    config   as find_model_paths returns it
-    given    the paths that it was made of, by key
+    Args:
+        config: the config with resolved paths.
+        given: the paths before they were resolved, by key.
     """
     paths = model_paths(config)
     return {
@@ -45,21 +47,24 @@ def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -
 
 
 def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved_models: Models) -> dict[str, str]:
-    """Returns the models that lie elsewhere than when the run was saved, with the same weights: key of the path -> the
-    path that the saved config has. One that `models` lack is the actor's."""
+    """Return the models that have the same weights as when the run was saved but another path.
+
+    The result maps the key of the path to the path in the saved config. A model missing from `models` is the actor's.
+    """
     moved = {}
     for key, path in model_paths(config).items():
         name, _ = key.split(".")
         earlier = saved.get(name, {}).get("path")
-        now, then = (found.get(key, found.get("model.path")) for found in (models, saved_models))
-        if earlier not in (None, path) and now is not None and then is not None and now["hash"] == then["hash"]:
+        current, previous = (each.get(key, each.get("model.path")) for each in (models, saved_models))
+        has_both = current is not None and previous is not None
+        if earlier not in (None, path) and has_both and current["hash"] == previous["hash"]:
             moved[key] = earlier
     return moved
 
 
 def with_present_paths(config: Config, saved: Mapping[str, Any], moved: Iterable[str]) -> dict[str, Any]:
-    """Returns the saved config with the paths of the moved models, by key, as this config has them."""
-    present = dict(saved)
+    """Return the saved config with this config's paths of the moved models. moved: keys of their paths."""
+    updated = dict(saved)
     for name in (key.split(".")[0] for key in moved):
-        present[name] = {**saved[name], "path": getattr(config, name).path}
-    return present
+        updated[name] = {**saved[name], "path": getattr(config, name).path}
+    return updated

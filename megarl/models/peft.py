@@ -1,4 +1,4 @@
-"""The file adapter_config.json of a PEFT folder: what adapters it may describe, and how ours are described."""
+"""The file adapter_config.json of a PEFT folder: checks of imported adapters, and the content for exported ones."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ PLAIN = {
     **dict(rank_pattern={}, alpha_pattern={}, layer_replication=None, trainable_token_indices=None),
     **dict(target_parameters=None),
 }
-"""Keys by which adapters would be something else, and the values under which they are not."""
+"""Keys that select unsupported variants of LoRA -> the only supported values."""
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Checks that a folder has adapters as the keys say. Raises UserError with a line for each key that is wrong."""
+    """Check that the folder's adapters match the keys of actor.lora.
+
+    Raises:
+        UserError: files are missing or damaged, or keys differ; the message has a line for each key.
+    """
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
-            raise UserError(f"actor.lora.path={folder}: it has no {file.name}; give a folder that PEFT has saved")
+            raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT has saved")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); copy the file again") from None
+        raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the file again") from None
     lines = [
-        f"actor.lora.{name}={value:g}: the adapters of {folder} have {key}={found.get(key)}; set it to that"
+        f"actor.lora.{name}={value:g}: the adapters in {folder} have {key}={content.get(key)}. Fix: set "
+        f"actor.lora.{name} to that value"
         for key, name, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha))
-        if found.get(key) != value
+        if content.get(key) != value
     ]
     lines += [
-        f"actor.lora.path={folder}: its {CONFIG} has {key}={found[key]!r}, which is not supported; give adapters with "
-        f"{key}={value!r}"
+        f"actor.lora.path={folder}: {CONFIG} has {key}={content[key]!r}, which is not supported. Fix: use adapters "
+        f"with {key}={value!r}"
         for key, value in PLAIN.items()
-        if found.get(key, value) != value and found[key]
+        if content.get(key, value) != value and content[key]
     ]
     if lines:
         raise UserError("\n".join(lines))
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Returns the content of the file.
+    """Return the content of adapter_config.json.
 
-    base      path or name of the model that the adapters are for
-    modules   the last parts of the names of the layers that have them
+    Args:
+        base: path or name of the base model.
+        modules: last parts of the names of the layers with adapters.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {

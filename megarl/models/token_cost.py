@@ -1,4 +1,4 @@
-"""The cost of the parts of a training step, relative to each other: enough to balance ranks, not to predict seconds."""
+"""Relative costs of the parts of a training step: enough to balance ranks, but not to predict times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megarl.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Costs in units of one token's way through the linear layers.
+    """Costs relative to one token in the linear layers.
 
-    attended   cost of one pair of a query and a key that it sees
-    scored     cost of one token whose log-prob is computed
+    Attributes:
+        attended: cost of one pair of a query and a key that it attends to.
+        scored: cost of one token whose log-prob is computed.
     """
 
     attended: float

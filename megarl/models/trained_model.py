@@ -12,8 +12,11 @@ from megarl.models.value_head import with_value_head
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the model that a role trains, including its heads. hf_config: that of the model it starts
-    from."""
+    """Return the config of the model that a role trains, including its heads.
+
+    Args:
+        hf_config: config of the model that it starts from.
+    """
     if role == "critic":
         return as_classifier(hf_config)
     if role == "actor" and config.trains_reward_model:

@@ -1,6 +1,6 @@
-"""A value head beside a language head: an MLP on the same hidden states, for a critic that shares the actor's trunk.
+"""A value head next to the language head: an MLP on the same hidden states, for a critic with a shared backbone.
 
-No Hugging Face checkpoint has one; a model with it is described by its config.json and one key more.
+Hugging Face checkpoints have no such head; a model with one has an additional key in its config.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ def with_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config without the key of the value head, which no Hugging Face folder has."""
+    """Return the config without the value head's key, as Hugging Face folders have it."""
     return {key: value for key, value in hf_config.items() if key != KEY}
 
 
 def value_head_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns canonical name -> shape of the head's parameters, which every tensor-parallel rank has whole; empty for a
-    model without it."""
+    """Return the shapes of the head's parameters by canonical name; empty for a model without the head.
+
+    Every tensor-parallel rank holds them whole.
+    """
     if not hf_config.get(KEY):
         return {}
     hidden = hf_config["hidden_size"]

@@ -1,1 +1,1 @@
-"""Offline prediction: what fits on GPUs that are not there, and how long a step takes. The runtime never imports it."""
+"""Offline prediction of memory and step time on GPUs that this machine does not have. The runtime never imports it."""

@@ -1,4 +1,4 @@
-"""The stated figures of GPUs and their links, and how much of them a step gets."""
+"""Nominal figures of GPUs and their links, and the share of them that a step achieves."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU in its usual server of eight, by the figures that its maker states.
+    """A GPU in its usual server of eight, with its manufacturer's figures. Links are given per direction.
 
-    memory_gib     memory that a process can have, as the driver reports it, ECC and firmware taken off
-    tflops         dense products of bfloat16, in 10^12 operations a second
-    memory_gb_s    of its own memory
-    nvlink_gb_s    to the other GPUs of the server, each direction
-    network_gb_s   to other servers, each direction: its share of the server's network cards
-    host_gb_s      to host memory over PCIe, each direction
-    host_gib       its share of the server's host memory
-    source         where the figures are stated
+    Attributes:
+        memory_gib: memory available to processes as the driver reports it, without ECC and firmware.
+        tflops: dense bfloat16 throughput in TFLOP/s.
+        memory_gb_s: bandwidth of its memory.
+        nvlink_gb_s: bandwidth to the other GPUs of the server.
+        network_gb_s: bandwidth to other servers: its share of the server's network cards.
+        host_gb_s: bandwidth to host memory over PCIe.
+        host_gib: its share of the server's host memory.
+        source: where the figures are published.
     """
 
     memory_gib: float
@@ -45,31 +46,31 @@ GPUS: dict[str, Gpu] = {
     ),
     "B200-180GB": Gpu(179.1, 2250, 7700, 900, 50, 64, 512, "DGX B200 datasheet (1.44 TB of GPU memory, 62 TB/s, 4 TB)"),
 }
-"""The known GPUs, by the names that --gpus takes."""
+"""The supported GPUs by the names that --gpus accepts."""
 
 DENSE_SHARE = 0.55
-"""The share of a GPU's stated operations that dense layers get, what waits for other ranks aside, which is counted for
-itself. Megatron-LM states up to 47 % for whole training steps on H100, such waiting included."""
+"""Share of a GPU's nominal throughput that dense layers achieve, without waiting for other ranks, which is modelled
+separately. Megatron-LM reports up to 47 % for whole training steps on H100, waiting included."""
 
 EXPERT_SHARE = 0.48
 EXPERT_ROWS = 256
-"""Experts of r rows on a rank get EXPERT_SHARE · r / (r + EXPERT_ROWS): their products are small. The form and
-EXPERT_ROWS are an assumption; with 14,336 rows it gives the 468 TFLOP/s (47 %) that Megatron-core states for Mixtral
+"""Experts with r rows on a rank achieve EXPERT_SHARE · r / (r + EXPERT_ROWS), because their products are small. The
+form and EXPERT_ROWS are assumptions; 14,336 rows give the 468 TFLOP/s (47 %) that Megatron-core reports for Mixtral
 8x7B."""
 
 MEMORY_SHARE = 0.7
-"""The share of its memory's stated bandwidth that an engine's step gets: an assumption."""
+"""Share of the nominal memory bandwidth that an engine step achieves. An assumption."""
 
 LINK_SHARE = 0.75
-"""The share of a link's stated bandwidth that a collective of large messages gets: an assumption."""
+"""Share of a link's nominal bandwidth that a collective of large messages achieves. An assumption."""
 
 STORAGE_GB_S = 4
-"""The GB that each node writes to the shared file system in a second, while all write: an assumption."""
+"""GB/s that each node writes to the shared file system while all nodes write. An assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The GPUs of a run, in servers that are filled one after the other."""
+    """The GPUs of a run, in servers that are filled one after another."""
 
     name: str
     gpu: Gpu
@@ -85,8 +86,10 @@ class Cluster:
         return -(-self.num_gpus // self.gpus_per_node)
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Returns what each rank of a group sends in a second, of `ranks` ranks that lie `stride` ranks apart. A ring
-        over nodes leaves each of them once, over the network cards of all its ranks there."""
+        """Return the bandwidth of each rank in a process group of `ranks` ranks that are `stride` ranks apart.
+
+        A ring over several nodes leaves each node once and uses the network cards of all its ranks on that node.
+        """
         if ranks * stride <= self.gpus_per_node:
             return LINK_SHARE * 1e9 * self.gpu.nvlink_gb_s
         members = max(1, self.gpus_per_node // stride)
@@ -96,22 +99,22 @@ class Cluster:
         gpu = self.gpu
         return (
             f"{self.num_gpus} x {self.name} on {self.num_nodes} {'node' if self.num_nodes == 1 else 'nodes'}, each GPU "
-            f"with {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_s:,} GB/s of memory, "
-            f"{gpu.nvlink_gb_s} GB/s in its node, {gpu.network_gb_s:g} GB/s out of it"
+            f"with {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_s:,} GB/s to its memory, "
+            f"{gpu.nvlink_gb_s} GB/s inside the node, {gpu.network_gb_s:g} GB/s to other nodes"
         )
 
 
 def read_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
-    """Reads e.g. "64xH100-80GB". Raises UserError for what cannot be read, or an unknown GPU."""
-    found = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
-    if found is None:
-        raise UserError(f"--gpus {text}: expected a number and a GPU, such as 64xH100-80GB")
+    """Parse a cluster such as "64xH100-80GB". Raises UserError if it is malformed or the GPU is unknown."""
+    match = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
+    if match is None:
+        raise UserError(f"--gpus {text}: expected a number and a GPU. Fix: use a form such as 64xH100-80GB")
     if gpus_per_node < 1:
-        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU on a node")
+        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
     names = {name.lower(): name for name in GPUS} | {name.split("-")[0].lower(): name for name in GPUS}
-    name = names.get(found[2].lower())
+    name = names.get(match[2].lower())
     if name is None:
-        near = difflib.get_close_matches(found[2].upper(), GPUS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"--gpus {text}: {found[2]} is unknown; {hint}The known ones are {', '.join(GPUS)}")
-    return Cluster(name, GPUS[name], int(found[1]), gpus_per_node)
+        near = difflib.get_close_matches(match[2].upper(), GPUS, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"--gpus {text}: unknown GPU {match[2]}{hint}. Fix: use one of {', '.join(GPUS)}")
+    return Cluster(name, GPUS[name], int(match[1]), gpus_per_node)

@@ -1,4 +1,4 @@
-"""The layouts that a model and a number of GPUs allow, and why others are not."""
+"""Layouts that a model and a number of GPUs allow, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megarl.planner.hardware import Cluster
 MOST_STAGES = 32
 LARGEST_ENGINE = 32
 SHORTEST_SHARE = 2048
-"""The tokens of the longest sample that a context-parallel rank has at least: below, it gains nothing."""
+"""Minimum tokens of the longest sample per context-parallel rank. Smaller shares gain nothing."""
 
 
 def with_layout(config: Config, **sizes: Any) -> Config:
-    """Returns the recipe with these keys of actor.layout."""
+    """Return the recipe with these keys of actor.layout replaced."""
     layout = config.actor.layout.model_copy(update=sizes)
     return config.model_copy(update={"actor": config.actor.model_copy(update={"layout": layout})})
 
 
 def with_engine(config: Config, **keys: Any) -> Config:
-    """Returns the recipe with these keys of rollout."""
+    """Return the recipe with these keys of rollout replaced."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
 
 
 def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each rule that the actor's layout, or its engines', breaks."""
+    """Return a line for each rule that the layout of the actor or of its engines breaks."""
     lines = [rule("actor.layout.", config.actor.layout) for rule in layout_rules.RULES]
     lines += [rule(config, config.actor) for rule in placed_rules.RULES]
     try:
@@ -45,13 +45,14 @@ def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 class Sizes:
-    """The sizes of each kind of parallelism that the model divides by, among powers of two.
+    """The powers of two that the model divides by, for each kind of parallelism.
 
-    refused   the lines for those up to the largest that the cluster has room for, by which it does not
+    Attributes:
+        refused: a line for each size up to the cluster's maximum that the model does not divide by.
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
-        """Raises UserError for rules that the recipe breaks in any layout."""
+        """Find the sizes. Raises UserError if the recipe breaks a rule in every layout."""
         self._config, self._hf_config = config, hf_config
         self.refused: list[str] = []
         raise_all(self._broken("actor.layout.tp", 1))
@@ -59,17 +60,17 @@ class Sizes:
         self.ep = self._legal("actor.layout.ep", cluster.num_gpus) if model.shape.experts else [1]
         self.engine = [] if config.is_offline else self._legal("rollout.tp", min(cluster.num_gpus, LARGEST_ENGINE))
 
-    def _legal(self, key: str, most: int) -> list[int]:
-        found = []
-        for size in _powers_of_two(most):
+    def _legal(self, key: str, largest: int) -> list[int]:
+        sizes = []
+        for size in _powers_of_two(largest):
             lines = [line for line in self._broken(key, size) if line.startswith(f"{key}={size}:")]
             self.refused += lines[:1]
-            found += [] if lines else [size]
-        return found
+            sizes += [] if lines else [size]
+        return sizes
 
     def _broken(self, key: str, size: int) -> list[str]:
-        whole = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, first_stage_layers=None, last_stage_layers=None)
-        config = with_layout(with_engine(self._config, tp=1), **whole, sequence_parallel=False)
+        one_rank = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, first_stage_layers=None, last_stage_layers=None)
+        config = with_layout(with_engine(self._config, tp=1), **one_rank, sequence_parallel=False)
         name = key.rpartition(".")[2]
         if key == "rollout.tp":
             config = with_engine(config, tp=size)
@@ -87,8 +88,10 @@ class Sizes:
 def training_layouts(
     config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
 ) -> Iterator[Layout]:
-    """Yields the layouts of this many GPUs whose weights and gradients alone may fit. Whether all rules are kept is
-    asked of the whole recipe, see `broken_rules`."""
+    """Yield the layouts of this many GPUs whose weights and gradients alone may fit.
+
+    The rules are not checked here, as they need the whole recipe: see `broken_rules`.
+    """
     context = config.context_of(config.actor)[1]
     for tp in sizes.tp:
         if num_gpus % tp:
@@ -119,31 +122,31 @@ def training_layouts(
 
 
 def _expert_sizes(sizes: Sizes, ranks: int, tp: int) -> list[tuple[int, int | None]]:
-    """Returns (ep, etp) that tile the ranks of a pipeline stage."""
-    found: list[tuple[int, int | None]] = [(1, None)]
+    """Return (ep, etp) that tile the ranks of a pipeline stage."""
+    pairs: list[tuple[int, int | None]] = [(1, None)]
     for ep in sizes.ep[1:]:
-        found += [(ep, etp) for etp in sorted({1, tp}) if ranks % (ep * etp) == 0]
-    return found
+        pairs += [(ep, etp) for etp in sorted({1, tp}) if ranks % (ep * etp) == 0]
+    return pairs
 
 
 def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory_bytes: float) -> bool:
-    """Returns whether bfloat16 weights and float32 gradients are below the memory, without the vocabulary's."""
+    """Return whether bfloat16 weights and float32 gradients fit, without those of the embedding and the head."""
     shape = model.shape
     experts = 0
     if shape.experts is not None:
         experts = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
-    rest = model.count - experts - 2 * shape.vocab * shape.hidden
-    return 6 * (rest / tp + experts / expert_ranks) / pp < memory_bytes
+    dense = model.count - experts - 2 * shape.vocab * shape.hidden
+    return 6 * (dense / tp + experts / expert_ranks) / pp < memory_bytes
 
 
 def _stages(num_layers: int, pp: int) -> int | None:
-    """Returns the layers of the last stage, 0 where the layers divide evenly, None where no even rest is left."""
-    each = -(-num_layers // pp)
-    last = num_layers - (pp - 1) * each
+    """Return the number of layers of the last stage: 0 if the layers divide evenly, None if none are left for it."""
+    per_stage = -(-num_layers // pp)
+    last = num_layers - (pp - 1) * per_stage
     if num_layers % pp == 0:
         return 0
     return last if last > 0 else None
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**power for power in range(largest.bit_length()) if 2**power <= largest]

@@ -1,6 +1,6 @@
-"""The memory of a GPU in each phase of a step, and of a node's host, in closed form.
+"""Memory of a GPU in each phase of a step, and of a node's host, in closed form.
 
-Phases follow each other, so their peaks are never added: a layout fits if the fullest phase does.
+Phases follow one another, so their peaks are never added: a layout fits if its fullest phase does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from megarl.planner.workload import Workload
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
-    """Returns the fullest GPU of each phase, in the order of a step. Beside the model that computes it has a rank of
-    every model that shares devices with it, of each the rank that holds most."""
+    """Return the load of the fullest GPU in each phase, in the order of a step.
+
+    Besides the model that computes, the GPU holds the largest rank of every model that shares devices with it.
+    """
     stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
     states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
     training: list[Load] = []
@@ -33,14 +35,14 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
-            stays = held if workload.is_offline else staying(config, role, held)
-            # One turn scores and trains an implicit reward model; a KL in the reward is computed with all parts there.
+            resident = held if workload.is_offline else staying(config, role, held)
+            # An implicit reward model scores and trains in one turn; a KL reward is computed with all states loaded.
             has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
-            in_passes = held if has_all else {"parameters": held["parameters"], **stays}
+            in_passes = held if has_all else {"parameters": held["parameters"], **resident}
             reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)
             reserve |= {FRAGMENTS: FRAGMENT_BYTES}
-            there = [_named(role, parts) | beside | reserve for parts in (held, in_passes)]
-            training += _training(config.placed(role), where, *there, memory, passing)
+            totals = [_named(role, parts) | beside | reserve for parts in (held, in_passes)]
+            training += _training(config.placed(role), where, *totals, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
 
@@ -52,44 +54,46 @@ def _named(role: Role, parts: Mapping[str, float]) -> dict[str, float]:
 def _stages(
     config: Config, settings: Trained, model: ModelParameters, workload: Workload
 ) -> list[tuple[RankMemory, int]]:
-    """Returns the memory of a rank of each pipeline stage in training, and what a forward pass alone needs there."""
+    """Return, for a rank of each pipeline stage, its memory in training and the bytes of a forward-only pass."""
     layout, num_bytes = settings.layout, item_bytes(config)
     tokens = settings.tokens_per_microbatch * layout.cp
     packed = workload.packed(settings)
     rows, count = round(tokens * packed.scored_share), packed.microbatches
-    found = []
+    stages = []
     for stage in range(layout.pp):
         held = model.of_stage(layout, stage)
         memory = stage_memory(model.shape, layout, stage, held, num_bytes, tokens, rows, count, settings.recompute)
-        found.append((memory, forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)))
-    return found
+        stages.append((memory, forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)))
+    return stages
 
 
 def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
-    """Returns the bytes of a model's states on the GPU, by the names that the key `offload` has for them."""
+    """Return the bytes of a model's states on the GPU, by their names in the key `offload`."""
     on_gpu = memory.optimizer * (1 - optimizer_share_in_host(settings, memory))
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": on_gpu}
 
 
 def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
-    """Returns the share of the optimizer's state that Megatron keeps and steps in host memory
-    (megatron_overrides.optimizer). Main weights leave the GPU with use_precision_aware_optimizer only."""
-    given = settings.megatron_overrides.optimizer
-    if not given.get("optimizer_cpu_offload"):
+    """Return the share of the optimizer state that Megatron keeps and steps in host memory.
+
+    megatron_overrides.optimizer sets it. Main weights leave the GPU only with use_precision_aware_optimizer.
+    """
+    overrides = settings.megatron_overrides.optimizer
+    if not overrides.get("optimizer_cpu_offload"):
         return 0.0
-    has_main = memory.weights < memory.gradients  # weights of 2 bytes
-    moments = 2 / 3 if has_main and not given.get("use_precision_aware_optimizer") else 1.0
-    return moments * given.get("optimizer_offload_fraction", 0.0)
+    has_main_weights = memory.weights < memory.gradients  # weights of 2 bytes
+    moments = 2 / 3 if has_main_weights and not overrides.get("use_precision_aware_optimizer") else 1.0
+    return moments * overrides.get("optimizer_offload_fraction", 0.0)
 
 
 def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Returns what stays of the other models on the same GPU."""
+    """Return the bytes of the other models' states that stay on the same GPU."""
     spans = device_spans(config)
-    own = spans.pop(NAMES[role])
+    role_span = spans.pop(NAMES[role])
     others = {
-        f"{other}: what stays": max(sum(staying(config, other, one).values()) for one in of_role)
+        f"{other}: not offloaded": max(sum(staying(config, other, one).values()) for one in of_role)
         for other, of_role in states.items()
-        if other != role and overlap(own, spans[NAMES[other]])
+        if other != role and overlap(role_span, spans[NAMES[other]])
     }
     return {name: size for name, size in others.items() if size}
 
@@ -97,23 +101,26 @@ def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[s
 def _reserve(
     config: Config, models: Models, name: str, stages: Mapping[Role, int], gpus_per_node: int
 ) -> dict[str, float]:
-    """Returns what the processes of a GPU hold there beside tensors, of one that the processes of this name are on.
-    stages: for some models the pipeline stage that is there; of the others the one that holds most."""
+    """Return the bytes besides tensors that processes hold on a GPU of the processes called `name`.
+
+    Args:
+        stages: pipeline stage on that GPU, by role; for roles that are missing, the largest stage is assumed.
+    """
     spans = device_spans(config)
-    own = spans[name]
+    span = spans[name]
     held = {}
     for role, model in models.trained.items():
-        if overlap(own, spans[NAMES[role]]):
+        if overlap(span, spans[NAMES[role]]):
             layout = config.placed(role).layout
             matrices = [model.of_stage(layout, stage).matrices for stage in range(layout.pp)]
             held[role] = model.shape, matrices[stages[role]] if role in stages else max(matrices)
-    engine = models.actor.shape if ENGINE in spans and overlap(own, spans[ENGINE]) else None
-    scores = models.reward is not None and overlap(own, spans[NAMES["reward_model"]])
+    engine = models.actor.shape if ENGINE in spans and overlap(span, spans[ENGINE]) else None
+    scores = models.reward is not None and overlap(span, spans[NAMES["reward_model"]])
     return gpu_reserve(config, held, engine, ModelShape.of(models.reward) if scores else None, gpus_per_node)
 
 
 def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
-    """Returns what the reward model holds on a GPU that it shares with the processes of this name."""
+    """Return what the reward model holds on a GPU that it shares with the processes called `name`."""
     spans = device_spans(config)
     if models.reward is None or not overlap(spans[name], spans[NAMES["reward_model"]]):
         return {}
@@ -128,16 +135,18 @@ def _training(
     memory: RankMemory,
     passing: int,
 ) -> list[Load]:
-    """Returns the loads of the phases in which the model computes.
+    """Return the loads of the phases in which the model computes.
 
-    resident    what is there in updates, beside activations
-    in_passes   what is there in forward-only passes, beside what these need
+    Args:
+        resident: bytes on the GPU during updates, without activations.
+        in_passes: bytes on the GPU during forward-only passes, without those of the pass itself.
+        passing: bytes of a forward-only pass.
     """
     role = settings.section
     kept = {"activations": memory.activations, "head": memory.head}
     update = {**resident, **{part: size for part, size in kept.items() if size}}
     remedy = (
-        f"give {role}.layout more tp, pp or ep, or dp to share the optimizer over"
+        f"increase tp, pp or ep of {role}.layout, or dp to shard the optimizer further"
         if sum(resident.values()) > memory.activations + memory.head
         else f"set {role}.recompute=full, or lower {role}.tokens_per_microbatch"
     )
@@ -150,15 +159,17 @@ def _training(
 def _engine(
     config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]], cluster: Cluster
 ) -> list[Load]:
-    """Returns the loads of the phases in which the engine is awake, for each stage of the actor, whose ranks the
-    engine's meet on their GPUs if they are colocated."""
+    """Return the loads of the phases in which the engine is awake.
+
+    Colocated engines share GPUs with the actor's ranks, so there are loads for each of its pipeline stages.
+    """
     actor = models.actor
     weights = actor.engine_bytes(config)
     awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
     awake |= awake_reserve(config, actor.shape)
     spans = device_spans(config)
     fullest = {
-        role: max(of_role, key=lambda one: sum(one.values()))
+        role: max(of_role, key=lambda sizes: sum(sizes.values()))
         for role, of_role in states.items()
         if role != "actor" and overlap(spans[ENGINE], spans[NAMES[role]])
     }
@@ -172,33 +183,35 @@ def _engine(
 
 
 def _fullest(loads: list[Load]) -> list[Load]:
-    """Returns the fullest load of each phase, whatever the pipeline stage."""
-    found: dict[str, Load] = {}
+    """Return the fullest load of each phase over all pipeline stages."""
+    fullest: dict[str, Load] = {}
     for load in loads:
         phase = load.phase.partition(",")[0]
-        if phase not in found or load.total > found[phase].total:
-            found[phase] = load
-    return list(found.values())
+        if phase not in fullest or load.total > fullest[phase].total:
+            fullest[phase] = load
+    return list(fullest.values())
 
 
 def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
-    """Returns the first phase of a step that does not fit, whose remedy the others may need too; None where all fit."""
+    """Return the first phase of a step that does not fit, None if all fit. Its fix may also help the later ones."""
     return next((load for load in loads if load.total > cluster.memory_bytes), None)
 
 
 def refusal(load: Load, cluster: Cluster) -> str:
-    """Returns the line for a phase that does not fit."""
+    """Return the error line for a phase that does not fit."""
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, and has "
-        f"{cluster.gpu.memory_gib:.1f}; {load.remedy}"
+        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, but has "
+        f"{cluster.gpu.memory_gib:.1f} GiB. Fix: {load.remedy}"
     )
 
 
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Returns the bytes of a node's host memory, by what they are for: states that are offloaded, or whose optimizer is
-    stepped there; the reference's weights; the copy that a background save writes from; weights of sleeping engines
-    that need them again; the samples of a step. A node is taken to be full of ranks that hold as much as the
-    fullest."""
+    """Return the bytes in a node's host memory by purpose.
+
+    These are offloaded states, optimizer states that are stepped on the host, the reference's weights, the copy that a
+    background save writes from, weights that sleeping engines need again, and the samples of a step. Every rank of the
+    node is assumed to hold as much as the fullest one.
+    """
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
@@ -209,7 +222,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in {*settings.offload} - {"gradients"}))
         _add(parts, f"{role}: optimizer on the host", ranks * stepped)
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
-            _add(parts, f"{role}: copy that is saved", ranks * most_saved(config, settings.layout, model))
+            _add(parts, f"{role}: copy for the background save", ranks * most_saved(config, settings.layout, model))
     if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         _add(parts, "reference: weights", ranks * max(actor))
@@ -221,14 +234,14 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
 
 
 def _engines_keep_weights(config: Config) -> bool:
-    """Returns whether sleeping engines have their weights in host memory: see EngineGroup.sleep."""
+    """Return whether sleeping engines keep their weights in host memory: see EngineGroup.sleep."""
     rollout = config.rollout
     between_rounds = config.batch.sampling_rounds > 1 and reward_model_is_beside_engines(config)
     return between_rounds or rollout.vllm_overrides.get("quantization") is not None
 
 
 def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
-    """Returns the bytes of the copy that is saved on the rank that has the most to write."""
+    """Return the bytes that the rank with the most to write saves."""
     stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
     return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)
 

@@ -1,4 +1,4 @@
-"""Plans a recipe on GPUs that are not there: what fits, how long a step takes, and what bounds it."""
+"""Plans of a recipe on GPUs that this machine does not have: layouts that fit, step time and bottlenecks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.models.folder import NotHere, config_here
+from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_critic_model
 from megarl.models.trained_model import trained_hf_config
 from megarl.planner.hardware import GIB, Cluster
@@ -28,15 +28,16 @@ from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import Workload
 
 AHEAD = (0, 1, 2, 4)
-"""The values of rollout.max_staleness that are simulated."""
+"""Values of rollout.max_staleness to simulate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """The result of `megarl plan`.
 
-    best    the fastest recipe that fits, or the given one
-    found   what a search found, None where the recipe was taken as it is
+    Attributes:
+        best: the fastest recipe that fits, or the given one.
+        found: the result of the search, None with --as-it-is.
     """
 
     best: StepPlan
@@ -51,11 +52,15 @@ def plan_recipe(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Returns the plans of a recipe: of all layouts, or of its own.
+    """Return the plans of a recipe.
 
-    prompt_tokens, response_tokens   their means, see Workload.of
+    Args:
+        as_it_is: plan only the recipe's own layout instead of searching all layouts.
+        prompt_tokens: mean tokens of a prompt, see Workload.of.
+        response_tokens: mean tokens of a response, see Workload.of.
 
-    Raises UserError, with the arithmetic and the remedy, where nothing fits, or the recipe's own layout does not.
+    Raises:
+        UserError: no layout fits, or the recipe's own one does not. The message has the arithmetic and the fix.
     """
     actor = _config_json("model.path", config.model.path, config.model.revision)
     models = _models(config, actor)
@@ -65,8 +70,8 @@ def plan_recipe(
         return Planned(_own(config, actor, models, workload, cluster), None, count)
     if config.cluster.roles.given:
         raise UserError(
-            "cluster.roles: its devices are those of the recipe's own layouts; leave it out to rank others, or give "
-            "--as-it-is"
+            "cluster.roles: fixes the devices of the recipe's own layouts, so no others can be ranked. Fix: remove it, "
+            "or use --as-it-is"
         )
     found = search(config, actor, models, workload, cluster)
     if not found.plans:
@@ -76,12 +81,19 @@ def plan_recipe(
 
 
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
-    """Returns simulated runs of the first plan, by rollout.max_staleness: that of its recipe, and those of ahead.
-    lengths: recorded ones of responses; else they are drawn, see log_normal_lengths. On shared GPUs keys and values are
-    recomputed: nothing else goes there."""
+    """Simulate runs of the first plan for its recipe's rollout.max_staleness and the values in `ahead`.
+
+    Shared GPUs always recompute the KV cache after a refit, because it does not survive training.
+
+    Args:
+        lengths: recorded response lengths; if empty, lengths are drawn by log_normal_lengths.
+
+    Returns:
+        The simulated run for each value of rollout.max_staleness.
+    """
     best, config = planned.best, planned.best.config
     if config.is_offline:
-        raise UserError(f"--simulate: with data.format={config.data.format} nothing is sampled; leave it out")
+        raise UserError(f"--simulate: data.format={config.data.format} samples no rollouts. Fix: omit --simulate")
     workload, times = best.workload, best.times
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
@@ -95,28 +107,33 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
         recompute=recompute_seconds(config, model, best.cluster, workload.prompt_tokens) if recomputes else None,
     )
     samples, longest = workload.samples // workload.prompts, int(workload.longest_response)
-    found = {}
+    runs = {}
     for max_staleness in sorted({*ahead, config.rollout.max_staleness}):
         draw = (
             recorded_lengths(lengths, samples)
             if lengths
             else log_normal_lengths(workload.response_tokens, longest, samples)
         )
-        found[max_staleness] = simulate(speeds, workload.prompts, max_staleness, draw, is_colocated=config.is_colocated)
-    return found
+        runs[max_staleness] = simulate(speeds, workload.prompts, max_staleness, draw, is_colocated=config.is_colocated)
+    return runs
 
 
 def recorded(file: Path | None) -> list[int]:
-    """Returns the lengths of the responses in a file of rollouts, such as rollouts/step_000010.jsonl of a run's folder.
-    Raises UserError for one that is none."""
+    """Return the response lengths in a rollouts file, such as rollouts/step_000010.jsonl in a run's folder.
+
+    Raises:
+        UserError: the file is not a rollouts file or is empty.
+    """
     if file is None:
         return []
     try:
         lengths = [json.loads(line)["num_response_tokens"] for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--lengths {file}: {error!r}; give a file of rollouts/ in a run's folder") from None
+        raise UserError(
+            f"--lengths {file}: cannot be read ({error!r}). Fix: use a file in rollouts/ of a run's folder"
+        ) from None
     if not lengths:
-        raise UserError(f"--lengths {file}: it has no line; give a file of rollouts/ in a run's folder")
+        raise UserError(f"--lengths {file}: the file is empty. Fix: use a file in rollouts/ of a run's folder")
     return lengths
 
 
@@ -126,8 +143,8 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
         check_critic_model(config, actor, models.trained["critic"].hf_config)
     if (needed := num_devices(config)) > cluster.num_gpus:
         raise UserError(
-            f"--gpus {cluster.num_gpus}x{cluster.name}: with cluster.placement={config.cluster.placement} the recipe's "
-            f"ranks are on {needed} GPUs; give --gpus {needed}x{cluster.name}, or lower dp of the layouts"
+            f"--gpus {cluster.num_gpus}x{cluster.name}: with cluster.placement={config.cluster.placement} the recipe "
+            f"needs {needed} GPUs. Fix: use --gpus {needed}x{cluster.name}, or lower dp of the layouts"
         )
     plan = plan_step(config, models, workload, cluster)
     raise_all([plan.problem])
@@ -135,56 +152,55 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
 
 
 def _models(config: Config, actor: Mapping[str, Any]) -> Models:
-    """Returns the run's models, from the config.json of each: the actor's where a section has no path."""
+    """Return the run's models from their config.json files; a section without a path uses the actor's."""
     paths: dict[Role, str | None] = {"actor": None}
     if config.has_critic:
         paths["critic"] = config.critic.path
     if config.has_implicit_reward:
         paths["implicit_reward"] = config.implicit_reward.path
-    given = {role: actor if path is None else _config_json(f"{role}.path", path) for role, path in paths.items()}
+    configs = {role: actor if path is None else _config_json(f"{role}.path", path) for role, path in paths.items()}
     reward = _config_json("reward_model.path", config.reward_model.path) if config.has_reward_model else None
     return Models.of(
-        {role: trained_hf_config(config, role, model) for role, model in given.items()}, reward, config.actor.adapters
+        {role: trained_hf_config(config, role, model) for role, model in configs.items()}, reward, config.actor.adapters
     )
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns a model's config.json. A quantised checkpoint counts as what it is quantised from: trainers and engines
-    hold that."""
+    """Return a model's config.json without its quantization: trainers and engines hold unquantized weights."""
     try:
-        return {**config_here(path, key=key, revision=revision), "quantization_config": None}
-    except NotHere as reason:
-        raise UserError(f"{key}={path}: {reason}; give a folder that has its config.json") from None
+        return {**read_local_config(path, key=key, revision=revision), "quantization_config": None}
+    except ModelNotLocal as reason:
+        raise UserError(f"{key}={path}: {reason}. Fix: use a folder that contains its config.json") from None
 
 
 def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
-    """Returns the line for a search that found nothing: what the nearest layout lacks, or what all of them would."""
+    """Return the error of a search that found nothing: the problem of the nearest layout, or the bytes of any."""
     if found.nearest is not None:
         layout = found.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())
         return f"none of {found.tried} layouts fits; the nearest is {sizes}: {found.nearest.problem}"
     count = models.actor.count
-    each = 6 * count / cluster.num_gpus / GIB
+    per_gpu = 6 * count / cluster.num_gpus / GIB
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: no layout keeps all rules and can fit: weights and gradients alone "
-        f"are {count:,} parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {each:.1f} GiB of "
-        f"{cluster.gpu.memory_gib:g} on each, where they divide"
+        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout fits: weights and gradients alone are {count:,} "
+        f"parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {per_gpu:.1f} GiB on each GPU with "
+        f"{cluster.gpu.memory_gib:g} GiB, if evenly divided"
     )
 
 
 def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
-    """Returns the remedy where nothing fits: as many GPUs as are enough, if twice or four times as many are."""
+    """Return the fix if nothing fits: the number of GPUs that suffices, if two or four times as many do."""
     for times in (2, 4):
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
             return f"--gpus {larger.num_gpus}x{cluster.name} is enough"
-    return f"nor does any on {larger.num_gpus} of them; take more, or GPUs with more memory"
+    return f"{larger.num_gpus} are not enough either; use more, or GPUs with more memory"
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a layout that differ from one process, with etp where experts are shared out."""
-    found = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if sizes[name] > 1} or {"dp": 1}
+    """Return the keys of a layout that differ from the layout of one process, and etp if ep > 1."""
+    changed = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if sizes[name] > 1} or {"dp": 1}
     if sizes["ep"] > 1:
-        found["etp"] = sizes["tp"] if sizes["etp"] is None else sizes["etp"]
+        changed["etp"] = sizes["tp"] if sizes["etp"] is None else sizes["etp"]
     stages = {name: sizes[name] for name in ("first_stage_layers", "last_stage_layers") if sizes[name] is not None}
-    return found | stages
+    return changed | stages

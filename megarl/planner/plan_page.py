@@ -1,4 +1,4 @@
-"""The picture of a plan as one HTML file: who is on which GPU, the memory of each phase, the timeline of a step."""
+"""A plan as one HTML file: placement on GPUs, memory of each phase, timeline of a step."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg
 from megarl.resharding.families.megatron import Coordinates
 
 WIDTH = 10.4
-"""Inches of a chart, as wide as the report's."""
+"""Width of a chart in inches, equal to the report's."""
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Writes the page. Raises UserError where the file is there already, or cannot be written."""
+    """Write the page. Raises UserError if the file already exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(render(planned))
     except FileExistsError:
-        raise UserError(f"--html {path}: already there, and nothing is overwritten; name another file") from None
+        raise UserError(f"--html {path}: already exists and is not overwritten. Fix: name another file") from None
     except OSError as error:
-        raise UserError(f"--html {path}: it cannot be written ({error.strerror})") from None
+        raise UserError(
+            f"--html {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
+        ) from None
 
 
 def render(planned: Planned) -> str:
-    """Returns the page. It loads nothing and runs no script."""
+    """Return the page, which loads no external resources and runs no scripts."""
     best = planned.best
     config, times = best.config, best.times
     charts = (
         figure(
             "Memory of a GPU in each phase",
-            "The fullest GPU of the phase, in GiB; the line is what a GPU has. Phases follow each other.",
+            "The fullest GPU of the phase in GiB; the line marks a GPU's memory. Phases follow one another.",
             draw_memory(best.loads, best.cluster),
             wide=True,
         ),
         figure(
-            "A step", "Predicted seconds of its phases, and what most of each goes to.", draw_timeline(best), wide=True
+            "A step", "Predicted seconds of its phases, with the largest part of each.", draw_timeline(best), wide=True
         ),
     )
     summary = [
@@ -72,7 +74,7 @@ def render(planned: Planned) -> str:
 
 
 def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
-    """Draws a bar for each phase, of its parts in their order."""
+    """Draw a stacked bar for each phase, with its parts in order."""
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(loads)), facecolor="none", layout="constrained")
         axes = picture.add_subplot(facecolor="none")
@@ -96,7 +98,7 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
 
 
 def draw_timeline(plan: StepPlan) -> str:
-    """Draws the phases of a step along its seconds, each on a line of its own, with what most of it goes to."""
+    """Draw the phases of a step over time, each on its own line and labelled with its largest part."""
     spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
@@ -105,12 +107,12 @@ def draw_timeline(plan: StepPlan) -> str:
             axes.barh(-row, end - start, left=start, height=0.6, color=SERIES[row % len(SERIES)], linewidth=0)
             label = f"{end - start:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
             if end - start > 0.6 * step:
-                place, side = (start + end) / 2, "center"
+                position, side = (start + end) / 2, "center"
             elif start > step / 2:
-                place, side = start - 0.005 * step, "right"
+                position, side = start - 0.005 * step, "right"
             else:
-                place, side = end + 0.005 * step, "left"
-            axes.text(place, -row, label, ha=side, va="center", fontsize=8)
+                position, side = end + 0.005 * step, "left"
+            axes.text(position, -row, label, ha=side, va="center", fontsize=8)
         axes.set_yticks([-row for row in range(len(spans))], list(spans))
         axes.set_xlabel("seconds")
         axes.set_xlim(0, step)
@@ -120,11 +122,11 @@ def draw_timeline(plan: StepPlan) -> str:
 
 def _placement(config: Config) -> str:
     spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
-    return f"{config.cluster.placement}: {spans}. Colours are pipeline stages."
+    return f"{config.cluster.placement}: {spans}. Colours show pipeline stages."
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
-    """Yields a row for each node, a cell for each of its GPUs."""
+    """Yield a table row for each node, with a cell for each of its GPUs."""
     spans = device_spans(config)
     for first in range(0, cluster.num_gpus, cluster.gpus_per_node):
         cells = []
@@ -137,29 +139,29 @@ def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
 
 
 def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str], int | None]:
-    """Returns a line for each rank on a GPU, and the pipeline stage of the actor's, if it has one."""
+    """Return a line for each rank on a GPU, and the pipeline stage of the actor's rank, None without one."""
     lines, stage = [], None
     for placed in config.all_placed:
         name = NAMES[placed.section]
         if gpu in spans[name]:
-            place = Coordinates.of(placed.layout, gpu - spans[name].start)
-            lines.append(f"{name}: {_place(placed.layout, place, gpu - spans[name].start)}")
-            stage = place.stage if placed is config.actor else stage
+            coordinates = Coordinates.of(placed.layout, gpu - spans[name].start)
+            lines.append(f"{name}: {_describe_rank(placed.layout, coordinates, gpu - spans[name].start)}")
+            stage = coordinates.stage if placed is config.actor else stage
     if ENGINE in spans and gpu in spans[ENGINE]:
         replica, rank = divmod(gpu - spans[ENGINE].start, config.rollout.tp)
         lines.append(f"engine {replica}" + (f", tp {rank}" if config.rollout.tp > 1 else ""))
     return lines, stage
 
 
-def _place(layout: Layout, place: Coordinates, rank: int) -> str:
-    """Returns a rank's place in each kind of parallelism that the layout has."""
-    within = rank % (layout.tp * layout.cp * layout.dp)
-    context, replica = within // layout.tp % layout.cp, within // (layout.tp * layout.cp)
-    found = {
-        "stage": (layout.pp, place.stage),
+def _describe_rank(layout: Layout, coordinates: Coordinates, rank: int) -> str:
+    """Return the rank's coordinate in each kind of parallelism of the layout."""
+    stage_rank = rank % (layout.tp * layout.cp * layout.dp)
+    context, replica = stage_rank // layout.tp % layout.cp, stage_rank // (layout.tp * layout.cp)
+    sizes = {
+        "stage": (layout.pp, coordinates.stage),
         "dp": (layout.dp, replica),
         "cp": (layout.cp, context),
-        "tp": (layout.tp, place.tp_rank),
-        "ep": (layout.ep, place.ep_rank),
+        "tp": (layout.tp, coordinates.tp_rank),
+        "ep": (layout.ep, coordinates.ep_rank),
     }
-    return ", ".join(f"{kind} {number}" for kind, (size, number) in found.items() if size > 1) or "rank 0"
+    return ", ".join(f"{kind} {number}" for kind, (size, number) in sizes.items() if size > 1) or "rank 0"

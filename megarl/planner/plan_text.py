@@ -1,4 +1,4 @@
-"""The plans of a recipe as lines for people, and as an overlay of the recipe."""
+"""Plans of a recipe as text, as JSON values, and as an overlay of the recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 5
 
 
 def table(planned: Planned) -> str:
-    """Returns the ranked plans, and all of the first."""
+    """Return the ranking of the plans, followed by the details of the first."""
     best, found = planned.best, planned.found
     config, cluster = best.config, best.cluster
     used = num_devices(config)
@@ -35,34 +35,34 @@ def table(planned: Planned) -> str:
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
     if found is not None:
         lines += [
-            f"layouts   {found.tried} for training keep all rules, {len(found.plans)} of the fastest fit with engines",
+            f"layouts   {found.tried} valid for training, {len(found.plans)} of the fastest fit with engines",
             *(f"          not {line}" for line in found.refused),
             "",
             *_ranking(found.plans[:SHOWN]),
             "",
-            "The first:",
+            "Plan 1:",
         ]
     lines += [f"{name:<10}{value}" for name, value in _details(best, used)]
     return "\n".join(lines)
 
 
-def simulated_table(found: Mapping[int, Simulated]) -> str:
-    """Returns a line for each simulated run."""
-    in_turn = found[0].step_seconds
+def simulated_table(runs: Mapping[int, Simulated]) -> str:
+    """Return a table of simulated runs. runs: by rollout.max_staleness, with 0 among its keys."""
+    synchronous = runs[0].step_seconds
     lines = [
         "simulated, by rollout.max_staleness:",
-        f"{'':>14}{'a step':>10}{'faster':>9}{'engines idle':>14}{'trainers idle':>15}{'mean age':>10}",
+        f"{'':>14}{'step':>10}{'speedup':>9}{'engines idle':>14}{'trainers idle':>15}{'mean lag':>10}",
         *(
-            f"{max_staleness:>14}{run.step_seconds:>8.1f} s{in_turn / run.step_seconds:>7.2f} x"
+            f"{max_staleness:>14}{run.step_seconds:>8.1f} s{synchronous / run.step_seconds:>7.2f} x"
             f"{100 * run.engines_idle:>12.1f} %{100 * run.trainers_idle:>13.1f} %{run.mean_age:>10.1f}"
-            for max_staleness, run in found.items()
+            for max_staleness, run in runs.items()
         ),
     ]
     return "\n".join(lines)
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """Returns the plans as data: seconds, bytes, and keys of recipes."""
+    """Return the plans as JSON values: seconds, bytes and recipe keys."""
     plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
     return {
         "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
@@ -125,29 +125,29 @@ def _engines(config: Config) -> str:
 
 def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     config, times, cluster = plan.config, plan.times, plan.cluster
-    others = f", {cluster.num_gpus - used} are left over" if used < cluster.num_gpus else ""
-    cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB a GPU"
-    as_if = ", as if products were in bfloat16" if config.model.dtype == "float32" else ""
+    unused = f", {cluster.num_gpus - used} unused" if used < cluster.num_gpus else ""
+    cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB per GPU"
+    dtype_note = ", with matrix products in bfloat16" if config.model.dtype == "float32" else ""
     on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
     rows = [
         ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),
-        *([("optimizer", "stepped in host memory, which the trainer refuses so far")] if on_host else []),
-        ("gpus", f"{config.cluster.placement}: {used} of {cluster.num_gpus}{others}"),
-        ("memory", f"of {cluster.gpu.memory_gib:g} GiB, in each phase the fullest GPU; phases are not added:"),
+        *([("optimizer", "stepped in host memory, which the trainer does not support yet")] if on_host else []),
+        ("gpus", f"{config.cluster.placement}: {used} of {cluster.num_gpus}{unused}"),
+        ("memory", f"of {cluster.gpu.memory_gib:g} GiB, on the fullest GPU of each phase:"),
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
-        ("time", f"{times.seconds:.1f} s a step{as_if}:"),
+        ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
         *(("", line) for line in time_lines(times)),
     ]
     if times.rollout is not None:
-        room = times.rollout
-        rows.append(("sequences", f"{room.concurrent:,} on an engine at once, {room.guaranteed:,} if each is longest"))
+        capacity = f"{times.rollout.concurrent:,} per engine at once, {times.rollout.guaranteed:,} at maximum length"
+        rows.append(("sequences", capacity))
     for role, time in times.training.items():
         sent = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in time.volume.items()) or "nothing"
-        rows.append((role, f"{time.microbatches} microbatches an update, pipeline bubble {100 * time.bubble:.1f} %"))
-        rows.append(("", f"a GPU sends in a step: {sent}"))
+        rows.append((role, f"{time.microbatches} microbatches per update, pipeline bubble {100 * time.bubble:.1f} %"))
+        rows.append(("", f"sent by a GPU per step: {sent}"))
     if times.refit is not None:
-        rows.append(("refit", f"{show_bytes(times.refit.entering)} enter each node of engines"))
+        rows.append(("refit", f"{show_bytes(times.refit.entering)} received by each node with engines"))
     if plan.save is not None:
         rows.append(("save", _save(plan.save, config.checkpoint.background)))
     overlapped = times.overlapped(config.is_colocated)
@@ -159,16 +159,16 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
 def time_lines(times: StepTimes) -> list[str]:
     bounds = times.bounds
     return [
-        f"{phase} {seconds:.1f} s" + (f", most of it {bounds[phase]}" if phase in bounds else "")
+        f"{phase} {seconds:.1f} s" + (f", mostly {bounds[phase]}" if phase in bounds else "")
         for phase, seconds in times.phases.items()
     ]
 
 
 def _save(save: SaveTime, in_background: bool) -> str:
-    meanwhile = "while training goes on" if in_background else "while training waits"
+    meanwhile = "in the background" if in_background else "while training waits"
     return (
-        f"a copy to host memory in {save.copying:.1f} s at least, and {show_bytes(save.node_bytes)} written by the "
-        f"fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+        f"copying to host memory takes at least {save.copying:.1f} s, and {show_bytes(save.node_bytes)} are written by "
+        f"the fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
     )
 
 
@@ -179,18 +179,20 @@ def _host(plan: StepPlan) -> str:
 
 
 def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
-    gain = f"{overlapped:.1f} s a step at least, {times.seconds / overlapped:.2f} x as fast"
+    gain = f"at least {overlapped:.1f} s per step, a speedup of {times.seconds / overlapped:.2f} x"
     if config.is_colocated:
         return f"without waiting for the last responses, on the same GPUs: {gain}"
-    return f"with the rollout of the next step beside training: {gain}"
+    return f"with the next step's rollout during training: {gain}"
 
 
 def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config, path: Path, gpus: str) -> None:
-    """Writes the first plan as an overlay of the recipe: what was given on the command line, and what the plan changes.
+    """Write the first plan as an overlay of the recipe, with the overrides and the keys that the plan changes.
 
-    given   the recipe with the overrides
+    Args:
+        given: the recipe with the overrides.
 
-    Raises UserError where the file is there already, or cannot be written.
+    Raises:
+        UserError: the file already exists or cannot be written.
     """
     best = planned.best
     config = _on_nodes(best)
@@ -201,38 +203,41 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
     for key in _changed((), given.model_dump(), target):
         _put(values, key, target)
     lines = [
-        f"# By `megarl plan {recipe} --gpus {gpus}`: a step of {best.times.seconds:.1f} s is predicted,",
-        f"# and {best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB on the fullest GPU.",
+        f"# Written by `megarl plan {recipe} --gpus {gpus}`. Prediction: {best.times.seconds:.1f} s per step,",
+        f"# {best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB on the fullest GPU.",
         document.render(values),
     ]
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write("\n".join(lines))
     except FileExistsError:
-        raise UserError(f"--emit {path}: already there, and nothing is overwritten; name another file") from None
+        raise UserError(f"--emit {path}: already exists and is not overwritten. Fix: name another file") from None
     except OSError as error:
-        raise UserError(f"--emit {path}: it cannot be written ({error.strerror})") from None
-    assert load(path) == config, "the overlay is not the plan"
+        raise UserError(
+            f"--emit {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
+        ) from None
+    assert load(path) == config, "the overlay differs from the plan"
 
 
 def _on_nodes(plan: StepPlan) -> Config:
-    """Returns the plan's config with the nodes that its ranks fill."""
+    """Return the plan's config with cluster.nodes set to the number of nodes that its ranks fill."""
     nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
     return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    found = []
+    """Return the keys below `key` whose values differ."""
+    keys = []
     for name, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(name), dict) and value:
-            found += _changed((*key, name), old[name], value)
+            keys += _changed((*key, name), old[name], value)
         elif value != old.get(name):
-            found.append((*key, name))
-    return found
+            keys.append((*key, name))
+    return keys
 
 
 def _put(values: dict[str, Any], key: Sequence[str], target: Mapping[str, Any]) -> None:
-    """Puts the target's value of a key into the nested values."""
+    """Copy the target's value of a key into the nested values."""
     value: Any = target
     for part in key:
         value = value[part]

@@ -1,4 +1,4 @@
-"""The refit of a recipe, planned and proven without its machines: what stays on a device, and what travels."""
+"""The refit plan of a recipe, made and verified without its machines: bytes that stay on a device or cross links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.models.folder import NotHere, config_here
+from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
 from megarl.resharding.families import (
     megatron_holders,
@@ -22,22 +22,26 @@ from megarl.resharding.planning.preview import plan_figures, read_speeds
 
 
 def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Returns the figures of the plan by which the recipe's engines take the actor's weights. Ranks are on the GPUs
-    that its placement gives them, the first ranks_per_node of which are those of the first node, and so on.
+    """Return the figures of the plan that moves the actor's weights into the recipe's engines.
 
-    Raises UserError for a recipe without engines, and for a model that does not fit it, or is not on this machine.
+    Ranks are on the GPUs that the recipe's placement assigns. Every ranks_per_node consecutive GPUs are one node.
+
+    Raises:
+        UserError: the recipe has no engines, or its model does not fit it or is not on this machine.
     """
     if config.is_offline:
         raise UserError(
-            f"data.format={config.data.format}: the recipe has no engines, whose weights would be planned for"
+            f"data.format={config.data.format}: the recipe has no engines and no refit. Fix: use a recipe with rollouts"
         )
     speeds = read_speeds(ranks_per_node, bandwidth)
     try:
-        hf_config = config_here(config.model.path, revision=config.model.revision)
-    except NotHere as reason:
-        raise UserError(f"model.path={config.model.path}: {reason}; give a folder that has config.json") from None
+        hf_config = read_local_config(config.model.path, revision=config.model.revision)
+    except ModelNotLocal as reason:
+        raise UserError(
+            f"model.path={config.model.path}: {reason}. Fix: use a folder that contains config.json"
+        ) from None
     check_model(config, hf_config)
-    hf_config = {**hf_config, "quantization_config": None}  # trainers and engines hold what it is quantised from
+    hf_config = {**hf_config, "quantization_config": None}  # trainers and engines hold unquantized weights
     layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
     spans = device_spans(config)
     trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
@@ -69,9 +73,9 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     return plan_figures(inputs, make_sides, speeds, bucket_bytes)
 
 
-def transport_of(config: Config, found: Figures) -> str:
-    """Returns a line that says how the recipe's weights come to its engines. found: the figures of their plan."""
-    way = "sent, over NCCL or gloo" if config.sends_weights else "read where they lie, by CUDA IPC or in shared memory"
-    if not config.sends_weights and found.bytes_by_link["inter"] > 0:
-        way += "; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
-    return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {way}"
+def transport_of(config: Config, figures: Figures) -> str:
+    """Return a line that names the transport of the recipe's weights. figures: those of their plan."""
+    transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
+    if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
+        transport += "; sent between nodes over NCCL or gloo if an engine's node lacks them"
+    return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {transport}"

@@ -1,4 +1,4 @@
-"""The least seconds of a refit in closed form. `megarl reshard` makes the plan itself, and simulates it."""
+"""Lower bound on the time of a refit, in closed form. `megarl reshard` makes the plan itself and simulates it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megarl.resharding.planning.schedule import Bandwidth
 
 @dataclass(frozen=True, slots=True)
 class RefitTime:
-    """The time and the bytes of a refit.
+    """Time and bytes of a refit.
 
-    parts      what bounds it -> seconds; these go on at once
-    entering   bytes that enter each node of engines
+    Attributes:
+        parts: seconds of each potential bottleneck; all of them overlap.
+        entering: bytes that each node with engines receives.
     """
 
     parts: dict[str, float]
@@ -29,8 +30,8 @@ class RefitTime:
 
 
 def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> RefitTime:
-    """Returns the least time in which every engine has the actor's weights, over links of which a collective's share of
-    the stated bandwidth is got."""
+    """Return the minimum time to bring the actor's weights into every engine, over links at LINK_SHARE of their nominal
+    bandwidth."""
     return least_refit(
         config.actor.layout,
         (config.rollout.tp, config.rollout.replicas),
@@ -43,7 +44,7 @@ def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> Refi
 
 
 def _speeds(config: Config, cluster: Cluster) -> Bandwidth:
-    """Returns the speeds of the links. Trainer and engines that are on one node have its own between them."""
+    """Return the bandwidths of the links. If trainer and engines are on one node, NVLink connects them."""
     network, nvlink = (1e9 * LINK_SHARE * speed for speed in (cluster.gpu.network_gb_s, cluster.gpu.nvlink_gb_s))
     return Bandwidth(inter=nvlink if num_devices(config) <= cluster.gpus_per_node else network, intra=nvlink)
 
@@ -57,19 +58,23 @@ def least_refit(
     speeds: Bandwidth,
     colocated: bool,
 ) -> RefitTime:
-    """Returns the least time of a refit. What a node's engines need enters it once, over the cards of all its GPUs, and
-    is handed on inside; colocated, what the node's own trainer ranks hold does not enter. All sources give alike.
+    """Return the minimum time of a refit.
 
-    engines      tp of an engine, and the number of engines
-    rank_bytes   what each of an engine's ranks takes
+    The bytes that a node's engines need enter it once, over the network cards of all its GPUs, and are forwarded inside
+    the node. Colocated engines receive nothing that their node's trainer ranks already hold. The load is spread evenly
+    over the sources.
+
+    Args:
+        engines: tp of an engine, and the number of engines.
+        rank_bytes: bytes of each engine rank's weights.
     """
     tp, replicas = engines
     workers = tp * replicas
     on_node = min(workers, gpus_per_node)
     nodes = -(-workers // gpus_per_node)
     needed = rank_bytes * min(tp, on_node)
-    there = _share_on_node(layout, model, gpus_per_node) if colocated else 0.0
-    entering = needed * (1 - there)
+    local_share = _share_on_node(layout, model, gpus_per_node) if colocated else 0.0
+    entering = needed * (1 - local_share)
     if colocated and nodes == 1:
         entering = 0.0
     sources = layout.world_size
@@ -84,13 +89,13 @@ def least_refit(
 
 
 def _share_on_node(layout: Layout, model: ModelParameters, gpus_per_node: int) -> float:
-    """Returns the share of the weights that the trainer's ranks on one node hold together."""
+    """Return the share of the weights that the trainer ranks of one node hold in total."""
     stage_ranks = layout.tp * layout.cp * layout.dp
     stages = max(1, gpus_per_node // stage_ranks)
     within = min(gpus_per_node, stage_ranks)
-    found = 0.0
+    count = 0.0
     for stage in range(min(stages, layout.pp)):
         held = model.of_stage(layout, stage)
-        found += (held.count - held.experts) * min(layout.tp, within)
-        found += held.experts * min(layout.ep * layout.expert_tp, within)
-    return min(1.0, found / model.count)
+        count += (held.count - held.experts) * min(layout.tp, within)
+        count += held.experts * min(layout.ep * layout.expert_tp, within)
+    return min(1.0, count / model.count)

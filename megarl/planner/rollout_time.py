@@ -1,4 +1,4 @@
-"""The seconds that engines take to sample a step's responses, in closed form."""
+"""Time of a step's rollout in closed form."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
 from megarl.planner.workload import Workload
 
 STEP_SECONDS = 1.5e-3
-"""What an engine's step takes beside its kernels: scheduling and launches. An assumption."""
+"""Overhead of an engine step outside its kernels: scheduling and launches. An assumption."""
 
 SEQUENCE_SECONDS = 2.6e-3 / 1024
-"""What it takes for each sequence: 2.6 ms for 1,024 were measured of vLLM's output processing on a CPU."""
+"""Overhead per sequence: vLLM's output processing took 2.6 ms for 1,024 sequences on a CPU."""
 
 LAYER_SECONDS, EXPERTS_SECONDS = 40e-6, 40e-6
-"""What a layer's kernels take at least, however little they read, and its experts' beside them: about eight kernels of
-5 µs each. An assumption."""
+"""Minimum latency of a layer's kernels, and of its experts' kernels: about eight kernels of 5 µs each. An
+assumption."""
 
 REDUCE_SECONDS = {True: 15e-6, False: 100e-6}
-"""The latency of an all-reduce over an engine's ranks, inside a node and over several. An assumption."""
+"""Latency of an all-reduce over an engine's ranks, by whether they are on one node. An assumption."""
 
 POINTS = 48
-"""The points at which the shrinking batch is looked at."""
+"""Number of points at which the shrinking batch is evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTime:
-    """The seconds of a rollout.
+    """Time of a rollout.
 
-    parts        what they go to -> seconds
-    full         seconds if the engines always had as many sequences as they have room for, as they have if the next
-                 step's prompts may begin before the last response has ended
-    concurrent   sequences of an engine that have room at once, each as long as the mean one is on average
-    guaranteed   those that have room if each is as long as it may be
+    Attributes:
+        parts: seconds by cause.
+        full: seconds if the engines always ran full batches, as they do if the next step's prompts may start before the
+            last response has finished.
+        concurrent: sequences of average length that fit into an engine's KV cache at once.
+        guaranteed: sequences of maximum length that fit into it.
     """
 
     parts: dict[str, float]
@@ -54,8 +55,11 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Returns the bytes of a token in the KV cache of an engine's rank. Ranks share KV heads out, and repeat them where
-    they are more; the latent of latent attention is whole on each."""
+    """Return the bytes of a token in the KV cache of an engine rank.
+
+    KV heads are split over the ranks, and replicated if there are more ranks than heads. Every rank holds the whole
+    latent of latent attention.
+    """
     shape = model.shape
     if shape.latent is not None:
         return shape.num_layers * shape.latent_and_position * num_bytes
@@ -63,18 +67,18 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 
 
 def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
-    """Returns the time until the longest response has ended.
+    """Return the time until the longest response has finished.
 
-    Lengths are taken to be such that the share of responses longer than t is (1 − t / L)^(L / r − 1), with the longest
-    L and the mean r. An engine with more samples than it has room for runs full until the last has begun; from there
-    on its batch shrinks by that law.
+    The share of responses longer than t is assumed to be (1 − t / L)^(L / r − 1), where L is the maximum and r the mean
+    length. An engine with more samples than fit at once runs full batches until the last one has started; from then on
+    its batch shrinks by that law.
     """
     step = _Step(config, model, cluster)
     samples = workload.samples / config.rollout.replicas
     mean, longest = workload.response_tokens, workload.longest_response
     token, cache = kv_bytes(model, config.rollout.tp, step.num_bytes), config.rollout.kv_cache_gib * GIB
-    room = int(cache / token / (workload.prompt_tokens + mean / 2))
-    batch = max(1, min(samples, room, most_sequences(config.rollout)))
+    concurrent = int(cache / token / (workload.prompt_tokens + mean / 2))
+    batch = max(1, min(samples, concurrent, most_sequences(config.rollout)))
     parts: dict[str, float] = defaultdict(float)
     full_steps = (samples - batch) * mean / batch
     _add(parts, step.parts(batch, workload.prompt_tokens + mean / 2), full_steps)
@@ -90,13 +94,17 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
     parts["prompts"] = prefill
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
     guaranteed = int(cache / token / config.rollout.context_length)
-    return RolloutTime(dict(parts), min(always_full, sum(parts.values())), room, guaranteed)
+    return RolloutTime(dict(parts), min(always_full, sum(parts.values())), concurrent, guaranteed)
 
 
 def engine_step_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, context: float
 ) -> Callable[[int], float]:
-    """Returns what gives the seconds of an engine's step by the number of its sequences, each of so many tokens."""
+    """Return a function of the batch size that returns the seconds of an engine step.
+
+    Args:
+        context: tokens of each sequence.
+    """
     step = _Step(config, model, cluster)
     return cache(lambda batch: sum(step.parts(batch, context).values()))
 
@@ -104,8 +112,7 @@ def engine_step_seconds(
 def recompute_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, prompt_tokens: float
 ) -> Callable[[float], float]:
-    """Returns what gives the seconds in which an engine computes the keys and values of a prompt and of so many tokens
-    after it."""
+    """Return a function of a response's tokens that returns the seconds to recompute its KV cache and its prompt's."""
     flops_per_second = _Step(config, model, cluster).flops_per_second * config.rollout.tp
 
     def seconds(response_tokens: float) -> float:
@@ -121,7 +128,7 @@ def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:
 
 
 class _Step:
-    """One step of an engine, in which every sequence of its batch gets a token."""
+    """One decoding step of an engine, which generates one token for each sequence of the batch."""
 
     def __init__(self, config: Config, model: ModelParameters, cluster: Cluster):
         rollout, shape = config.rollout, model.shape
@@ -130,10 +137,10 @@ class _Step:
         self.token = kv_bytes(model, rollout.tp, self.num_bytes)
         weights = model.engine_bytes(config)
         self.experts = 0.0
-        self.latency_of_kernels = shape.num_layers * LAYER_SECONDS
+        self.kernel_latency = shape.num_layers * LAYER_SECONDS
         if shape.experts is not None:
             matrices = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
-            self.latency_of_kernels += sum(shape.experts.layers) * EXPERTS_SECONDS
+            self.kernel_latency += sum(shape.experts.layers) * EXPERTS_SECONDS
             self.experts = matrices * (self.num_bytes if rollout.quantization is None else 1) / rollout.tp
         self.dense = weights - self.experts
         self.bandwidth = cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE
@@ -142,26 +149,30 @@ class _Step:
         self.latency = REDUCE_SECONDS[rollout.tp <= cluster.gpus_per_node]
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Returns the seconds of a step with this many sequences of this many tokens.
+        """Return the seconds of a step by cause.
 
-        All weights are read, of a layer's E experts those that one of the batch's tokens goes to:
-        E (1 − (1 − a / E)^batch), with a active for each.
+        The step reads all weights, but only the experts that a token of the batch is routed to. With a of E experts
+        active per token, these are E (1 − (1 − a / E)^batch) per layer.
+
+        Args:
+            batch: number of sequences.
+            context: tokens of each sequence.
         """
         experts = self.shape.experts
         touched = 1 - (1 - experts.active / experts.count) ** batch if experts else 0.0
         reading = (self.dense + self.experts * touched) / self.bandwidth
         products = forward_flops(self.shape, batch, batch, batch * context) / self.tp / self.flops_per_second
         caching = batch * context * self.token / self.bandwidth
-        found = {
-            "engine's own loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
-            "latency of kernels": self.latency_of_kernels,
+        parts = {
+            "engine loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
+            "kernel latency": self.kernel_latency,
             "reading the KV cache": caching,
         }
         if products > reading:
-            found["matrix products"] = products
+            parts["matrix products"] = products
         else:
-            found["reading weights"] = reading
+            parts["reading weights"] = reading
         if self.tp > 1:
             moved = 2 * batch * self.shape.hidden * self.num_bytes * (self.tp - 1) / self.tp
-            found["all-reduces"] = 2 * self.shape.num_layers * (self.latency + moved / self.link)
-        return found
+            parts["all-reduces"] = 2 * self.shape.num_layers * (self.latency + moved / self.link)
+        return parts

@@ -1,4 +1,4 @@
-"""The seconds of a save in closed form."""
+"""Time of saving a checkpoint in closed form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megarl.planner.phases import most_saved
 
 @dataclass(frozen=True, slots=True)
 class SaveTime:
-    """The time and the bytes of a save.
+    """Time and bytes of a save.
 
-    node_bytes   what the node with the most to write does write
-    copying      the seconds in which all is copied to host memory at the link's rate, while training waits: at least
-    writing      the seconds of the files, while training goes on with checkpoint.background
+    Attributes:
+        node_bytes: bytes that the node with the most to write writes.
+        copying: minimum seconds of the copy to host memory, during which training waits.
+        writing: seconds to write the files. Training continues meanwhile if checkpoint.background is set.
     """
 
     node_bytes: float
@@ -26,15 +27,17 @@ class SaveTime:
 
 
 def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:
-    """Returns the time of a save, None where nothing is saved. All ranks write at once, each its own ranges. A node is
-    taken to be full of ranks that write as much as those with the most."""
+    """Return the time of a save, None if the recipe saves nothing.
+
+    All ranks write their own ranges at once. Every rank of a node is assumed to write as much as the largest one.
+    """
     if not config.checkpoint.may_be_saved:
         return None
     sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}
-    of_rank = max(sizes[role] + sum(map(sizes.get, others)) for role, others in sharing(config).items())
-    of_node = of_rank * min(cluster.num_gpus, cluster.gpus_per_node)
+    rank_bytes = max(sizes[role] + sum(map(sizes.get, others)) for role, others in sharing(config).items())
+    node_bytes = rank_bytes * min(cluster.num_gpus, cluster.gpus_per_node)
     return SaveTime(
-        node_bytes=of_node,
-        copying=of_rank / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE),
-        writing=of_node / (STORAGE_GB_S * 1e9),
+        node_bytes=node_bytes,
+        copying=rank_bytes / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE),
+        writing=node_bytes / (STORAGE_GB_S * 1e9),
     )

@@ -1,4 +1,4 @@
-"""The recipes on a cluster that fit, ranked by the seconds of their step."""
+"""Search for recipes that fit on a cluster, ranked by the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from megarl.planner.workload import Workload
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
 FASTEST, SMALLEST = 16, 8
-"""How many layouts for training are tried with engines: those that train fastest, and those that leave most memory."""
+"""Number of training layouts to try with engines: those that train fastest, and those that leave the most memory."""
 
 SMALLEST_CACHE_GIB = 0.5
 SPARE_GIB = 1.0
-"""The memory that a KV cache of the planner's own choice leaves free."""
+"""Memory that stays free next to a KV cache sized by the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """The result of a search.
 
-    plans     recipes that fit, the fastest first
-    nearest   the one that lacks least memory, where none fits
-    refused   lines for sizes that the model does not divide by
-    tried     layouts for training that keep all rules
+    Attributes:
+        plans: recipes that fit, fastest first.
+        nearest: if none fits, the recipe that exceeds the memory the least.
+        refused: a line for each size that the model does not divide by.
+        tried: number of valid training layouts.
     """
 
     plans: tuple[StepPlan, ...]
@@ -43,45 +44,50 @@ class Found:
 
 
 def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
-    """Returns the fitting layouts of training and engines. The other models that are trained take the actor's layout; a
-    reward model keeps its own."""
+    """Return the layouts of training and engines that fit.
+
+    The other trained models use the actor's layout; a reward model keeps its own.
+    """
     sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
     tried = 0
-    for for_training in _trainer_gpus(config, cluster):
-        for layout in training_layouts(config, models.actor, sizes, for_training, cluster.memory_bytes):
-            found = _training_plan(config, hf_config, models, workload, cluster, layout)
-            if found is None:
+    for num_gpus in _trainer_gpus(config, cluster):
+        for layout in training_layouts(config, models.actor, sizes, num_gpus, cluster.memory_bytes):
+            plan = _training_plan(config, hf_config, models, workload, cluster, layout)
+            if plan is None:
                 continue
             tried += 1
-            if found.problem is None:
-                trained.append(found)
-            elif nearest is None or found.fullest.total < nearest.fullest.total:
-                nearest = found
+            if plan.problem is None:
+                trained.append(plan)
+            elif nearest is None or plan.fullest.total < nearest.fullest.total:
+                nearest = plan
     plans: list[StepPlan] = []
-    lacking: list[StepPlan] = []
+    overfull: list[StepPlan] = []
     for plan in _shortlist(trained):
-        fitting, least = _with_engines(plan, models, workload, cluster, sizes)
+        fitting, smallest = _with_engines(plan, models, workload, cluster, sizes)
         plans += fitting
-        lacking += [] if least is None else [least]
-    if lacking:
-        nearest = min(lacking, key=lambda plan: plan.fullest.total)
+        overfull += [] if smallest is None else [smallest]
+    if overfull:
+        nearest = min(overfull, key=lambda plan: plan.fullest.total)
     plans.sort(key=lambda plan: plan.times.seconds)
     return Found(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Returns the numbers of GPUs that a trained model may have: all where they are shared, else a quarter, a half or
-    three quarters of them for all trained models, in whole nodes if there are several."""
+    """Return the numbers of GPUs to try for a trained model.
+
+    Colocated models use all GPUs. Otherwise all trained models together use a quarter, a half or three quarters of
+    them, in whole nodes if there are several.
+    """
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
     unit = cluster.gpus_per_node if cluster.num_nodes > 1 else 1
-    found = []
+    sizes = []
     for quarters in (1, 2, 3):
         gpus = cluster.num_gpus * quarters // 4 // len(config.all_trained) // unit * unit
-        found += [gpus] if 0 < gpus < cluster.num_gpus else []
-    return sorted(set(found))
+        sizes += [gpus] if 0 < gpus < cluster.num_gpus else []
+    return sorted(set(sizes))
 
 
 def _training_plan(
@@ -92,12 +98,14 @@ def _training_plan(
     cluster: Cluster,
     layout: Layout,
 ) -> StepPlan | None:
-    """Returns the layout with the least recomputation that fits while training, or with all of it; None where it breaks
-    a rule."""
+    """Return the plan of a layout with the least recomputation that fits during training.
+
+    If none fits, the plan has full recomputation. If the layout breaks a rule, return None.
+    """
     budget = _budget(config, layout)
     best = None
     for recompute in RECOMPUTE:
-        # What is away while other models compute is tried with engines; here all of it may be.
+        # Assume maximum offloading here; the choice of what to offload is made later, together with the engines.
         offload = config.actor.offload if config.is_offline or not config.is_colocated else list(OFFLOADS[-1])
         changed = _for_roles(
             config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget, offload=offload
@@ -119,52 +127,51 @@ def _offline(workload: Workload) -> Workload:
 
 
 def _budget(config: Config, layout: Layout) -> int:
-    """Returns the recipe's tokens of a microbatch, or what a rank's share of the longest sample needs, if that is
-    more."""
+    """Return the recipe's tokens_per_microbatch, raised if a rank's share of the longest sample needs more."""
     context = config.context_of(config.actor)[1]
     needed = context if layout.cp == 1 else -(-context // (2 * layout.cp)) * 2
-    together = 2 if config.algorithm.objective.spec.is_pairwise else 1
-    return max(config.actor.tokens_per_microbatch, needed * together)
+    samples = 2 if config.algorithm.objective.spec.is_pairwise else 1
+    return max(config.actor.tokens_per_microbatch, needed * samples)
 
 
 def _for_roles(config: Config, models: Models, **keys: Any) -> Config:
-    """Returns the recipe with these keys in the section of every trained model."""
+    """Return the recipe with these keys replaced in the section of every trained model."""
     sections: dict[Role, Any] = {role: config.placed(role).model_copy(update=keys) for role in models.trained}
     return config.model_copy(update=sections)
 
 
 def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
-    """Returns the plans that train fastest, and those whose states take least memory, of those on as many GPUs."""
-    found: list[StepPlan] = []
+    """Return, for each number of GPUs, the plans that train fastest and those that take the least memory."""
+    shortlist: list[StepPlan] = []
     for gpus in dict.fromkeys(plan.config.actor.layout.world_size for plan in trained):
-        on_as_many = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
-        fastest = sorted(on_as_many, key=lambda plan: plan.times.seconds)[:FASTEST]
-        smallest = sorted(on_as_many, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
-        found += fastest + [plan for plan in smallest if plan not in fastest]
-    return found
+        same_size = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
+        fastest = sorted(same_size, key=lambda plan: plan.times.seconds)[:FASTEST]
+        smallest = sorted(same_size, key=lambda plan: (plan.fullest.total, plan.times.seconds))[:SMALLEST]
+        shortlist += fastest + [plan for plan in smallest if plan not in fastest]
+    return shortlist
 
 
 def _with_engines(
     plan: StepPlan, models: Models, workload: Workload, cluster: Cluster, sizes: Sizes
 ) -> tuple[list[StepPlan], StepPlan | None]:
-    """Returns the plan with the fastest of the engines that fit, and the one that lacks least where none does."""
+    """Return the plan with the fastest engines that fit, and the plan with the smallest load that does not fit."""
     if workload.is_offline:
         return [plan], None
     config = plan.config
     taken = sum(placed.layout.world_size for placed in config.all_placed)
     gpus = cluster.num_gpus if config.is_colocated else cluster.num_gpus - taken
     fitting: list[StepPlan] = []
-    least: StepPlan | None = None
-    whole = [tp for tp in sizes.engine if tp <= cluster.gpus_per_node or tp % cluster.gpus_per_node == 0]
-    for tp in (tp for tp in whole if gpus and gpus % tp == 0):
+    smallest: StepPlan | None = None
+    tp_sizes = [tp for tp in sizes.engine if tp <= cluster.gpus_per_node or tp % cluster.gpus_per_node == 0]
+    for tp in (tp for tp in tp_sizes if gpus and gpus % tp == 0):
         for offload in OFFLOADS if config.is_colocated else OFFLOADS[:1]:
-            found = _with_engine(config, models, workload, cluster, tp, gpus // tp, offload)
-            if found.problem is None:
-                fitting.append(found)
-            elif least is None or found.fullest.total < least.fullest.total:
-                least = found
-    fitting.sort(key=lambda found: found.times.seconds)
-    return fitting[:1], least
+            candidate = _with_engine(config, models, workload, cluster, tp, gpus // tp, offload)
+            if candidate.problem is None:
+                fitting.append(candidate)
+            elif smallest is None or candidate.fullest.total < smallest.fullest.total:
+                smallest = candidate
+    fitting.sort(key=lambda candidate: candidate.times.seconds)
+    return fitting[:1], smallest
 
 
 def _with_engine(
@@ -176,7 +183,7 @@ def _with_engine(
     replicas: int,
     offload: tuple[str, ...],
 ) -> StepPlan:
-    """Returns the plan with these engines, whose KV cache is all that is left, up to what a step's samples can fill."""
+    """Return the plan with these engines. Their KV cache takes the free memory, up to what a step's samples can use."""
     config = _for_roles(config, models, offload=list(offload))
     sleep = config.is_colocated
     smallest = with_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)

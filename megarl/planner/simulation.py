@@ -1,5 +1,7 @@
-"""The simulation of a run's steps under a virtual clock: engines and trainers that wait for each other, by the schedule
-that real runs have."""
+"""Simulation of a run's steps under a virtual clock.
+
+Engines and trainers wait for each other according to the schedule of real runs (`rollout/schedule.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,22 @@ from dataclasses import dataclass, field
 from megarl.rollout.schedule import RolloutSchedule
 
 DEVIATION = 1.0
-"""The standard deviation of the logarithm of a response's length, where lengths are drawn: the longest of 512 is then
-12 times as long as the mean, before it is cut off. An assumption."""
+"""Standard deviation of the logarithm of drawn response lengths. The longest of 512 responses is then about 12 times
+the mean, before truncation. An assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """The speeds of engines and trainers.
 
-    replicas         engines
-    concurrent       sequences that an engine works on at once; others wait for their turn
-    token_seconds    seconds of an engine's step, in which each of so many sequences gets a token
-    train_seconds    seconds of all passes and updates of a step
-    refit_seconds    seconds in which new weights come, and engines sample nothing
-    recompute        seconds in which an engine computes the keys and values of a sequence anew that has so many tokens
-                     of its response; None where those of older weights are kept
+    Attributes:
+        replicas: number of engines.
+        concurrent: sequences that an engine processes at once; others are queued.
+        token_seconds: seconds of an engine step, by its batch size.
+        train_seconds: seconds of all passes and updates of a step.
+        refit_seconds: seconds of a refit, during which engines do not sample.
+        recompute: seconds to recompute a sequence's KV cache after a refit, by its response tokens; None if the cache
+            of older weights is kept.
     """
 
     replicas: int
@@ -39,13 +42,14 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The second half of a simulated run, when the start is over.
+    """Statistics of the second half of a simulated run, after warm-up.
 
-    step_seconds   a step's, on average
-    engines_idle   the share of the time in which an engine had nothing to do, or waited for weights
-    trainers_idle  the share of the time in which the trainers did not train
-    mean_age       versions that the weights which began a sample are behind those that train on it
-    largest_age    the largest of them
+    Attributes:
+        step_seconds: mean seconds of a step.
+        engines_idle: share of the time that an engine had no work or waited for weights.
+        trainers_idle: share of the time that the trainers did not train.
+        mean_age: mean number of weight versions between the start of a rollout and the training on it.
+        largest_age: maximum of that number.
     """
 
     step_seconds: float
@@ -57,7 +61,8 @@ class Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The responses to a prompt: the tokens of each, the version that began them, and those that have not ended."""
+    """The rollouts of one prompt: their response lengths, their first weight version, and the number of unfinished
+    ones."""
 
     lengths: Sequence[int]
     version: int
@@ -66,10 +71,11 @@ class _Group:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine that gives each of its sequences a token a step. Sequences are known by the step in which they end.
+    """An engine that generates one token per sequence and step.
 
-    active       the end of each sequence, its number, the step in which it begins, and its group
-    recomputing  seconds until it has the keys and values again that its next steps read
+    Attributes:
+        active: a heap of (last step, number, first step, group) for each running sequence.
+        recomputing: seconds left until the KV cache is recomputed.
     """
 
     speeds: Speeds
@@ -94,19 +100,19 @@ class _Engine:
 
     @property
     def seconds_to_next(self) -> float:
-        """Seconds until a sequence ends."""
+        """Seconds until the next sequence finishes."""
         if not self.active:
             return math.inf
         steps = self.active[0][0] - self.steps
         return self.recomputing + steps * self.speeds.token_seconds(len(self.active))
 
     def take_weights(self) -> None:
-        """Goes on with what is under way."""
+        """Receive new weights and keep the running sequences."""
         if self.speeds.recompute is not None:
-            self.recomputing = sum(self.speeds.recompute(self.steps - begin) for _, _, begin, _ in self.active)
+            self.recomputing = sum(self.speeds.recompute(self.steps - first) for _, _, first, _ in self.active)
 
     def advance(self, seconds: float, numbers: Iterator[int]) -> list[_Group]:
-        """Samples for so long, at most until the next sequence ends. Returns the groups that have ended."""
+        """Sample for this long, at most until the next sequence finishes. Return the groups that have finished."""
         if not self.active:
             return []
         self.busy += seconds
@@ -116,17 +122,17 @@ class _Engine:
             sampling = max(0.0, seconds - self.recomputing)
             self.recomputing = max(0.0, self.recomputing - seconds)
             self.steps += sampling / self.speeds.token_seconds(len(self.active))
-        ended = []
+        finished = []
         while self.active and self.active[0][0] <= self.steps:
             *_, group = heapq.heappop(self.active)
             group.unfinished -= 1
-            ended += [group] if not group.unfinished else []
+            finished += [group] if not group.unfinished else []
         self._fill(numbers)
-        return ended
+        return finished
 
 
 class _Clock:
-    """The run: its schedule, and the engines, whose time moves on."""
+    """The virtual clock of a run, with its schedule and engines."""
 
     def __init__(self, speeds: Speeds, per_step: int, max_staleness: int):
         self.schedule: RolloutSchedule[_Group] = RolloutSchedule(per_step, max_staleness)
@@ -140,15 +146,15 @@ class _Clock:
         min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
 
     def sample(self, seconds: float) -> None:
-        """Lets engines sample for so long."""
+        """Let the engines sample for this long."""
         until = self.now + seconds
         while self.now < until:
             self._advance(min(until - self.now, self._seconds_to_next))
         self.now = until
 
     def sample_until_next(self) -> None:
-        """Lets engines sample until a sequence ends."""
-        assert self._seconds_to_next < math.inf, "the step waits for what nobody samples"
+        """Let the engines sample until a sequence finishes."""
+        assert self._seconds_to_next < math.inf, "the step waits for a group that no engine samples"
         self._advance(self._seconds_to_next)
 
     @property
@@ -174,14 +180,19 @@ def simulate(
     steps: int = 20,
     is_colocated: bool = False,
 ) -> Simulated:
-    """Returns what a run of so many steps comes to. lengths: draws the tokens of each response to the next prompt.
-    is_colocated: whether engines pause while the models train, as they do on the same devices."""
+    """Simulate a run.
+
+    Args:
+        lengths: draws the response lengths of the next prompt.
+        steps: number of simulated steps.
+        is_colocated: whether engines pause while the models train, as they do on shared devices.
+    """
     clock = _Clock(speeds, prompts_per_step, max_staleness)
     start, busy, ages = 0.0, 0.0, []
     for version in range(steps):
         if version == steps // 2:
             start, busy, ages = clock.now, clock.busy, []
-        # As if more steps followed than do: the end of a run is another matter.
+        # Claim that more steps follow, so that rollouts do not run dry as they do at the end of a run.
         for _ in range(clock.schedule.num_to_begin(prompts_per_step, steps)):
             clock.begin(lengths(), version)
         for missing in range(prompts_per_step, 0, -1):
@@ -209,14 +220,19 @@ def simulate(
 def log_normal_lengths(
     mean: float, longest: int, samples: int, seed: int = 0, deviation: float = DEVIATION
 ) -> Callable[[], list[int]]:
-    """Returns what draws the lengths of a prompt's samples: log-normal ones of this mean, of which what is longer than
-    the longest is cut off."""
+    """Return a function that draws a prompt's response lengths from a log-normal distribution.
+
+    Args:
+        mean: mean of the distribution before truncation.
+        longest: maximum length; longer draws are truncated.
+        samples: lengths per draw.
+    """
     source = random.Random(seed)
     location = math.log(mean) - deviation**2 / 2
     return lambda: [max(1, min(longest, round(source.lognormvariate(location, deviation)))) for _ in range(samples)]
 
 
 def recorded_lengths(lengths: Sequence[int], samples: int, seed: int = 0) -> Callable[[], list[int]]:
-    """Returns what draws the lengths of a prompt's samples from recorded ones."""
+    """Return a function that draws a prompt's response lengths from recorded ones."""
     source = random.Random(seed)
     return lambda: source.choices(lengths, k=samples)

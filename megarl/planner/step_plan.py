@@ -1,4 +1,4 @@
-"""What a step of one recipe needs and takes on a cluster: memory in each phase, seconds, and what bounds them."""
+"""Memory, time and bottlenecks of one recipe's step on a cluster."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from megarl.planner.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The seconds of a step's phases.
+    """Times of a step's phases.
 
-    rollout, refit   None where the responses are given
-    training         of each model that is trained
-    moving           what is offloaded, to host memory and back
-    side_by_side     whether models on devices of their own are trained at once
+    Attributes:
+        rollout: None for offline data.
+        training: time of each trained model.
+        refit: None for offline data.
+        moving: seconds of offloading states to host memory and back.
+        side_by_side: whether models on separate devices are trained at the same time.
     """
 
     rollout: RolloutTime | None
@@ -44,31 +46,30 @@ class StepTimes:
 
     @property
     def phases(self) -> dict[str, float]:
-        """The phases of a step in their order, each with its seconds."""
-        found = {} if self.rollout is None else {"rollout": self.rollout.seconds}
+        """Seconds of each phase, in the order of a step."""
+        phases = {} if self.rollout is None else {"rollout": self.rollout.seconds}
         for role, time in self.training.items():
-            found |= {f"{role}: passes": sum(time.passes.values()), f"{role}: update": sum(time.update.values())}
+            phases |= {f"{role}: passes": sum(time.passes.values()), f"{role}: update": sum(time.update.values())}
         if self.refit is not None:
-            found["refit"] = self.refit.seconds
-        return {name: seconds for name, seconds in (found | {"offload": self.moving}).items() if seconds}
+            phases["refit"] = self.refit.seconds
+        return {name: seconds for name, seconds in (phases | {"offload": self.moving}).items() if seconds}
 
     @property
     def spans(self) -> dict[str, tuple[float, float]]:
-        """The phases of a step, each with its start and its end in seconds. Side by side, all passes come before all
-        updates."""
-        found: dict[str, tuple[float, float]] = {}
+        """Start and end of each phase in seconds. If models train side by side, all passes precede all updates."""
+        spans: dict[str, tuple[float, float]] = {}
         now, batch, until = 0.0, "", 0.0
         for name, seconds in self._in_order():
             kind = name.partition(": ")[2] if self.side_by_side else ""
             if not kind or kind != batch:
                 now = until
             batch = kind
-            found[name] = (now, now + seconds)
+            spans[name] = (now, now + seconds)
             until = max(until, now + seconds)
-        return found
+        return spans
 
     def _in_order(self) -> list[tuple[str, float]]:
-        """Returns the phases in the order of their starts."""
+        """Return the phases in the order of their starts."""
         order = {"passes": 1, "update": 2}
         phases = list(self.phases.items())
         if not self.side_by_side:
@@ -84,25 +85,27 @@ class StepTimes:
 
     @property
     def training_seconds(self) -> float:
-        """The seconds of all passes and updates."""
+        """Seconds from the first pass to the last update."""
         ends = [span for name, span in self.spans.items() if ": " in name]
         return max(end for _, end in ends) - min(start for start, _ in ends)
 
     @property
     def bounds(self) -> dict[str, str]:
-        """What takes most of each phase, with its share."""
+        """The largest part of each phase, with its share."""
         parts: dict[str, Mapping[str, float]] = {} if self.rollout is None else {"rollout": self.rollout.parts}
         for role, time in self.training.items():
             parts |= {f"{role}: passes": time.passes, f"{role}: update": time.update}
-        found = {name: _largest(of_phase) for name, of_phase in parts.items() if of_phase}
+        bounds = {name: _largest(phase_parts) for name, phase_parts in parts.items() if phase_parts}
         if self.refit is not None:
-            found["refit"] = max(self.refit.parts, key=self.refit.parts.__getitem__)
-        return found
+            bounds["refit"] = max(self.refit.parts, key=self.refit.parts.__getitem__)
+        return bounds
 
     def overlapped(self, is_colocated: bool) -> float | None:
-        """Returns the least seconds of a step whose rollout goes on while the models are trained, None where nothing is
-        sampled. On devices of their own the slower of both counts, as one step off. On the same GPUs, shared out anew
-        by the work that each is, only the time is gained in which engines wait for the last responses."""
+        """Return the minimum seconds of a step whose rollout overlaps training, None for offline data.
+
+        On separate devices the slower of rollout and training counts, as in one-step-off training. On shared GPUs the
+        overlap only saves the time in which engines wait for the last responses.
+        """
         if self.rollout is None or self.refit is None:
             return None
         training = self.training_seconds
@@ -118,11 +121,12 @@ def _largest(parts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A recipe on a cluster.
+    """The plan of a recipe on a cluster.
 
-    loads   the fullest GPU of each phase
-    host    what is in a node's host memory -> bytes
-    save    of a checkpoint, None where none is saved
+    Attributes:
+        loads: load of the fullest GPU in each phase.
+        host: bytes in a node's host memory by purpose.
+        save: time of a save, None if the recipe saves nothing.
     """
 
     config: Config
@@ -135,16 +139,17 @@ class StepPlan:
 
     @property
     def problem(self) -> str | None:
-        """The reason why it cannot run, with the arithmetic and the remedy; None if it fits."""
+        """Why the recipe cannot run, with the arithmetic and the fix; None if it fits."""
         if load := overfull(self.loads, self.cluster):
             return refusal(load, self.cluster)
-        needed, there = sum(self.host.values()), host_memory(self.cluster)
-        if needed <= there:
+        needed, available = sum(self.host.values()), host_memory(self.cluster)
+        if needed <= available:
             return None
         parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.host.items())
         return (
             f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
-            f"{needed / GIB:.1f} GiB, and has {there / GIB:.0f}; offload less, or set checkpoint.background=false"
+            f"{needed / GIB:.1f} GiB, but has {available / GIB:.0f} GiB. Fix: offload less, or set "
+            "checkpoint.background=false"
         )
 
     @property
@@ -157,7 +162,7 @@ def host_memory(cluster: Cluster) -> float:
 
 
 def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
-    """Returns what a recipe's step needs and takes. Its layouts must have kept the rules."""
+    """Return the plan of a recipe whose layouts keep the rules."""
     return StepPlan(
         config=config,
         cluster=cluster,
@@ -180,12 +185,12 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
         if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
-            # TRPO: a trial, and for each product two forward passes and a gradient.
+            # TRPO takes one trial pass, and two forward passes and one gradient for each product.
             products = config.algorithm.trust_region.iterations
             passes, epochs = passes + 2 * products + 1, 1 + products
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
-        # Gradients are given up. Between the passes of an actor, for which its weights come back, and its update, the
-        # critic has its turn.
+        # Gradients are freed, not moved. The actor's weights move twice if the critic runs between its passes and its
+        # update.
         times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1
         sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)

@@ -1,4 +1,4 @@
-"""The seconds of forward passes and updates in Megatron, and the bytes that each GPU sends, in closed form."""
+"""Time of forward passes and updates in Megatron, and bytes that each GPU sends, in closed form."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from megarl.planner.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK
 from megarl.planner.workload import Packed, Workload
 
 HOST_ADAM_BYTES = 10e9
-"""The bytes a second of optimizer state that a rank's CPU cores step, where it is kept in host memory: an eighth of a
-server's memory bandwidth, half used. An assumption."""
+"""Bytes of optimizer state per second that a rank's CPU cores step in host memory: half of an eighth of a server's
+memory bandwidth. An assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainTime:
-    """The seconds of a step's passes and updates of one model.
+    """Time of one model's forward-only passes and updates in a step.
 
-    passes        what the seconds of its forward passes go to -> seconds
-    update        what those of its updates go to -> seconds
-    microbatches  microbatches of a replica in one update
-    bubble        the share of an update in which a pipeline stage waits for others
-    volume        kind of communication -> bytes that a GPU sends in a step
+    Attributes:
+        passes: seconds of the forward-only passes by cause.
+        update: seconds of the updates by cause.
+        microbatches: microbatches of a replica per update.
+        bubble: share of an update in which a pipeline stage waits for others.
+        volume: bytes that a GPU sends in a step, by kind of communication.
     """
 
     passes: dict[str, float]
@@ -50,16 +51,17 @@ def train_time(
     epochs: int,
     host_share: float = 0.0,
 ) -> TrainTime:
-    """Returns the time of a model's passes and updates.
+    """Return the time of a model's passes and updates.
 
-    A pipeline of p stages and v virtual ones takes m microbatches through in (m + (p − 1) / v) times what its slowest
-    stage takes for one (Narayanan et al., arXiv:2104.04473). What ranks send inside a layer is waited for; what
-    replicas send is hidden behind the backward pass of one microbatch with overlap_communication.
+    A pipeline with p stages and v virtual stages processes m microbatches in (m + (p − 1) / v) times the time that its
+    slowest stage takes for one (Narayanan et al., arXiv:2104.04473). Communication inside a layer is exposed. With
+    overlap_communication, communication between replicas is hidden behind the backward pass of one microbatch.
 
-    num_bytes    of a parameter and of an activation
-    num_passes   forward passes before the updates
-    epochs       how often the model goes through the samples
-    host_share   the share of the optimizer's state that is stepped in host memory
+    Args:
+        num_bytes: bytes of a parameter and of an activation.
+        num_passes: forward-only passes before the updates.
+        epochs: number of times that the model trains on the samples.
+        host_share: share of the optimizer state that is stepped in host memory.
     """
     layout = settings.layout
     packed = workload.packed(settings)
@@ -69,28 +71,28 @@ def train_time(
     ]
     slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
     waiting = (layout.pp - 1) / layout.vpp
-    # Of frozen weights, beside adapters, there is no gradient.
-    once = 3.0 if settings.adapters is None else 2.0
-    whole = once + (settings.recompute == "full")
+    # With adapters, the frozen weights need no gradient.
+    work = 3.0 if settings.adapters is None else 2.0  # relative to a forward pass
+    total_work = work + (settings.recompute == "full")
     update: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
-        update[name] += count * once * seconds
+        update[name] += count * work * seconds
         if settings.recompute == "full":
             update["recomputation"] += count * seconds
     if settings.recompute == "selective":
         update["recomputation"] += count * slowest.mlp
-    one = sum(update.values()) / count
-    update["pipeline bubble"] = waiting * one
+    microbatch_seconds = sum(update.values()) / count
+    update["pipeline bubble"] = waiting * microbatch_seconds
     bubble = waiting / (count + waiting)
     reduced = _replicas(settings, model.of_stage(layout, 0), cluster, num_bytes)
-    hidden = one * (once - 1) / once if settings.overlap_communication else 0.0
+    hidden = microbatch_seconds * (work - 1) / work if settings.overlap_communication else 0.0
     update["gradients and parameters between replicas"] = max(0.0, sum(reduced.values()) - hidden)
     update["optimizer"] = _optimizer(layout, model.of_stage(layout, 0), cluster, host_share)
     forward: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
         forward[name] += (count + waiting) * seconds
     forwards, steps = num_passes * workload.updates, epochs * workload.updates
-    rounds = count * (whole * steps + forwards)
+    rounds = count * (total_work * steps + forwards)
     volume = {name: size * rounds for name, size in slowest.volume.items()}
     volume["replicas"] = steps * _replica_bytes(settings, model.of_stage(layout, 0), num_bytes)
     return TrainTime(
@@ -103,11 +105,12 @@ def train_time(
 
 
 class _Stage:
-    """A pipeline stage's forward pass of one microbatch of a replica.
+    """The forward pass of a pipeline stage on one microbatch of a replica.
 
-    forward   what it goes to -> seconds
-    mlp       seconds of its MLPs
-    volume    kind of communication -> bytes that a rank sends
+    Attributes:
+        forward: seconds by cause.
+        mlp: seconds of its MLPs.
+        volume: bytes that a rank sends, by kind of communication.
     """
 
     def __init__(
@@ -126,9 +129,9 @@ class _Stage:
         experts = expert_flops(shape, tokens) * share
         dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
-        rest = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
+        dense_mlp = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
         in_experts = experts / (speed * _expert_share(layout, shape)) if experts else 0.0
-        self.mlp = max(rest, 0.0) / (speed * DENSE_SHARE) + in_experts
+        self.mlp = max(dense_mlp, 0.0) / (speed * DENSE_SHARE) + in_experts
         products = dense / (speed * DENSE_SHARE) + in_experts
         self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
@@ -142,18 +145,18 @@ def _expert_share(layout: Layout, shape: ModelShape) -> float:
 def _layers(
     layout: Layout, model: ModelParameters, held: RankParameters, tokens: float, cluster: Cluster, num_bytes: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the bytes that a rank sends in the forward pass of its layers, and the seconds that they take.
+    """Return the bytes that a rank sends in the forward pass of its layers, and the seconds that this takes.
 
-    tensor    all-gather and reduce-scatter before and after attention and MLP: each tokens · h · b · (tp − 1) / tp
-    context   keys and values of all ranks are gathered: (cp − 1) · tokens · 2 k / tp · b
-    expert    every token to its active experts and back, where those that share an expert gather what is sent to it:
+    tensor    all-gather and reduce-scatter around attention and MLP: tokens · h · b · (tp − 1) / tp each
+    context   all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b
+    expert    all-to-all of each token to its active experts and back; ranks that share an expert gather its tokens:
               2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1)
-    pipeline  hidden states to the next stage, for each virtual stage
+    pipeline  hidden states to the next stage, once per virtual stage
     """
     shape, tp = model.shape, layout.tp
     hidden = tokens * shape.hidden * num_bytes
     mixed = sum(held.layers)
-    plain = 2 * len(held.layers) - mixed  # attention, and MLPs that are no experts
+    plain = 2 * len(held.layers) - mixed  # attention and dense MLPs
     keys = shape.latent_and_position * tp if shape.latent else 2 * shape.key
     volume = {
         "tensor": 2 * plain * hidden * (tp - 1) / tp,
@@ -172,7 +175,7 @@ def _layers(
     seconds = {
         "tensor-parallel collectives": volume["tensor"] / cluster.link_bytes_per_second(tp),
         "context-parallel collectives": volume["context"] / cluster.link_bytes_per_second(layout.cp, tp),
-        "tokens to experts": max(
+        "expert-parallel all-to-all": max(
             inside / (LINK_SHARE * 1e9 * cluster.gpu.nvlink_gb_s),
             outside / (LINK_SHARE * 1e9 * cluster.gpu.network_gb_s),
         ),
@@ -186,8 +189,10 @@ def _replica_bytes(settings: Trained, held: RankParameters, num_bytes: int) -> f
 
 
 def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_bytes: int) -> dict[str, float]:
-    """Returns the seconds in which gradients (float32) are reduced and scattered over replicas, and parameters
-    gathered: of experts over those that have the same."""
+    """Return the seconds to reduce-scatter float32 gradients and all-gather parameters over replicas.
+
+    Expert parameters are reduced over the ranks that hold the same experts.
+    """
     return {
         str(number): size / cluster.link_bytes_per_second(ranks, stride)
         for number, (size, ranks, stride) in enumerate(_replica_groups(settings.layout, held, num_bytes))
@@ -195,7 +200,7 @@ def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_byt
 
 
 def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
-    """Returns (bytes that a rank sends, ranks, stride) of both groups of replicas."""
+    """Return (bytes that a rank sends, ranks, stride) of both process groups: for dense and for expert parameters."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
         (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
@@ -205,8 +210,11 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
 
 
 def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
-    """Returns the seconds of Adam's step: it reads and writes 30 bytes a parameter of its share. What is kept in host
-    memory gets its gradients over PCIe, is stepped there (28 bytes a parameter) and sends weights back."""
+    """Return the seconds of Adam's step, which reads and writes 30 bytes for each parameter of the rank's shard.
+
+    The share in host memory receives gradients over PCIe, is stepped there (28 bytes per parameter), and sends weights
+    back.
+    """
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
     share += held.trained_experts * layout.expert_tp * layout.ep / ranks

@@ -1,4 +1,4 @@
-"""The samples and tokens of a step, as a recipe asks for them."""
+"""The samples and tokens of a recipe's step."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from megarl.config.schema import Config
 from megarl.step.needed_passes import passes
 
 USUAL_PROMPT = 512
-"""The tokens of a prompt where nobody says, if the context has room for as many."""
+"""Default mean tokens of a prompt, if they fit into the context."""
 
 USUAL_SHARE = 0.5
-"""The share of the longest response that the mean one has, where nobody says."""
+"""Default mean length of a response relative to the maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The work of one step.
 
-    samples            rollouts of a step; of offline data, its samples
-    prompts            prompts that they answer, each computed once by an engine
-    prompt_tokens      tokens of a prompt, the mean
-    response_tokens    tokens of a response, the mean
-    longest_response   tokens of the longest, for which all others wait
-    trained            samples that the models are trained on
-    sharing            those of them that have a prompt in common, which a microbatch computes once for all it has
-    updates            optimizer steps of an epoch
-    epochs             how often actor and critic go through the samples
-    passes             forward passes of the actor over them, before its updates
-    is_offline         whether the responses are given, so that nothing is sampled
+    Attributes:
+        samples: rollouts of a step, or the samples of a step on offline data.
+        prompts: their prompts, each of which an engine computes once.
+        prompt_tokens: mean tokens of a prompt.
+        response_tokens: mean tokens of a response.
+        longest_response: tokens of the longest response, which the step waits for.
+        trained: samples that the models train on.
+        sharing: number of trained samples per prompt; a microbatch computes their prompt only once.
+        updates: optimizer steps per epoch.
+        epochs: number of times that actor and critic train on the samples.
+        passes: forward-only passes of the actor before its updates.
+        is_offline: whether the run trains on offline data and samples nothing.
     """
 
     samples: int
@@ -46,15 +47,19 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-        """Returns the work of a recipe's step, without further rounds of dynamic sampling. The means are assumed where
-        they are not given: USUAL_PROMPT, and USUAL_SHARE of the longest response."""
+        """Return the work of a recipe's step, without further rounds of dynamic sampling.
+
+        Args:
+            prompt_tokens: mean tokens of a prompt; default: USUAL_PROMPT.
+            response_tokens: mean tokens of a response; default: USUAL_SHARE of the maximum.
+        """
         batch, context = config.batch, config.rollout.context_length
         longest = min(config.rollout.max_new_tokens, context - 1)
         prompt = min(USUAL_PROMPT, context - longest) if prompt_tokens is None else prompt_tokens
         response = USUAL_SHARE * longest if response_tokens is None else min(response_tokens, longest)
         trained = batch.prompts_per_step * config.trained_per_prompt
         sampled = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
-        of_actor = [p for p in passes(config) if p.needed and p.name in ("old log-probs", "reference log-probs")]
+        actor_passes = [p for p in passes(config) if p.needed and p.name in ("old log-probs", "reference log-probs")]
         return cls(
             samples=trained if config.is_offline else sampled,
             prompts=batch.prompts_per_step,
@@ -65,7 +70,7 @@ class Workload:
             sharing=config.trained_per_prompt,
             updates=batch.prompts_per_step // batch.prompts_per_update,
             epochs=batch.epochs,
-            passes=len(of_actor),
+            passes=len(actor_passes),
             is_offline=config.is_offline,
         )
 
@@ -78,40 +83,41 @@ class Workload:
         return self.trained * self.sample_tokens
 
     def packed(self, settings: Trained) -> Packed:
-        """Returns how a model packs the samples of an update, with microbatches as full as they may be."""
+        """Return how a model packs the samples of an update, assuming full microbatches."""
         layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
-        of_replica = self.trained / self.updates / layout.dp
-        room = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
-        # Under context parallelism, Transformer Engine's attention gives every sample its own prompt.
-        together = max(1.0, min(self.sharing, room, of_replica)) if layout.cp == 1 else 1.0
+        replica_samples = self.trained / self.updates / layout.dp
+        capacity = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
+        # Under context parallelism, Transformer Engine's attention needs a copy of the prompt for each sample.
+        per_prompt = max(1.0, min(self.sharing, capacity, replica_samples)) if layout.cp == 1 else 1.0
         prompt, response = self.prompt_tokens, self.response_tokens
-        tokens = prompt / together + response
-        count = max(1, -(-int(of_replica * tokens) // budget))
+        tokens = prompt / per_prompt + response
+        count = max(1, -(-int(replica_samples * tokens) // budget))
         return Packed(
             microbatches=count,
-            tokens=of_replica * tokens / count,
+            tokens=replica_samples * tokens / count,
             scored_share=response / tokens,
-            pairs_per_token=(prompt**2 / together + 2 * prompt * response + response**2) / 2 / tokens,
+            pairs_per_token=(prompt**2 / per_prompt + 2 * prompt * response + response**2) / 2 / tokens,
         )
 
     def describe(self) -> str:
-        said = (
-            f"{self.trained:,} samples, {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on average, "
-            f"{self.trained_tokens / 1e6:,.2f} million in all, in {self.updates} "
+        text = (
+            f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on average, "
+            f"{self.trained_tokens / 1e6:,.2f} million in total, in {self.updates} "
             f"{'update' if self.updates == 1 else 'updates'}"
-            f"{'' if self.epochs == 1 else f', in each of {self.epochs} epochs'}"
+            f"{'' if self.epochs == 1 else f' in each of {self.epochs} epochs'}"
         )
-        return said if self.is_offline else f"{said}; the longest response has {self.longest_response:,.0f}"
+        return text if self.is_offline else f"{text}; the longest response has {self.longest_response:,.0f} tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """The microbatches of a replica in one update.
 
-    microbatches      their number
-    tokens            tokens of each, the mean
-    scored_share      the share of tokens that are of responses
-    pairs_per_token   tokens that a token attends to, the mean
+    Attributes:
+        microbatches: number of microbatches.
+        tokens: mean tokens of a microbatch.
+        scored_share: share of response tokens.
+        pairs_per_token: mean number of tokens that a token attends to.
     """
 
     microbatches: int

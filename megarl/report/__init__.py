@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs neither network nor server."""
+"""The report of a run: a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megarl.run.folder import RunFolder
 
 
 def write(folder: Path) -> Path:
-    """Writes report.html of the run in `folder`, which may be unfinished or cut short by a crash; returns its path.
+    """Write report.html for the run in `folder` and return its path. The run may be unfinished or have crashed.
 
-    Raises UserError if `folder` is not a run folder.
+    Raises:
+        UserError: `folder` is not a run folder.
     """
     page, out = render(read_contents(folder)), RunFolder(Path(folder)).report
-    # Decoded text may hold lone surrogates, which UTF-8 cannot carry.
+    # Decoded text may contain lone surrogates, which UTF-8 cannot encode.
     out.write_text(page, encoding="utf-8", errors="replace")
     return out

@@ -1,4 +1,4 @@
-"""The trace of a run as Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing open."""
+"""Export a run's trace as Chrome trace events for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ MICROSECONDS = 1e6
 
 
 def write(run: Path, out: Path | None = None) -> Path:
-    """Writes the trace of all attempts of the run in this folder; returns its path, trace.json in the folder where none
-    is given. Raises UserError where there is no trace."""
+    """Write the trace of all attempts of a run to `out` (default: trace.json in the run folder) and return its path.
+    Raise UserError if the run has no trace."""
     attempts = {
         number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
     }
     if not attempts:
-        raise UserError(f"{run}: no logs/{ATTEMPT.format(1)}/{FILE} with a task in it; give the folder of a run")
+        raise UserError(f"{run}: no tasks in logs/{ATTEMPT.format(1)}/{FILE}. Fix: pass the folder of a run.")
     out = run / "trace.json" if out is None else out
     replace_text(out, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(attempts))}))
     return out
 
 
 def read_spans(file: Path) -> list[Span]:
-    """Returns the spans of an attempt. The last line of one that was killed may be torn, and is left out."""
+    """Return the spans of an attempt. A partial last line of a killed attempt is dropped."""
     rows = read_objects(file)[0] if file.exists() else []
     return [Span(**row) for row in rows]
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
-    """Yields a line of slices for each process, the driver's first, and marks where each attempt begins. Tasks of a
-    process that ran side by side have lines of their own below it."""
-    everything = [span for spans in attempts.values() for span in spans]
-    origin = min(span.begin for span in everything)
-    names = sorted({span.process for span in everything}, key=lambda name: (name != DRIVER, _natural(name)))
+    """Yield the events of each process, the driver's first, and a mark at the start of each attempt. Concurrent tasks
+    of a process have separate rows."""
+    all_spans = [span for spans in attempts.values() for span in spans]
+    origin = min(span.begin for span in all_spans)
+    names = sorted({span.process for span in all_spans}, key=lambda name: (name != DRIVER, _natural(name)))
     for pid, name in enumerate(names, start=1):
-        yield _named("process_name", pid, name=name)
-        yield _named("process_sort_index", pid, sort_index=pid)
-        for lane, spans in enumerate(lanes(span for span in everything if span.process == name)):
+        yield _metadata("process_name", pid, name=name)
+        yield _metadata("process_sort_index", pid, sort_index=pid)
+        for lane, spans in enumerate(lanes(span for span in all_spans if span.process == name)):
             if lane:
-                yield _named("thread_name", pid, lane, name=f"beside ({lane})")
+                yield _metadata("thread_name", pid, lane, name=f"concurrent ({lane})")
             for span in spans:
                 yield {
                     "ph": "X",
@@ -66,30 +66,30 @@ def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Returns the spans in lines in which each two are nested or apart, as a line of slices shows them."""
-    found: list[list[Span]] = []
+    """Distribute spans to lanes in which any two spans are nested or disjoint, as the viewers require."""
+    lane_spans: list[list[Span]] = []
     open_spans: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        lane = next((lane for lane, stack in enumerate(open_spans) if _has_room(stack, span)), len(found))
-        if lane == len(found):
-            found.append([])
+        lane = next((lane for lane, stack in enumerate(open_spans) if _fits(stack, span)), len(lane_spans))
+        if lane == len(lane_spans):
+            lane_spans.append([])
             open_spans.append([])
-        found[lane].append(span)
+        lane_spans[lane].append(span)
         open_spans[lane].append(span)
-    return found
+    return lane_spans
 
 
-def _has_room(stack: list[Span], span: Span) -> bool:
-    """Returns whether a span that begins now is inside of the last that is open, if one is. stack: the open ones."""
+def _fits(stack: list[Span], span: Span) -> bool:
+    """Return whether a new span lies inside the innermost open span of `stack`, if any. Ended spans are popped."""
     while stack and stack[-1].end <= span.begin:
         stack.pop()
     return not stack or span.end <= stack[-1].end
 
 
-def _named(what: str, pid: int, tid: int = 0, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}
+def _metadata(kind: str, pid: int, tid: int = 0, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
 def _natural(name: str) -> Sequence[tuple[int, str]]:
-    """Returns a key by which rank 10 comes after rank 9."""
+    """Return a sort key that orders rank 10 after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Runs compared on one page: curves over each other, what their configurations differ in, final figures."""
+"""A page that compares runs: overlaid curves, differences of their configs and final results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import yaml
 from megarl.core.errors import UserError
 from megarl.report.contents import read_contents
 from megarl.report.page import Contents, figure, resource, summary
-from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_over_each_other
+from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid
 
 ABSENT = "–"
 NAMES = ("run.name", "run.folder", "run.replace", "resume")
-"""Keys that differ because runs are two."""
+"""Keys that differ between any two runs."""
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Writes the comparison of runs into the folder of the first; returns its path. Raises UserError for a folder that
-    is not a run's, and for more runs than there are colours."""
+    """Write the comparison of runs into the first run's folder and return its path. Raise UserError for a folder that
+    is not a run folder, or for more runs than colours."""
     if len(folders) > len(SERIES):
-        raise UserError(f"{len(folders)} runs: at most {len(SERIES)} can be told apart in a chart; give fewer")
+        raise UserError(f"{len(folders)} runs: a chart has colours for at most {len(SERIES)}. Fix: pass fewer runs.")
     runs = [read_contents(folder) for folder in folders]
     others = "_".join(Path(folder).resolve().name for folder in folders[1:])
     out = Path(folders[0]) / f"against_{others}.html"
@@ -33,7 +33,7 @@ def write(folders: Sequence[Path]) -> Path:
 
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
-    """Returns the page, which loads nothing and has no script."""
+    """Return the page. It has no scripts and loads no other resources."""
     names = labels([run.name for run in runs], folders)
     configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
@@ -51,9 +51,9 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
 
 
 def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Returns what the runs are told apart by: their names, else those of their folders, else the folders' paths."""
-    tried = (names, [Path(folder).resolve().name for folder in folders], folders)
-    return list(next((found for found in tried if len(set(found)) == len(found)), folders))
+    """Return unique labels for the runs: their names, else their folder names, else their folder paths."""
+    candidates = (names, [Path(folder).resolve().name for folder in folders], folders)
+    return list(next((candidate for candidate in candidates if len(set(candidate)) == len(candidate)), folders))
 
 
 def _figures(runs: Sequence[Contents]) -> Iterator[tuple[str, list[str]]]:
@@ -87,19 +87,19 @@ def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tu
 
 
 def _charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
-    """Returns a figure for each metric that a run's own report has in a chart."""
+    """Return a figure for each metric that the report of a single run charts."""
     histories = dict(zip(names, (run.history for run in runs), strict=True))
-    found = []
+    figures = []
     for chart in (REWARD, *CHARTS):
         for metric, label in chart.lines:
             title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
             size = {"size": WIDE} if chart is REWARD else {}
-            drawn = draw_over_each_other(title, metric, histories, chart, **size)
-            found.append(figure(title, chart.explanation.split("; the band")[0], drawn, wide=chart is REWARD))
-    return "".join(found) or '<p class="note">No step has finished.</p>'
+            drawn = draw_overlaid(title, metric, histories, chart, **size)
+            figures.append(figure(title, chart.explanation.split("; the band")[0], drawn, wide=chart is REWARD))
+    return "".join(figures) or '<p class="note">No step has finished yet.</p>'
 
 
 def _other_charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
     histories = dict(zip(names, (run.history for run in runs), strict=True))
     metrics = sorted({metric for run in runs for metric in run.history.columns} - charted_metrics())
-    return "".join(figure(metric, "", draw_over_each_other(metric, metric, histories)) for metric in metrics)
+    return "".join(figure(metric, "", draw_overlaid(metric, metric, histories)) for metric in metrics)

@@ -1,4 +1,4 @@
-"""The contents of a report, read from the folder of a run, which may be under way."""
+"""Reads the contents of a report from a run folder. The run may still be running."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megarl.run.folder import RunFolder
 
 
 def read_contents(folder: Path) -> Contents:
-    """Reads the run in `folder`, which may be unfinished or cut short by a crash. Raises UserError if it is not a run
-    folder."""
+    """Read the run in `folder`, which may be unfinished or have crashed. Raise UserError if it is not a run folder."""
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
-        raise UserError(f"{folder}: no metrics.jsonl or manifest.json here; give the folder of a run")
+        raise UserError(
+            f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass the folder of a run."
+        )
     config_text, manifest_text = _text(run_folder.config), _text(run_folder.manifest)
     config = yaml.safe_load(config_text) or {}
     manifest = json.loads(manifest_text or "{}")

@@ -1,4 +1,4 @@
-"""The end of a run before its last step: a report of the steps that are done, and how to go on."""
+"""Handles a run that ends before its last step: prints how to resume and writes a report."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from megarl.run.folder import RunFolder
 
 @contextmanager
 def early_end(folder: RunFolder) -> Iterator[None]:
-    """Prints how to go on after an error or an interrupt inside, and writes the report if a step is done. The error
-    goes its way."""
+    """After an error or interrupt, print how to resume, write a report if any step is complete, and re-raise."""
     try:
         yield
     except BaseException:
-        print(way_on(folder), flush=True)
+        print(resume_hint(folder), flush=True)
         if folder.num_steps:
-            _report(folder)  # after it: an interrupted run has seconds to end
+            _report(folder)  # last, because an interrupted run has only seconds left
         raise
 
 
-def way_on(folder: RunFolder) -> str:
-    """Returns a line that says which step is saved, and the command that goes on. It names the run's own config, which
-    has what the command line gave too."""
+def resume_hint(folder: RunFolder) -> str:
+    """Return a line with the saved step and the command that resumes the run. The command uses the run's resolved
+    config, which includes command-line overrides."""
     command = f"megarl train {shlex.quote(str(folder.config))}"
     if not folder.num_steps:
-        return f"ended before its first step was done; start again: {command}"
+        return f"the run ended before completing a step; start it again with: {command}"
     newest = Checkpoints(folder.checkpoints).latest()
     if newest is None:
-        return f"ended with nothing saved of its {folder.num_steps} steps; start anew: {command} run.replace=true"
-    return f"ended; {newest.name} is saved: go on after it with {command} resume=auto"
+        steps = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
+        return f"the run ended after {steps} without a checkpoint; start over with: {command} run.replace=true"
+    return f"the run ended; resume after {newest.name} with: {command} resume=auto"
 
 
 def _report(folder: RunFolder) -> None:
     try:
         print(f"report: {report.write(folder.path)}", flush=True)
-    except Exception as error:  # what ended the run is to be told, not this
+    except Exception as error:  # must not hide the error that ended the run
         print(f"report: not written ({type(error).__name__}: {error})", flush=True)

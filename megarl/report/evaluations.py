@@ -1,4 +1,4 @@
-"""The section of evaluations: a curve with its interval for each estimate of a set, and samples to read."""
+"""The evaluation section of the report: a curve with confidence interval per estimate, and samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
 from megarl.report.plots import Band, Chart, draw
-from megarl.report.viewer import shorten, shown_turn, spread
+from megarl.report.viewer import select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
@@ -24,19 +24,19 @@ MAX_STEPS = 6  # of a set
 MAX_SAMPLES = 24  # of a step
 MAX_CHARACTERS = 1500  # of a prompt or a response
 EXPLANATION = {
-    "avg@": "Mean score over prompts, of {k} samples each.",
-    "pass@": "Probability that one of {k} samples of a prompt is a success.",
-    "pass^": "Probability that {k} samples of a prompt are all successes.",
+    "avg@": "Mean score over prompts with {k} samples each.",
+    "pass@": "Probability that at least one of {k} samples of a prompt succeeds.",
+    "pass^": "Probability that all {k} samples of a prompt succeed.",
 }
-"""What estimates are, by what their names begin with."""
+"""Explanations of the estimates, by name prefix."""
 
 Figure = Callable[[str, str, str | None], str]
-"""A function that puts a chart into the page: of its title, its explanation and its drawing."""
+"""Renders a chart from its title, explanation and SVG."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetSamples:
-    """Samples of one set: those of some steps, ascending, of which each has some, the worst first."""
+    """A selection of one set's samples: evenly spaced steps in ascending order, the worst samples first."""
 
     name: str
     steps: Mapping[int, list[dict[str, Any]]]
@@ -44,7 +44,7 @@ class SetSamples:
 
 
 def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples]:
-    """Reads samples of all sets. files: by the set's name and by step."""
+    """Read samples of all sets. `files` maps set name and step to a sample file."""
     return [
         SetSamples(name, {step: _read(by_step[step]) for step in spread(sorted(by_step), MAX_STEPS)}, len(by_step))
         for name, by_step in files.items()
@@ -52,14 +52,14 @@ def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples
 
 
 def render_evaluations(history: History, sets: list[SetSamples], figure: Figure) -> str:
-    """Returns the section, which needs no script; empty for a run without evaluations."""
+    """Return the section as HTML without scripts. It is empty for a run without evaluations."""
     charts = "".join(
         figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)
     )
     samples = "".join(_set(item) for item in sets)
     if not charts and not samples:
         return ""
-    note = "Shades are 95 % intervals over prompts. Rollouts that could not be scored count in none of them."
+    note = "Shaded areas are 95 % confidence intervals over prompts. Rollouts that could not be scored are excluded."
     return (
         f'<section id="evaluations"><h2>Evaluation</h2><p class="note">{note}</p><div class="grid">{charts}</div>'
         f"{samples}</section>"
@@ -67,13 +67,13 @@ def render_evaluations(history: History, sets: list[SetSamples], figure: Figure)
 
 
 def charts_of(history: History) -> list[tuple[Chart, History]]:
-    """Returns the charts of each set, each with the history of the steps after which it was evaluated: its mean score,
-    and pass@k and pass^k of all of its samples."""
-    found = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
-    most = {match[1]: int(match[4]) for match in found if match[3] == "avg@"}
+    """Return the charts of each set with the history of the evaluated steps: mean score, and pass@k and pass^k for the
+    largest k."""
+    matches = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
+    max_k = {match[1]: int(match[4]) for match in matches if match[3] == "avg@"}
     charts = []
-    for metric, name, estimate, kind, k in ((match[0], *match.groups()) for match in found):
-        if int(k) != most.get(name, int(k)):
+    for metric, name, estimate, kind, k in ((match[0], *match.groups()) for match in matches):
+        if int(k) != max_k.get(name, int(k)):
             continue
         title, explanation = f"Evaluation: {name}, {estimate}", EXPLANATION[kind].format(k=k)
         chart = Chart(title, explanation, ((metric, estimate),), band=_band(metric), share=kind != "avg@")
@@ -86,45 +86,45 @@ def _band(metric: str) -> Band:
 
 
 def _where(history: History, metric: str) -> History:
-    """Returns the history of the steps that have the metric."""
-    has = np.isfinite(history[metric])
-    columns = {name: values[has] for name, values in history.columns.items() if name.startswith(metric)}
-    return History(history.steps[has], columns, {}, [])
+    """Return the history restricted to the steps that have the metric."""
+    is_present = np.isfinite(history[metric])
+    columns = {name: values[is_present] for name, values in history.columns.items() if name.startswith(metric)}
+    return History(history.steps[is_present], columns, {}, [])
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """Reads some samples of a step, evenly spaced by score, those without one first."""
-    records, _ = read_objects(file, keep=_shown)
+    """Read a step's samples, evenly spaced by score. Samples without a score come first."""
+    records, _ = read_objects(file, keep=_select_fields)
     records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
     return spread(records, MAX_SAMPLES)
 
 
-def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "stop_reason", "sample_id")
-    turns = [shown_turn(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
+    turns = [select_turn_fields(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
     return {field: record.get(field) for field in fields} | {"turns": turns}
 
 
 def _set(item: SetSamples) -> str:
-    left_out = "" if len(item.steps) == item.num_steps else f", {len(item.steps)} of {item.num_steps} steps"
+    selection = "" if len(item.steps) == item.num_steps else f", {len(item.steps)} of {item.num_steps} steps"
     steps = "".join(
         f"<details><summary>{'before step 1' if step == 0 else f'after step {step}'}</summary>"
         f"{''.join(map(_sample, samples))}</details>"
         for step, samples in item.steps.items()
     )
-    summary = f"Samples of {item.name}, the worst first{left_out}; all are in evaluations/{item.name}/"
+    summary = f"Samples of {item.name}, worst first{selection}; all samples are in evaluations/{item.name}/"
     return f"<details><summary>{escape(summary)}</summary>{steps}</details>"
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
     score = sample["reward"]
-    shown = ["no score" if score is None else f"{score:.4g}", f"answer {sample['answer']}", sample["failure"]]
-    shown += [sample["stop_reason"], "truncated" if sample["finish_reason"] == "length" else None, sample["sample_id"]]
-    first, *others = (escape(str(fact)) for fact in shown if fact is not None)
+    labels = ["no score" if score is None else f"{score:.4g}", f"answer {sample['answer']}", sample["failure"]]
+    labels += [sample["stop_reason"], "truncated" if sample["finish_reason"] == "length" else None, sample["sample_id"]]
+    first, *others = (escape(str(label)) for label in labels if label is not None)
     facts = f'<span class="reward{" failed" if score is None else ""}">{first}</span>'
-    facts += "".join(f"<span>{fact}</span>" for fact in others)
-    shown = {"Prompt": _text(sample["prompt"]), "Response": _conversation(sample) or _text(sample["response"])}
-    texts = "".join(f"<div><h3>{title}</h3>{text}</div>" for title, text in shown.items())
+    facts += "".join(f"<span>{label}</span>" for label in others)
+    sections = {"Prompt": _text(sample["prompt"]), "Response": _conversation(sample) or _text(sample["response"])}
+    texts = "".join(f"<div><h3>{title}</h3>{text}</div>" for title, text in sections.items())
     return f'<article class="sample"><div class="facts">{facts}</div><div class="texts">{texts}</div></article>'
 
 
@@ -133,14 +133,14 @@ def _text(value: Any) -> str:
 
 
 def _conversation(sample: Mapping[str, Any]) -> str:
-    """Returns a block for each message of a rollout in an environment, as the viewer has them."""
+    """Return a block for each message of a multi-turn rollout, styled as in the rollout viewer."""
     blocks = []
     for turn in sample["turns"]:
         content = turn["content"]
-        said = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
         calls = "".join(
             f'<span class="toolcall">{escape(json.dumps(call))}</span>' for call in turn.get("tool_calls", ())
         )
         role = escape(turn["role"])
-        blocks.append(f'<div class="block role-{role}"><h4>{role}</h4><pre>{escape(said)}{calls}</pre></div>')
+        blocks.append(f'<div class="block role-{role}"><h4>{role}</h4><pre>{escape(text)}{calls}</pre></div>')
     return f'<div class="response">{"".join(blocks)}</div>' if blocks else ""

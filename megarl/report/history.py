@@ -1,4 +1,4 @@
-"""The metrics of a run as columns over its steps."""
+"""The metrics of a run as arrays over its steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megarl.core.jsonl import read_objects
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The metrics of S steps, ascending.
+    """The metrics of S steps in ascending order.
 
-    steps        int64 [S]
-    columns      metric -> float64 [S], NaN where a step has no finite value
-    nonfinite    metric -> the steps at which it was NaN or infinite
-    unreadable   numbers of the lines of metrics.jsonl that could not be read
+    Attributes:
+        steps: int64 [S].
+        columns: metric -> float64 [S], NaN where a step has no finite value.
+        nonfinite: metric -> steps with NaN or infinity.
+        unreadable: line numbers of metrics.jsonl that could not be parsed.
     """
 
     steps: np.ndarray
@@ -28,17 +29,17 @@ class History:
     unreadable: list[int]
 
     def __getitem__(self, metric: str) -> np.ndarray:
-        """Returns float64 [S], all NaN for a metric that the run does not have."""
+        """Return a metric as float64 [S], all NaN if the run does not have it."""
         return self.columns.get(metric, np.full(len(self.steps), np.nan))
 
     def finite(self, metric: str) -> np.ndarray:
-        """Returns the metric's finite values, in the order of steps."""
+        """Return the metric's finite values in step order."""
         values = self[metric]
         return values[np.isfinite(values)]
 
 
 def read_history(path: Path) -> History:
-    """Reads metrics.jsonl; a file that does not exist is a run without steps. Of a repeated step the last counts."""
+    """Read metrics.jsonl. A missing file means no steps. If a step is repeated, its last line counts."""
     objects, unreadable = read_objects(path) if path.exists() else ([], [])
     by_step = {record["step"]: record for record in objects if isinstance(record.get("step"), int)}
     steps = sorted(by_step)

@@ -1,4 +1,4 @@
-// Asks from time to time whether the run has gone on, and shows the page anew then, as it was left.
+// Polls the server and reloads the page when the run has changed. Controls and scroll position are preserved.
 const POLL_MS = 2000;
 const KEPT = "megarl-watch";
 const shown = document.body.dataset.state;
@@ -32,7 +32,7 @@ async function poll() {
     }
     note.textContent = "live";
   } catch (error) {
-    note.textContent = "megarl watch has ended; this is what it showed last";
+    note.textContent = "megarl watch has stopped; this is the last state";
   }
   setTimeout(poll, POLL_MS);
 }

@@ -1,7 +1,7 @@
-"""The report of a run that is under way, served on this machine's own address and renewed as the run goes on.
+"""Serves the report of a running run on localhost and updates it as the run progresses.
 
-The server reads the run's folder and writes nothing. Its address has a token, which other users of the machine do not
-know, and a name that only this machine has: a page of another site cannot ask for it.
+The server only reads the run folder. Its URL contains a secret token, so that other users of the machine cannot open
+it. The Host header is checked, so that pages of other sites cannot send requests to it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ HEADERS = {
 
 
 class LiveReport:
-    """The page of a run as it is, made anew when the run's files have changed."""
+    """The current report page of a run, rendered again when the run's files change."""
 
     def __init__(self, folder: Path):
-        """Raises UserError if `folder` is not a run folder."""
+        """Raise UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
         self._state, self._page = "", ""
         self.page()
 
     def state(self) -> str:
-        """Returns a text that differs when the page does: sizes and times of the files that it is made from."""
+        """Return a fingerprint of the page: the sizes and modification times of its source files."""
         rollouts = list(self._folder.rollout_files().values())[-2:]
         files = (self._folder.metrics, self._folder.manifest, *rollouts)
-        facts = [(file.name, file.stat()) for file in files if file.exists()]
-        return " ".join(f"{name}:{fact.st_size}:{fact.st_mtime_ns}" for name, fact in facts)
+        stats = [(file.name, file.stat()) for file in files if file.exists()]
+        return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
 
     def page(self) -> str:
         with self._lock:
@@ -53,8 +53,8 @@ class LiveReport:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields the address of the report and the function that answers requests until it is interrupted. port: 0 for a
-    free one. Raises UserError if `folder` is not a run folder."""
+    """Yield the report's URL and a function that serves requests until interrupted. Port 0 selects a free port. Raise
+    UserError if `folder` is not a run folder."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever
@@ -65,19 +65,19 @@ def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rpartition(":")[0]
-            _, given, *rest = f"{self.path}/".split("/")
-            if host not in (HOST, "localhost") or not hmac.compare_digest(given.encode(), token.encode()):
-                return self._answer(404, "text/plain", "not found\n")
+            _, request_token, *rest = f"{self.path}/".split("/")
+            if host not in (HOST, "localhost") or not hmac.compare_digest(request_token.encode(), token.encode()):
+                return self._reply(404, "text/plain", "not found\n")
             if rest[:1] == ["state"]:
-                return self._answer(200, "text/plain", report.state())
+                return self._reply(200, "text/plain", report.state())
             if rest[:1] == [""]:
-                return self._answer(200, "text/html", report.page())
-            return self._answer(404, "text/plain", "not found\n")
+                return self._reply(200, "text/html", report.page())
+            return self._reply(404, "text/plain", "not found\n")
 
-        def _answer(self, status: int, kind: str, text: str) -> None:
+        def _reply(self, status: int, content_type: str, text: str) -> None:
             body = text.encode(errors="replace")
             self.send_response(status)
-            for name, value in {"Content-Type": f"{kind}; charset=utf-8", **HEADERS}.items():
+            for name, value in {"Content-Type": f"{content_type}; charset=utf-8", **HEADERS}.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -1,4 +1,4 @@
-// Text from rollouts enters the page through textContent only, so that markup in it stays text.
+// Rollout text is inserted with textContent only, so that markup in it is never interpreted.
 const steps = JSON.parse(document.getElementById("rollouts").textContent);
 const CONTROLS = ["step", "order", "view", "colour", "outcome", "stop", "text", "least", "most"];
 const [stepSelect, order, view, colour, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
@@ -16,7 +16,7 @@ function facts(sample) {
   for (const [name, value] of Object.entries(sample.parts || {})) add(name + " " + number(value));
   if (sample.answer !== null) add("answer " + asText(sample.answer));
   if (sample.advantage !== null) add("advantage " + number(sample.advantage));
-  if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " a token");
+  if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " per token");
   if (sample.num_response_tokens !== null) add(sample.num_response_tokens + " tokens");
   if (sample.finish_reason === "length") add("truncated", "cut");
   if (sample.stop_reason && sample.stop_reason !== "length") add(asText(sample.stop_reason));
@@ -37,7 +37,7 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns a row of cards for each prompt, beside each other.
+// Returns one row of cards per group.
 function groupCards(samples, scales) {
   const groups = new Map();
   for (const sample of samples) {
@@ -46,12 +46,12 @@ function groupCards(samples, scales) {
   }
   return [...groups.values()].map((group) => {
     const cards = group.map((sample) => element("article", "sample", [facts(sample), response(sample, scales)]));
-    const head = element("div", "prompt", [element("h3", "", "Prompt of " + group.length), element("pre", "", group[0].prompt)]);
+    const head = element("div", "prompt", [element("h3", "", "Prompt · " + group.length + " samples"), element("pre", "", group[0].prompt)]);
     return element("section", "group", [head, element("div", "beside", cards)]);
   });
 }
 
-function wanted(sample) {
+function matchesFilters(sample) {
   const bounded = least.value !== "" || most.value !== "";
   if (bounded && sample.reward === null) return false;
   if (least.value !== "" && sample.reward < Number(least.value)) return false;
@@ -71,7 +71,7 @@ function worstFirst(samples) {
 
 function show() {
   const step = steps[stepSelect.selectedIndex];
-  const samples = (order.value === "worst" ? worstFirst(step.samples) : step.samples).filter(wanted);
+  const samples = (order.value === "worst" ? worstFirst(step.samples) : step.samples).filter(matchesFilters);
   const all = step.num_samples === step.samples.length ? "" : ", " + step.num_samples + " in the step";
   document.getElementById("count").textContent = samples.length + " of " + step.samples.length + " samples" + all;
   const scales = scalesOf(step.samples);
@@ -91,7 +91,7 @@ if (steps.length > 0) {
   for (const step of steps) stepSelect.append(element("option", "", "step " + step.step));
   stepSelect.selectedIndex = steps.length - 1;
   const samples = steps.flatMap((step) => step.samples);
-  for (const reason of [...new Set(samples.map(stopReason))].filter((found) => found).sort()) {
+  for (const reason of [...new Set(samples.map(stopReason))].filter((reason) => reason).sort()) {
     stop.append(element("option", "", reason));
   }
   colour.disabled = !samples.some((sample) => sample.detail);

@@ -33,12 +33,12 @@ from megarl.report.plots import (
 from megarl.report.viewer import MAX_CHARACTERS, Rollouts
 from megarl.run.loggers import duration
 
-LISTED_STEPS = 5  # a note names no more steps or lines than this
+LISTED_STEPS = 5  # maximum number of steps or lines that a note lists
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a report. `target_steps` is None where the run has no resolved config."""
+    """The contents of a report. `target_steps` is None if the run has no resolved config."""
 
     name: str
     subtitle: str
@@ -54,9 +54,12 @@ SCRIPTS = ("tokens.js", "page.js")
 
 
 def render(run: Contents, state: str | None = None) -> str:
-    """Returns the page. It loads nothing, and no script but its own can run in it.
+    """Return the page. It loads no other resources, and its content security policy allows only its own scripts.
 
-    state: of the run, where the page is served live: it then asks its server whether this is still so."""
+    Args:
+        run: the contents.
+        state: fingerprint of the run for a live page, which polls the server for changes. None for a static page.
+    """
     is_live = state is not None
     script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()
@@ -82,7 +85,7 @@ def render(run: Contents, state: str | None = None) -> str:
 
 
 def summary(run: Contents) -> list[tuple[str, str]]:
-    """Returns (label, value) of the table at the top; "–" for what the run does not have."""
+    """Return the (label, value) rows of the summary table, with "–" for missing values."""
     history = run.history
     reward = history.finite("reward/mean")
     times = history.finite("time/step")
@@ -91,47 +94,47 @@ def summary(run: Contents) -> list[tuple[str, str]]:
     mismatch = history.finite("mismatch/logprob_abs_max")
     steps = str(_last_step(history))
     return [
-        ("Reward, first step → mean of last three", f"{_mean(reward[:1], '.3f')} → {_mean(reward[-3:], '.3f')}"),
+        ("Reward, first step → mean of last 3", f"{_mean(reward[:1], '.3f')} → {_mean(reward[-3:], '.3f')}"),
         ("Steps", f"{steps} of {run.target_steps}" if run.target_steps else steps),
         ("Time in steps", duration(times.sum()) if len(times) else "–"),
-        ("Tokens a second", _mean(history.finite("throughput/tokens_per_second"), ",.0f")),
+        ("Tokens per second", _mean(history.finite("throughput/tokens_per_second"), ",.0f")),
         ("Peak memory", f"{memory.max():.2f} GB" if len(memory) else "–"),
         ("Largest mismatch", f"{mismatch.max():.1e}" if len(mismatch) else "–"),
     ]
 
 
 def notes(run: Contents) -> list[str]:
-    """Returns what a reader must know before reading the charts."""
+    """Return notes about incomplete or unusual data, shown above the charts."""
     history = run.history
-    found = []
+    texts = []
     if run.target_steps and _last_step(history) < run.target_steps:
-        found.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
+        texts.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
     if history.unreadable:
-        found.append(
-            f"metrics.jsonl: {_listed('line', history.unreadable)} could not be read and is left out"
-            " (a run that is killed leaves its last line incomplete)."
+        texts.append(
+            f"metrics.jsonl: skipped {_listed('line', history.unreadable)}, which could not be parsed"
+            " (a killed run may leave a partial last line)."
         )
-    found += [
+    texts += [
         f"{metric} was NaN or infinite at {_listed('step', steps)}." for metric, steps in history.nonfinite.items()
     ]
-    found += [
-        f"{metric}: {count:.0f} updates were skipped, since their gradient was NaN or infinite."
+    texts += [
+        f"{metric}: {count:.0f} updates were skipped because their gradient was NaN or infinite."
         for metric in history.columns
         if metric.endswith("/skipped_updates") and (count := max(history.finite(metric), default=0))
     ]
     broken = [step.step for step in run.rollouts.steps if step.unreadable]
     if broken:
-        found.append(f"The rollout file of {_listed('step', broken)} has lines that could not be read.")
+        texts.append(f"The rollout file of {_listed('step', broken)} has lines that could not be parsed.")
     if len(history.steps) > MAX_POINTS:
-        found.append(
-            f"{len(history.steps)} steps are drawn as {MAX_POINTS} points: each line is the mean of the steps"
-            " of a point, each shade their extremes."
+        texts.append(
+            f"{len(history.steps)} steps are drawn as {MAX_POINTS} points. Lines show the mean of the steps in a"
+            " point, shaded areas their range."
         )
-    return found
+    return texts
 
 
 def rollout_note(rollouts: Rollouts) -> str:
-    """Says what the viewer holds, and what is left out of it."""
+    """Describe the selection of samples in the viewer."""
     if not rollouts.steps:
         return "The run has no rollout files."
     kept = sum(len(step.samples) for step in rollouts.steps)
@@ -142,8 +145,9 @@ def rollout_note(rollouts: Rollouts) -> str:
     if kept < num_samples:
         parts.append(f"{kept} of the {num_samples} samples of these steps, evenly spaced by reward")
     if not parts:
-        return f"All {kept} samples of the run; texts up to {MAX_CHARACTERS} characters."
-    return f"Holds {', and '.join(parts)}; texts up to {MAX_CHARACTERS} characters. The rest is in rollouts/."
+        return f"All {kept} samples of the run. Texts are limited to {MAX_CHARACTERS} characters."
+    selection = ", and ".join(parts)
+    return f"Shows {selection}. Texts are limited to {MAX_CHARACTERS} characters. All samples are in rollouts/."
 
 
 def _charts(history: History) -> str:
@@ -151,7 +155,7 @@ def _charts(history: History) -> str:
     figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
     figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
     figures.append(figure(AGE_TITLE, AGE_EXPLANATION, draw_ages(history)))
-    return "".join(figures) or '<p class="note">No step has finished.</p>'
+    return "".join(figures) or '<p class="note">No step has finished yet.</p>'
 
 
 def _other_charts(history: History) -> str:
@@ -172,7 +176,7 @@ def figure(title: str, explanation: str, svg: str | None, wide: bool = False) ->
 
 
 def _script_json(value: object) -> str:
-    """Returns JSON in which nothing can end the script element that holds it."""
+    """Return JSON that is safe inside a script element: it cannot contain a closing tag."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -190,7 +194,7 @@ def _mean(values: np.ndarray, specification: str) -> str:
 
 
 def _listed(noun: str, numbers: list[int]) -> str:
-    """Returns the numbers in words: "step 7", "steps 7, 9, 12", or the first few and how many more."""
+    """Format numbers as "step 7", "steps 7, 9, 12" or "steps 1, 2, 3, 4, 5 and 8 more"."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     shown = ", ".join(str(number) for number in numbers[:LISTED_STEPS])

@@ -1,4 +1,4 @@
-"""Charts of a run's metrics as inline SVG, whose colours are CSS variables of the page."""
+"""Charts of a run's metrics as inline SVG, with colours from the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megarl.report.history import History
 
-MAX_POINTS = 400  # more steps than this are drawn as bins
-MARKED_POINTS = 40  # fewer points than this are marked one by one
-PALETTE = {  # drawn in these colours, replaced by the variables of the page
+MAX_POINTS = 400  # more steps are averaged in bins
+MARKED_POINTS = 40  # fewer points are drawn with markers
+PALETTE = {  # each colour is replaced by the CSS variable of this name
     "--ink": "#1c2127",
     "--muted": "#66707b",
     "--grid": "#e3e6ea",
@@ -57,12 +57,15 @@ Band = Callable[[History], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines of metrics over steps.
+    """A line chart of metrics over steps.
 
-    lines   (metric, its name in the legend)
-    band    the bounds that are shaded around the first line
-    share   whether the values are shares between 0 and 1
-    log     whether the axis is logarithmic, if all values are positive
+    Attributes:
+        title: the title.
+        explanation: the caption.
+        lines: (metric, legend label) of each line.
+        band: bounds of the shaded area around the first line.
+        share: whether the values are fractions between 0 and 1.
+        log: whether to use a logarithmic axis if all values are positive.
     """
 
     title: str
@@ -75,7 +78,7 @@ class Chart:
 
 REWARD = Chart(
     "Reward",
-    "Mean over the samples of a step; the band is one standard deviation of the samples.",
+    "Mean over the samples of a step; the band is ± one standard deviation.",
     (("reward/mean", "mean"),),
     band=lambda history: (
         history["reward/mean"] - history["reward/std"],
@@ -83,79 +86,79 @@ REWARD = Chart(
     ),
 )
 CHARTS = (
-    Chart("Negative log-likelihood", "Of the given tokens, in nats a token.", (("policy/nll", "mean"),)),
-    Chart("Loss of the pairs", "Mean over the pairs of a step.", (("preference/loss", "mean"),)),
+    Chart("Negative log-likelihood", "Of the trained tokens, in nats per token.", (("policy/nll", "mean"),)),
+    Chart("Preference loss", "Mean over the pairs of a step.", (("preference/loss", "mean"),)),
     Chart(
-        "Preferences",
-        "Share of the pairs in which the model is for the better response.",
+        "Preference accuracy",
+        "Fraction of pairs in which the model prefers the better response.",
         (("preference/accuracy", "accuracy"),),
         share=True,
     ),
-    Chart("Loss of the labels", "Mean over the labelled tokens of a step.", (("label/loss", "mean"),)),
+    Chart("Label loss", "Mean over the labelled tokens of a step.", (("label/loss", "mean"),)),
     Chart(
-        "Labels",
-        "Share of the labelled tokens whose score is on the right side of 0.",
+        "Label accuracy",
+        "Fraction of labelled tokens whose score has the correct sign.",
         (("label/accuracy", "accuracy"),),
         share=True,
     ),
     Chart(
         "Response length",
-        "Tokens a response: mean, and the range from shortest to longest.",
+        "Tokens per response: mean, and range from shortest to longest.",
         (("response/length_mean", "mean"),),
         band=lambda history: (history["response/length_min"], history["response/length_max"]),
     ),
     Chart(
         "Truncated responses",
-        "Share that reached the token limit before it ended.",
+        "Fraction of responses that reached the token limit.",
         (("response/truncated_frac", "truncated"),),
         share=True,
     ),
-    Chart("Entropy", "Of the policy, in nats a token.", (("policy/entropy", "entropy"),)),
-    Chart("Gradient norm", "Before clipping.", (("policy/grad_norm", "norm"),)),
+    Chart("Entropy", "Entropy of the policy, in nats per token.", (("policy/entropy", "entropy"),)),
+    Chart("Gradient norm", "Global norm before clipping.", (("policy/grad_norm", "norm"),)),
     Chart(
-        "Routes",
-        "Share of tokens and layers where the trainer would have chosen other experts than the engine did.",
+        "Routing mismatch",
+        "Fraction of tokens and layers in which trainer and engine select different experts.",
         (("policy/routes_differ", "other experts"),),
         share=True,
     ),
     Chart(
-        "Load of the experts",
-        "How much more tokens than the mean the busiest expert of a layer has, mean over the layers.",
+        "Expert load imbalance",
+        "Load of a layer's busiest expert relative to the mean, minus 1 (MaxVio), averaged over layers.",
         (("policy/max_vio", "MaxVio"),),
     ),
     Chart(
         "Trainer–rollout mismatch",
-        "|log-prob in the trainer − log-prob in the engine| of the sampled tokens, before the step's updates.",
+        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
         log=True,
     ),
     Chart(
         "Effective sample size",
-        "Of the engine's tokens as samples of the trainer's policy, as a share of their number.",
+        "Effective fraction of the engine's tokens as importance samples of the trainer's policy.",
         (("mismatch/effective_frac", "effective"),),
         share=True,
     ),
     Chart(
         "Drift within a step",
-        "|log-prob − log-prob at the start of the step| of the sampled tokens, from a step's second update on.",
+        "|log-prob − log-prob at the start of the step| of the sampled tokens, from the second update of a step.",
         (("policy/drift_abs_mean", "mean"), ("policy/drift_abs_max", "largest")),
         log=True,
     ),
-    Chart("Throughput", "Tokens a second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
+    Chart("Throughput", "Tokens per second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
     Chart(
-        "Sampled in vain",
-        "Tokens of rollouts that were too old to be trained on, and of those that were ended while they were sampled.",
-        (("rollout/dropped_tokens", "dropped"), ("rollout/aborted_tokens", "of them aborted")),
+        "Discarded tokens",
+        "Tokens of rollouts that were too stale to train on, including those aborted during sampling.",
+        (("rollout/dropped_tokens", "dropped"), ("rollout/aborted_tokens", "of which aborted")),
     ),
     Chart(
-        "Idle",
-        "Share of a step in which a group of processes had nothing to do, mean over its processes.",
+        "Idle time",
+        "Fraction of a step in which the processes of a role were idle, averaged over its processes.",
         (("idle/engines", "engines"), ("idle/actor", "actor"), ("idle/critic", "critic")),
         share=True,
     ),
     Chart(
         "Memory",
-        "Peak over the run's processes in GB; PSS counts shared pages once.",
+        "Peak host memory of the run's processes in GB; PSS counts shared pages once.",
         (("memory/peak_pss_gb", "PSS"), ("memory/peak_rss_gb", "RSS")),
     ),
 )
@@ -163,22 +166,22 @@ PHASES = ("rollout", "reward", "train", "refit")
 PHASE_TITLE = "Time by phase"
 PHASE_EXPLANATION = "Seconds of each step."
 AGE = re.compile(r"weights/staleness_(\d+)_share")
-AGE_TITLE = "Age of samples"
+AGE_TITLE = "Staleness of samples"
 AGE_EXPLANATION = (
-    "Share of a step's samples by the versions that their oldest token is behind the weights that train on it."
+    "Fraction of a step's samples by staleness: weight versions between the oldest token and the trained weights."
 )
 WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
 
 
 def charted_metrics() -> set[str]:
-    """Returns the metrics that a chart of this module shows."""
+    """Return the metrics that the charts of this module show."""
     lines = {metric for chart in (REWARD, *CHARTS) for metric, _ in chart.lines}
     bands = {"reward/std", "response/length_min", "response/length_max"}
     return lines | bands | {"time/step"} | {f"time/{phase}" for phase in PHASES}
 
 
 def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the chart as an <svg> element; None if the run has none of its values."""
+    """Draw the chart as an <svg> element, or return None if the run has none of its metrics."""
     if not any(len(history.finite(metric)) for metric, _ in chart.lines):
         return None
     with matplotlib.rc_context(STYLE):
@@ -196,21 +199,21 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
         return as_svg(figure, chart.title)
 
 
-def draw_over_each_other(
+def draw_overlaid(
     title: str,
     metric: str,
     histories: Mapping[str, History],
     chart: Chart | None = None,
     size: tuple[float, float] = NARROW,
 ) -> str | None:
-    """Draws a metric of several runs, by their names, as an <svg> element; None if none has it. chart: the one that a
-    run's own report shows it in."""
+    """Draw a metric of several runs, keyed by run name, as an <svg> element, or return None if no run has it. The axis
+    is formatted like `chart`, the metric's chart in the report of a single run."""
     present = {name: history for name, history in histories.items() if len(history.finite(metric))}
     if not present:
         return None
     with matplotlib.rc_context(STYLE):
-        every = np.concatenate([history.steps for history in present.values()])
-        figure, axes = _axes(size, (every.min(), every.max()))
+        steps = np.concatenate([history.steps for history in present.values()])
+        figure, axes = _axes(size, (steps.min(), steps.max()))
         for name, colour in zip(histories, SERIES, strict=False):
             if name in present:
                 history = present[name]
@@ -225,24 +228,25 @@ def draw_over_each_other(
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the time of the phases, stacked per step; None if the run has no times."""
+    """Draw the stacked times of the phases per step, or return None if the run has no times."""
     phases = {phase: np.nan_to_num(history[f"time/{phase}"]) for phase in PHASES}
     other = np.nan_to_num(history["time/step"]) - sum(phases.values())
-    phases["other"] = np.maximum(other, 0.0)  # phases that overlap may sum to more than the step
+    phases["other"] = np.maximum(other, 0.0)  # overlapping phases may sum to more than the step
     if not any(times.any() for times in phases.values()):
         return None
     return _draw_stack(PHASE_TITLE, phases, history.steps, size)
 
 
 def draw_ages(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draws the shares of samples of each age, stacked per step, the oldest together; None if none could be old."""
+    """Draw the stacked fractions of samples by staleness per step, or return None for a synchronous run. The largest
+    values share one series."""
     shares = {int(match[1]): np.nan_to_num(history[name]) for name in history.columns if (match := AGE.fullmatch(name))}
     if not shares:
         return None
-    most = len(SERIES) - 1
-    parts = {str(age): shares[age] for age in sorted(shares) if age < most}
-    if older := [values for age, values in shares.items() if age >= most]:
-        parts[f"{most} and more"] = np.sum(older, axis=0)
+    last = len(SERIES) - 1
+    parts = {str(age): shares[age] for age in sorted(shares) if age < last}
+    if older := [values for age, values in shares.items() if age >= last]:
+        parts[f"{last} or more"] = np.sum(older, axis=0)
     return _draw_stack(AGE_TITLE, parts, history.steps, size)
 
 
@@ -262,13 +266,13 @@ def _draw_stack(title: str, parts: Mapping[str, np.ndarray], steps: np.ndarray, 
 
 
 def bin_starts(num_steps: int) -> np.ndarray:
-    """Returns the first index of each of at most MAX_POINTS bins of nearly equal size; int64 [B]."""
+    """Return the first index of each bin as int64 [B], with at most MAX_POINTS bins of nearly equal size."""
     num_bins = min(num_steps, MAX_POINTS)
     return np.arange(num_bins) * num_steps // max(num_bins, 1)
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns the mean of each bin's finite values, NaN where there is none; float64 [B]."""
+    """Return the mean of each bin's finite values as float64 [B], NaN for bins without any."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
     counts = np.add.reduceat(finite.astype(np.int64), starts)
@@ -283,7 +287,7 @@ def _draw_line(
     label: str,
     colour: str,
 ) -> None:
-    """Draws the mean of each bin as a line, the extremes of the band in it as a shade."""
+    """Draw each bin's mean as a line and the extremes of its band as a shaded area."""
     starts = bin_starts(len(steps))
     x, means = steps[starts], bin_means(values, starts)
     low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
@@ -304,7 +308,7 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
 
 
 def _legend(axes: Axes) -> None:
-    """Draws the legend in one row above the axes."""
+    """Draw the legend in one row above the axes."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
 
 

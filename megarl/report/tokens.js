@@ -1,5 +1,5 @@
 "use strict";
-// A response as blocks: turns of a conversation, or runs of tokens that the policy made or only read, each in its colour.
+// Renders a response as blocks: conversation turns, or spans of trained and masked tokens with token colours.
 
 const TOOL_CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<function=[\s\S]*?(?:<\/function>|$)|\[TOOL_CALLS\][^\n]*/g;
 
@@ -19,7 +19,7 @@ function number(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
 }
 
-// Returns [begin, end] of each call of a tool in a text.
+// Returns [begin, end] of each tool call in a text.
 function toolCalls(text) {
   return [...text.matchAll(TOOL_CALL)].map((match) => [match.index, match.index + match[0].length]);
 }
@@ -46,7 +46,7 @@ function turnBlocks(turns) {
   });
 }
 
-// Returns the weight version of each token, from runs of them.
+// Expands run-length encoded weight versions to one per token.
 function versions(runs) {
   return (runs || []).flatMap((run) => Array(run.count).fill(run.version));
 }
@@ -75,7 +75,7 @@ function diverging(value, scale) {
   return shade(value < 0 ? "--bad" : "--good", Math.abs(value) / scale);
 }
 
-// Returns what the colours of a step's samples are scaled by, so that samples can be compared.
+// Returns common colour scales for a step's samples, so that they can be compared.
 function scalesOf(samples) {
   const details = samples.map((sample) => sample.detail).filter((detail) => detail);
   const largest = (name) => Math.max(0, ...details.map((d) => Math.max(0, ...(d[name] || []).map((x) => Math.abs(x || 0)))));
@@ -84,10 +84,10 @@ function scalesOf(samples) {
 }
 
 function legend(colour, scales) {
-  if (colour === "log-prob") return "log-prob under the policy that sampled: 0 is clear, −5 and less is full";
-  if (colour === "difference") return "trainer's log-prob − engine's: full at ±" + number(scales.differences) + ", red is negative";
-  if (colour === "advantage") return "advantage: full at ±" + number(scales.advantages) + ", red is negative";
-  return colour === "version" ? "a colour for each weight version" : "";
+  if (colour === "log-prob") return "log-prob under the sampling policy: transparent at 0, full colour at −5 or less";
+  if (colour === "difference") return "trainer log-prob − engine log-prob: full colour at ±" + number(scales.differences) + ", red is negative";
+  if (colour === "advantage") return "advantage: full colour at ±" + number(scales.advantages) + ", red is negative";
+  return colour === "version" ? "one colour per weight version" : "";
 }
 
 function isMasked(detail, i) {
@@ -104,7 +104,7 @@ function tip(detail, i) {
   return facts.join(", ");
 }
 
-// Returns a block for each run of tokens with the same mask.
+// Returns one block per span of tokens with the same mask.
 function tokenBlocks(sample, colour, scales) {
   const detail = { ...sample.detail, versions: versions(sample.version) };
   const calls = toolCalls(detail.tokens.join(""));
@@ -126,7 +126,7 @@ function tokenBlocks(sample, colour, scales) {
       place += text.length;
     }
     if (!masked) turn += 1;
-    const title = masked ? "read, not trained on" : "turn " + turn;
+    const title = masked ? "masked, not trained on" : "turn " + turn;
     blocks.push(block(masked ? "read" : "made", title + " · " + (end - begin) + " tokens", nodes));
     begin = end;
   }

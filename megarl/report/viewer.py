@@ -1,4 +1,4 @@
-"""The samples that the rollout viewer embeds: evenly spaced steps, evenly spaced rewards, both ends included."""
+"""Selects the samples for the rollout viewer: steps and rewards are evenly spaced, including both extremes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ FIELDS = (
     "rollout_id",
     "stop_reason",
 )
-MAX_DETAILED = 24  # samples of a step whose tokens are shown one by one
-MAX_TOKENS = 800  # of such a sample, from its first on
+MAX_DETAILED = 24  # samples per step with token details
+MAX_TOKENS = 800  # leading tokens of a sample with token details
 DIGITS = 3
 ARRAYS = {"logprobs": "rollout_logprobs", "differences": "logprob_differences", "advantages": "token_advantages"}
-"""The values of tokens that the page shows, by its names for them, and the rows' names."""
+"""Maps each per-token value's name on the page to its field in a rollout row."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """The samples of one step, best reward first, those without a reward last.
+    """Selected samples of one step, in descending order of reward. Samples without a reward come last.
 
-    num_samples   samples that the step has, of which `samples` are some
-    unreadable    lines of its file that could not be read
+    Attributes:
+        step: the step.
+        samples: the selected samples.
+        num_samples: total number of samples of the step.
+        unreadable: number of lines of its file that could not be parsed.
     """
 
     step: int
@@ -53,26 +56,26 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The rollouts of a run. `num_steps` steps have a rollout file, of which `steps` are some."""
+    """Selected `steps` of a run, out of `num_steps` with rollout files."""
 
     steps: list[StepRollouts]
     num_steps: int
 
 
 def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
-    """Reads the rollouts of evenly spaced steps. `files`: step -> its rollout file."""
+    """Read the rollouts of evenly spaced steps. `files` maps a step to its rollout file."""
     return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """Returns at most `limit` (≥ 2) items, evenly spaced, the first and the last among them."""
+    """Return at most `limit` (≥ 2) evenly spaced items, including the first and the last."""
     if len(items) <= limit:
         return list(items)
     return [items[index * (len(items) - 1) // (limit - 1)] for index in range(limit)]
 
 
 def _read_step(step: int, path: Path) -> StepRollouts:
-    records, unreadable = read_objects(path, keep=_shown)
+    records, unreadable = read_objects(path, keep=_select_fields)
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
@@ -87,31 +90,31 @@ def _reward(record: Mapping[str, Any]) -> float:
     return -math.inf if record.get("reward") is None else record["reward"]
 
 
-def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the page shows of a sample: of its log-probs, their mean."""
+def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a sample that the page shows. Log-probs are reduced to their mean."""
     sample = {field: record.get(field) for field in FIELDS}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
     turns = record.get("turns") or record.get("messages")
     if turns:
-        sample["turns"] = [shown_turn(turn, MAX_CHARACTERS) for turn in turns]
+        sample["turns"] = [select_turn_fields(turn, MAX_CHARACTERS) for turn in turns]
     if record.get("tokens"):
         sample["detail"] = _detail(record)
     return sample
 
 
-def shown_turn(message: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Returns what is shown of a message: of its text, so many characters."""
+def select_turn_fields(message: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
+    """Return the fields of a message that the page shows, with its text shortened to `max_characters`."""
     content = message.get("content")
-    shown = {
+    fields = {
         "role": str(message.get("role")),
-        "content": shorten(content, most) if isinstance(content, str) else content,
+        "content": shorten(content, max_characters) if isinstance(content, str) else content,
     }
-    return shown | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+    return fields | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
 
 
 def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first tokens of a sample with what is known of each."""
+    """Return the leading tokens of a sample with their per-token values."""
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
@@ -128,14 +131,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
-    """Returns the mean, None where there is none, or one of the values is not finite."""
+    """Return the mean, or None if there are no values or one of them is missing."""
     return fmean(values) if values and None not in values else None
 
 
-def shorten(text: str, most: int) -> str:
-    """Leaves out the middle of a long text: its beginning and its end say most."""
-    left_out = len(text) - most
-    if left_out <= 0:
+def shorten(text: str, max_characters: int) -> str:
+    """Cut the middle of a long text, which is less informative than its start and end."""
+    num_omitted = len(text) - max_characters
+    if num_omitted <= 0:
         return text
-    half = most // 2
-    return f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
+    half = max_characters // 2
+    return f"{text[:half]}\n… {num_omitted} characters omitted …\n{text[-half:]}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.core.files import Progress, new_folder, no_progress
-from megarl.models.huggingface import without_left_out
+from megarl.models.huggingface import without_untrained_part
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import ITEM_BYTES, whole
 from megarl.resharding.planning.plan import Plan
@@ -83,7 +83,7 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
             shutil.copy(path, folder / path.name)
     # transformers < 5 names the key torch_dtype.
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**without_left_out(hf_config), key: dtype}
+    config = {**without_untrained_part(hf_config), key: dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The attempts that a job has made at a run, each in a file of the job's folder in the run's."""
+"""The attempts of a Slurm job to run a recipe. Each attempt has a file under the run folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ ATTEMPTS = "attempts"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at the run, as it began. Times are in seconds since 1970.
+    """The start of one attempt. Times are Unix timestamps.
 
-    job         the job's number
-    restart     how often it has been in the queue again
-    allocated   when the allocation began
-    saved       the step of the newest checkpoint then, 0 without one
+    Attributes:
+        job: the Slurm job id.
+        restart: number of times that Slurm has requeued the job.
+        allocated: start of the allocation.
+        began: start of the attempt.
+        saved: step of the newest checkpoint at that time, 0 without one.
     """
 
     job: str
@@ -31,26 +33,25 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts at one run."""
+    """The attempts of one run, stored in its folder `run`."""
 
     def __init__(self, run: Path):
-        """run: the run's folder."""
         self._folder = run / LAUNCH / ATTEMPTS
 
     def begin(self, attempt: Attempt) -> Path:
-        """Notes that an attempt begins. Returns its file, to be touched from time to time."""
+        """Record the start of an attempt. Return its file, which the caller touches as a heartbeat."""
         self._folder.mkdir(exist_ok=True)
         file = self._folder / str(max(numbered(self._folder, "{}"), default=0) + 1)
         replace_text(file, json.dumps(asdict(attempt)))
         return file
 
     def all(self) -> list[tuple[Attempt, float]]:
-        """Returns the attempts, each with the last time at which it was seen to be under way."""
+        """Return all attempts, each with the time of its last heartbeat."""
         files = numbered(self._folder, "{}").values()
         return [(Attempt(**json.loads(file.read_text(encoding="utf-8"))), file.stat().st_mtime) for file in files]
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
-        """Returns the latest attempts of a job that began with the checkpoint of this step, and so made no newer
-        one."""
+        """Return a job's trailing attempts that started from the checkpoint of `step`, newest first. If that is the
+        newest checkpoint, none of them has made progress."""
         attempts = [attempt for attempt, _ in self.all() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))

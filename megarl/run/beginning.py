@@ -1,4 +1,4 @@
-"""What is known of a run before anything is loaded: whether its name is free, and whether it is finished."""
+"""Checks of the run folder before models and data are loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from megarl.run.folder import RunFolder
 
 
 def check_beginning(config: Config) -> str | None:
-    """Returns a line where resume=auto finds the run finished, so that there is nothing to do; else None. Raises
-    UserError where an earlier run has the name, or the finished one is of another recipe."""
+    """Return a message if resume=auto finds the run finished, else None.
+
+    Raises:
+        UserError: an earlier run has the same name, or the finished run used an incompatible recipe.
+    """
     folder = RunFolder.of(config)
     if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
         RunFolder.require_free(config)
@@ -35,13 +38,12 @@ def check_beginning(config: Config) -> str | None:
 
 
 def find_model_paths(config: Config) -> Config:
-    """Returns the config with the paths of models' folders absolute and links followed, or as an earlier attempt at the
-    run found them: see `with_earlier_folders`."""
+    """Return the config with resolved model paths, or with those of an earlier attempt (`with_earlier_folders`)."""
     folders = {} if config.resume == "never" else RunFolder.of(config).given_models
     return with_earlier_folders(config, folders)
 
 
 def _identities(config: Config) -> Models:
-    """Returns folder and hash of the weights of each model that is in a folder here, by the key of its path."""
+    """Return the folder and weights hash of each local model, keyed by its config key."""
     folders = {key: Path(path) for key, path in model_paths(config).items() if Path(path).is_dir()}
     return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}

@@ -1,14 +1,14 @@
-"""The checkpoints of a run on disk. Each is a folder that is complete from the moment it has its name.
+"""The checkpoints of a run on disk. A checkpoint is complete once its folder has its final name.
 
-    checkpoints/step_000020/manifest.json   the driver's state, and size and SHA-256 of every other file
-    checkpoints/step_000020/actor/…         what the trainer ranks wrote
-    checkpoints/step_000020/rollouts/…      the samples that waited for a step, if there were some
-    checkpoints/latest                      the name of the newest one
-    checkpoints/best                        the name of that with the best evaluation (evaluation.best)
-    checkpoints/.step_000030/               one that is being written, or was when the run was killed
+    checkpoints/step_000020/manifest.json   driver state, and the size and SHA-256 of every other file
+    checkpoints/step_000020/actor/…         files of the trainer ranks
+    checkpoints/step_000020/rollouts/…      queued samples, if any
+    checkpoints/latest                      name of the newest checkpoint
+    checkpoints/best                        name of the checkpoint with the best evaluation (evaluation.best)
+    checkpoints/.step_000030/               an incomplete checkpoint, being written or left by a killed run
 
-Files are written in the hidden folder and fsynced, then it gets its name, then `latest` is pointed to it, then older
-ones are removed. So a run that is killed at any moment has the checkpoint that `latest` names.
+Files are written to the hidden folder and fsynced. Then the folder is renamed, `latest` is updated and old checkpoints
+are removed, in this order. A run can be killed at any time and still has the checkpoint that `latest` names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POINTER, BEST = "latest", "best"
 
 
 class Checkpoints:
-    """The folder of a run's checkpoints. One process, the driver, changes it."""
+    """The checkpoint folder of a run. Only the driver process modifies it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,15 +35,15 @@ class Checkpoints:
         return len(self.steps())
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints in ascending order."""
         return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names; None before the first one."""
+        """Return the checkpoint that `latest` names, None if there is none yet."""
         return self._pointed_to(POINTER)
 
     def best(self) -> Path | None:
-        """Returns the checkpoint that `best` names; None before there is one."""
+        """Return the checkpoint that `best` names, None if there is none yet."""
         return self._pointed_to(BEST)
 
     def _pointed_to(self, name: str) -> Path | None:
@@ -51,19 +51,19 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raises UserError where the disk has no room for so many checkpoints of num_bytes each. keep: the value of
-        checkpoint.keep, for the message."""
+        """Raise UserError if the disk has no space for `number` checkpoints of `num_bytes` each. `keep`, the value of
+        checkpoint.keep, is used in the message only."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
-                f"{number * num_bytes / 1e9:.2f} GB (one is written before the oldest is removed); free some there, "
-                "lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false"
+                f"{number * num_bytes / 1e9:.2f} GB (a new one is written before the oldest is removed). Fix: free "
+                "disk space, lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false."
             )
 
     def begin(self, step: int) -> Path:
-        """Makes an empty folder to write the checkpoint of `step` into."""
+        """Create an empty hidden folder for the checkpoint of `step`."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         folder = self._hidden(step)
@@ -71,17 +71,14 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Makes a checkpoint of what was written for `step`, and points to it.
-
-        files: all files that were written, already on the disk.
-        """
+        """Publish the checkpoint of `step` and point `latest` to it. All `files` must be on disk already."""
         hidden, final = self._hidden(step), self._named(step)
-        assert final != self.latest(), f"{final} exists and is pointed to"
+        assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
             sync(folder)
         Checkpoint.open(hidden)
-        # A checkpoint of that name exists where a run was killed before it could point to it.
+        # A checkpoint of this name exists if an earlier attempt was killed before it updated `latest`.
         self._remove(final)
         remove_notes(hidden)
         hidden.rename(final)
@@ -96,33 +93,32 @@ class Checkpoints:
         sync(self.path)
 
     def point_to_best(self, step: int | None) -> None:
-        """Points `best` to the checkpoint of this step; None: to none."""
+        """Point `best` to the checkpoint of this step, or remove the pointer if `step` is None."""
         if step is None:
             (self.path / BEST).unlink(missing_ok=True)
         elif self._named(step) != self.best():
             self.point_to(self._named(step), BEST)
 
     def keep(self, number: int) -> None:
-        """Removes all but the newest `number` checkpoints; never one that is pointed to, nor one later than `latest`.
-        That which `best` names is kept beside the newest."""
+        """Remove all but the newest `number` checkpoints. The ones that `latest` and `best` name are always kept."""
         steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
             if self._named(step) != self.best():
                 self._remove(self._named(step))
 
     def go_back_to(self, step: int) -> None:
-        """Points to the checkpoint of `step`, and removes those after it."""
+        """Point `latest` to the checkpoint of `step` and remove later ones."""
         self.point_to(self._named(step))
         for later in [other for other in self.steps() if other > step]:
             self._remove(self._named(later))
 
     def sweep(self) -> None:
-        """Removes what was being written, or removed, when its run was killed."""
+        """Remove partially written or partially removed checkpoints of a killed run."""
         for leftover in self.path.glob(f".{PREFIX}*"):
             shutil.rmtree(leftover)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Removes a checkpoint. It loses its name first, because a folder with a checkpoint's name is complete."""
+        """Remove a checkpoint. It is renamed first, because a folder with a checkpoint's name must be complete."""
         if checkpoint.exists():
             hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
             shutil.rmtree(hidden, ignore_errors=True)

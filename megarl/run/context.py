@@ -1,4 +1,4 @@
-"""The loop of a run, whatever its steps do: data, metrics and checkpoints, until the last step."""
+"""The training loop that all kinds of runs share: data, metrics, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step.state import RunState
 
 LOCK_S = 180.0
-"""The time that an attempt of a job waits for the lock of the one before, whose node may be lost."""
+"""Seconds that an attempt of a job waits for the previous attempt's lock, whose node may be lost."""
 
-NONE_GIVEN: Mapping[str, str] = {}
+NO_PATHS: Mapping[str, str] = {}
 NO_SETS: Mapping[str, PromptSet] = {}
 
 Step = Callable[[], dict[str, float]]
-"""A function that does one step, whose number is state.step, and returns its metrics."""
+"""Runs the step numbered state.step and returns its metrics."""
 
 Evaluate = Callable[[], dict[str, float]]
-"""A function that evaluates what is due after state.step, and returns the metrics."""
+"""Runs the evaluations that are due after state.step and returns their metrics."""
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Calls `run`, with temporary files in scratch. Returns 0 only if the last step was reached and the model
-    written."""
+    """Call `run` and return the exit code: 0 on success, 1 after a RunFailure. Temporary files go to `scratch`."""
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -64,10 +63,11 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The loop of a run.
+    """The state and the loop of one run.
 
-    resume_point   the point where the run begins, whose state moves on with the steps
-    evaluation     the prompts of each evaluation set, by its name
+    Attributes:
+        resume_point: the starting point. Its state advances with each step.
+        evaluation: the prompts of each evaluation set, by set name.
     """
 
     config: Config
@@ -84,19 +84,26 @@ class RunContext:
         config: Config,
         models: ModelFolders,
         data: PromptSet | OfflineData,
-        given: Mapping[str, str] = NONE_GIVEN,
+        given_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Locks and opens the run's folder and prints the run's summary, before any process is started. Raises UserError
-        for a folder in use, for a `resume` that is no checkpoint, and for a disk without room for the next checkpoint.
+        """Lock and open the run folder and print the run summary, before any process starts.
 
-        given        the paths of models as the user gave them, by key, where they may not be the config's
-        evaluation   the prompts of the evaluation sets, by name
+        Args:
+            config: the run's config.
+            models: the folders of its models.
+            data: its prompts or offline data.
+            given_paths: model paths as the user wrote them, by config key, if the config has resolved ones.
+            evaluation: the prompts of each evaluation set, by set name.
+
+        Raises:
+            UserError: the folder is in use, `resume` is not a valid checkpoint, or the disk is too full for the next
+                checkpoint.
         """
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
-            identities = note_given_paths(models.identify(), config, given)
+            identities = note_given_paths(models.identify(), config, given_paths)
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)
@@ -113,16 +120,16 @@ class RunContext:
         return self.resume_point.folder
 
     def stopwatch(self) -> Stopwatch:
-        """Returns the clock of a step that begins, whose phases are in the run's trace."""
+        """Start and return the stopwatch of a step. Its phases are recorded in the run's trace."""
         return Stopwatch(Trace(self.folder.logs).record)
 
     def take(self, n: int) -> list[Any]:
-        """Returns the next n rows of the data."""
+        """Return the next n rows of the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Takes up the share of samples that solved each prompt of a step, by its id, where prompts are drawn by it.
-        Returns metrics of it."""
+        """Update the sampling weights with the prompts' solve rates, by prompt id. Return metrics of the weights, or
+        nothing if prompts are not drawn by weight."""
         cursor = self.state.cursor
         if not isinstance(cursor, WeightedCursor):
             return {}
@@ -130,15 +137,19 @@ class RunContext:
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
-        """Does all steps up to run.steps, and evaluates before the first and after each what is due then.
+        """Run all steps up to run.steps, with the evaluations that are due before the first step and after each.
 
-        trained: the models that checkpoints hold, with their weights loaded. write: writes what else checkpoints hold
-        beside the driver's state.
+        After a termination signal, finish the checkpoint whose state is already in host memory. With
+        checkpoint.on_signal, finish the current step and save a checkpoint. Both have checkpoint.grace_s seconds.
 
-        Told to end by a signal, it finishes the checkpoint whose state is in host memory; with checkpoint.on_signal it
-        saves one at the end of the step under way. Both are tried for checkpoint.grace_s seconds."""
+        Args:
+            trained: the models in each checkpoint, with their weights loaded.
+            step: runs one step.
+            evaluate: runs the evaluations that are due.
+            write: writes additional files to each checkpoint.
+        """
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
-        saver.keep()  # a run that was killed may not have removed the oldest
+        saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
         if self.state.step == 0 and (metrics := evaluate()):
             JsonlSink(self.folder.metrics).write(0, metrics)
         with (
@@ -150,13 +161,13 @@ class RunContext:
                 for number in self._steps(trained, step, evaluate, write, memory, trackers):
                     done = number
                     self._end_if_told(trained, write)
-                    saver.commit()  # after the step's metrics: a run that goes on from here has them
+                    saver.commit()  # after the step's metrics are written, since a resumed run needs them
                 saver.finish()
                 self._end_if_told(trained, write)
             except RunFailure as failure:
                 if not interrupts.is_told:
                     raise
-                print(f"the step under way did not come to its end: {failure}", flush=True)
+                print(f"the current step was interrupted: {failure}", flush=True)
                 saver.finish_after_interrupt(done, left_s=lambda: 0.0)
                 raise KeyboardInterrupt from failure
             except KeyboardInterrupt:
@@ -172,7 +183,7 @@ class RunContext:
         memory: MemorySampler,
         trackers: Sequence[Tracker],
     ) -> Iterator[int]:
-        """Yields the number of each step when its metrics are written, those of its evaluation among them."""
+        """Yield the number of each step after its metrics, including evaluation, are written."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
         console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
@@ -195,15 +206,15 @@ class RunContext:
             yield state.step
 
     def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
-        """Ends the run between two steps, saved, if a signal has told it to."""
+        """Save a checkpoint and raise KeyboardInterrupt if a signal asked the run to stop."""
         if interrupts.is_told:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Ends the run after its last step: writes the trained model by `write`, if run.export asks for it; else
-        removes the one of an earlier step."""
+        """Export the trained model with `write` if run.export is set, else remove an older export. Mark the run as
+        finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

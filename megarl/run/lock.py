@@ -1,4 +1,4 @@
-"""The lock of a run's folder, in which one driver works at a time."""
+"""The lock that allows one driver at a time in a run folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from megarl.core.errors import UserError
 
 POLL_S = 1.0
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of a disk that is mounted without locks, as Lustre often is."""
+"""Errors of file systems mounted without lock support, as Lustre often is."""
 
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Gives this process alone the run's folder while it is inside. The folder may be moved away or made anew there,
-    because the lock's file lies beside it. The kernel releases the lock however the process ends; that of a node that
-    is lost is known to be free on others after a while only, which patience_s may bridge.
+    """Hold the exclusive lock of a run folder inside the context.
 
-    Raises UserError that names who has it, and for a place where no file can be made.
+    The lock file lies next to the folder, so the folder itself may be moved or recreated. The kernel releases the lock
+    when the process ends. After a node failure, a network file system may take a while to release it: `patience_s` is
+    the time in seconds to wait for that.
+
+    Raises:
+        UserError: another process holds the lock, or the lock file cannot be created.
     """
     file = folder.with_name(f".{folder.name}.lock")
     try:
@@ -33,8 +36,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         opened = file.open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"run.folder={folder.parent}: it cannot be written ({error.strerror}: {error.filename}); set run.folder to "
-            "a folder of yours"
+            f"run.folder={folder.parent}: not writable ({error.strerror}: {error.filename}). Fix: set run.folder to a "
+            "writable folder."
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s
@@ -42,8 +45,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
             if time.monotonic() >= deadline:
                 stream.seek(0)
                 raise UserError(
-                    f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}; stop that "
-                    "run or let it end, or choose another name"
+                    f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}. Fix: wait "
+                    "for that run or stop it, or choose another run.name."
                 )
             time.sleep(POLL_S)
         stream.truncate(0)
@@ -53,7 +56,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str]) -> bool:
-    """Returns whether the file is this process's now; so it is taken to be on a disk without locks."""
+    """Try to lock the file and return whether this process may use it. File systems without locks always succeed, with
+    a warning."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -61,5 +65,6 @@ def _lock(stream: IO[str]) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        print(f"{stream.name}: this disk has no locks ({error.strerror}): start no second run of this name", flush=True)
+        warning = f"file locks are not supported here ({error.strerror}); do not start a second run of this name"
+        print(f"{stream.name}: {warning}", flush=True)
     return True

@@ -1,6 +1,6 @@
-"""Sinks for the metrics of a step: a JSONL file and the console.
+"""Sinks for step metrics: a JSONL file and the console.
 
-Metric names are GROUP/NAME, such as reward/mean. Steps count from 1.
+Metric names have the form SECTION/NAME, such as reward/mean. Steps count from 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 
 class JsonlSink:
-    """A sink that writes one JSON object per step, `step` first, before the step ends so that a crash loses none.
+    """A sink that appends one JSON object per step to a file, starting with the key `step`.
 
-    NaN and infinities, which JSON lacks, are written as null and their names listed under "nonfinite".
+    JSON has no NaN or infinity: such values are written as null, and their names are listed under "nonfinite".
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class JsonlSink:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
-COLUMNS = (  # title, least width, what is shown
+COLUMNS = (  # title, minimum width, format
     ("ETA", 6, "{eta}"),
     ("reward±std", 12, "{reward/mean:.3f}±{reward/std:.3f}"),
     ("length", 7, "{response/length_mean:.1f}"),
@@ -57,33 +57,37 @@ OFFLINE_COLUMNS = (
     ("train", 7, "{time/train:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
-"""The columns of runs on offline data, whose tokens are those that are trained on."""
+"""Columns of runs on offline data. `tokens` counts trained tokens."""
 
 ALTERNATIVES = {
     "loss": ("policy/nll", "preference/loss", "label/loss"),
     "accuracy": ("preference/accuracy", "label/accuracy"),
     "grad_norm": ("policy/grad_norm", "reward_model/grad_norm"),
-    "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # the second counts shared pages once
+    "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # PSS counts shared pages once
 }
-"""Cells that show one of several metrics: the last one that a step has."""
+"""Cells that show one of several metrics: the last one that is present."""
 
 HEADER_EVERY = 20  # lines
-ETA_STEPS = 10  # the estimate follows the latest steps, as their length drifts with the responses'
+ETA_STEPS = 10  # a short window, since step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints one line of plain text per step, under a header that is repeated; "–" stands for a metric that
-    a step lacks.
+    """A sink that prints one line per step and repeats the header. "–" marks a missing metric.
 
-    cut is the share of truncated responses, Δlogp the mean |trainer log-prob − rollout log-prob| of the policy that
-    sampled, before the step's updates move it.
+    `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
+    step's updates.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
-        """is_offline: whether the run is on offline data."""
+        """
+        Args:
+            total_steps: number of steps of the run, for the ETA.
+            stream: output stream, None for sys.stdout.
+            is_offline: whether the run trains on offline data.
+        """
         self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
         self._total = total_steps
-        self._stream = stream  # None: sys.stdout
+        self._stream = stream
         self._num_lines = 0
         self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
 
@@ -108,7 +112,7 @@ class ConsoleSink:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in at most six characters up to 99 days: 42s, 5m07s, 3h20m, 2d04h."""
+    """Format a duration as 42s, 5m07s, 3h20m or 2d04h: at most six characters up to 99 days."""
     if not math.isfinite(seconds):
         return "–"
     whole = round(seconds)

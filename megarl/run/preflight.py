@@ -1,5 +1,4 @@
-"""Everything that can be known of a run before it starts its processes, checked in one place: by `megarl check`, and
-by `megarl train` as the first thing it does."""
+"""The checks before a run starts its processes. `megarl check` and `megarl train` run the same ones."""
 
 from __future__ import annotations
 
@@ -52,10 +51,13 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The things that a run starts from.
+    """The inputs of a run, checked.
 
-    trial        of its reward functions; None if it has none
-    evaluation   the prompts of each evaluation set, by its name
+    Attributes:
+        models: the model folders.
+        data: prompts, or offline data.
+        trial: the trial call of the reward functions, None if there are none.
+        evaluation: the prompts of each evaluation set, by set name.
     """
 
     models: ModelFolders
@@ -65,9 +67,14 @@ class Preflight:
 
 
 def preflight(config: Config) -> Preflight:
-    """Checks machine, folder, models, reward functions, data, checkpoint and disk, and changes nothing but the cache of
-    models. Raises UserError with a line for each thing that is wrong. A reward function that fails on the first row is
-    a warning: it may need more than a bare answer."""
+    """Check machine, run folder, models, reward functions, data, checkpoint and disk.
+
+    Nothing but the model cache is modified. A reward function that fails on the first row only causes a warning,
+    because it may need more than a bare answer.
+
+    Raises:
+        UserError: some checks failed. The message has one line per failure.
+    """
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
@@ -86,44 +93,45 @@ def preflight(config: Config) -> Preflight:
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     if trial is not None and trial.failure is not None:
-        print(f"megarl: warning: {trial.failure}, whose response is the row's answer", file=sys.stderr, flush=True)
+        warning = f"{trial.failure} (the trial used the row's answer as response)"
+        print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
     return Preflight(models, data, trial, evaluation)
 
 
 def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
-    """Returns the prompts of each evaluation set, by its name. Raises UserError with a line for each thing that is
-    wrong."""
+    """Return the prompts of each evaluation set, by set name. Raise UserError with one line per failure."""
     with _all_errors() as attempt:
         return {
-            given.name: attempt(_load_evaluation_set, config, given, model_folder) for given in config.evaluation.sets
+            settings.name: attempt(_load_evaluation_set, config, settings, model_folder)
+            for settings in config.evaluation.sets
         }
 
 
-def _load_evaluation_set(config: Config, given: EvaluationSet, model_folder: Path) -> PromptSet:
-    """Returns the prompts of an evaluation set, with the columns that its environment or its functions ask for, which
-    are tried on the first of them. Raises UserError that names the set."""
-    of_set = config_of_set(config, given)
+def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
+    """Return the prompts of an evaluation set, with the columns that its environment or reward functions need. The
+    functions are tried on the first prompt. Raise UserError that names the set."""
+    set_config = config_of_set(config, settings)
     try:
-        pool = _function_pool(of_set)
+        pool = _function_pool(set_config)
         with nullcontext() if pool is None else closing(pool):
-            prompts = _load_data(of_set, model_folder, pool)
-            trial = None if pool is None else try_rewards(of_set, pool, prompts[0])
-        if of_set.has_environment:
-            _check_environment(of_set, model_folder)
+            prompts = _load_data(set_config, model_folder, pool)
+            trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
+        if set_config.has_environment:
+            _check_environment(set_config, model_folder)
     except UserError as error:
         raise UserError(
-            "\n".join(f"evaluation.sets: {given.name}: {line}" for line in str(error).splitlines())
+            "\n".join(f"evaluation.sets: {settings.name}: {line}" for line in str(error).splitlines())
         ) from None
     if trial is not None and trial.failure is not None:
-        reason = f"evaluation.sets: {given.name}: {trial.failure}, whose response is the row's answer"
-        print(f"megarl: warning: {reason}", file=sys.stderr, flush=True)
+        warning = f"evaluation.sets: {settings.name}: {trial.failure} (the trial used the row's answer as response)"
+        print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
     return prompts
 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yields a function that calls another with its arguments, and returns None where that raises UserError. Raises
-    UserError with the lines of all of them at the end."""
+    """Yield a function that runs a check and returns None if it raises UserError. On exit, raise one UserError with the
+    messages of all failed checks."""
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -150,7 +158,7 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Returns the rows, prompts with the columns that reward functions ask for, or all of them for an environment."""
+    """Load offline data or prompts. Prompts keep the columns that reward functions need, or all for an environment."""
     if config.is_offline:
         return load_offline_data(config, model_folder)
     columns = NO_COLUMNS if pool is None else pool.columns
@@ -158,8 +166,8 @@ def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) ->
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
-    """Looks, in a process of its own, whether the environment's class is one, and whether the model's chat template can
-    go on with what it says. Raises UserError where they are not."""
+    """Load the environment class in a separate process and check that the model's chat template can render its turns.
+    Raise UserError if either fails."""
 
     async def find_tools() -> Sequence[Mapping[str, Any]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -170,7 +178,7 @@ def _check_environment(config: Config, model_folder: Path) -> None:
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
-    """Returns a process with the user's functions, None for a run without any."""
+    """Start a process with the reward functions, or return None if there are none."""
     rewards = config.rewards
     if config.is_offline or not (rewards.functions or rewards.judge):
         return None
@@ -178,17 +186,17 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Returns the run's folder, which may have to be made. Raises UserError where it cannot, or is another run's."""
+    """Return the run folder, which need not exist. Raise UserError if it is not writable or belongs to another run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
-    there = next(path for path in folder.path.parents if os.path.lexists(path))
+    parent = next(path for path in folder.path.parents if os.path.lexists(path))
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise UserError(
-            f"run.folder={config.run.folder}: it cannot be written ({error.strerror}: {there}); set run.folder to a "
-            "folder of yours"
+            f"run.folder={config.run.folder}: not writable ({error.strerror}: {parent}). Fix: set run.folder to a "
+            "writable folder."
         ) from None
     return folder
 
@@ -198,39 +206,39 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = checkpoint_bytes(config, models.trained(config))
-        checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_there(config, checkpoints)))
+        checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_existing(config, checkpoints)))
 
 
-def _num_there(config: Config, checkpoints: Checkpoints) -> int:
-    """Returns the number of checkpoints, complete or not, whose room is that of new ones."""
+def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
+    """Return the number of existing checkpoints, complete or not, whose disk space new ones will reuse."""
     if config.resume == "never" or not checkpoints.path.is_dir():
         return 0
     return sum(entry.is_dir() for entry in checkpoints.path.iterdir())
 
 
 def print_checks(config: Config, _scratch: Path) -> None:
-    """Prints what a run of this config would be, and what the checks found."""
+    """Run all checks and print a summary of the run."""
     config = find_model_paths(config)
-    found = preflight(config)
-    rows = {"model": str(found.models.actor), "data": _first_row(config, found.data)}
-    if found.trial is not None:
-        said = ", ".join(f"{name} gives {value:g}" for name, value in found.trial.parts.items())
-        rows["rewards"] = f"{said or 'nothing'} for the first row's answer"
-    if found.evaluation:
-        sizes = (f"{name} of {len(prompts):,} prompts" for name, prompts in found.evaluation.items())
+    checked = preflight(config)
+    rows = {"model": str(checked.models.actor), "data": _first_row(config, checked.data)}
+    if checked.trial is not None:
+        scores = ", ".join(f"{name} = {value:g}" for name, value in checked.trial.parts.items())
+        rows["rewards"] = f"{scores or 'none'} for the first row's answer"
+    if checked.evaluation:
+        sizes = (f"{name} ({len(prompts):,} prompts)" for name, prompts in checked.evaluation.items())
         rows["evaluation"] = ", ".join(sizes)
     if not device.on_cuda():
-        needed = sum(host_parts(config, found.models).values())
-        rows["memory"] = f"at least {needed / 1e9:.2f} GB, for weights, gradients and optimizers"
+        needed = sum(host_parts(config, checked.models).values())
+        rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
-        size = checkpoint_bytes(config, found.models.trained(config))
+        size = checkpoint_bytes(config, checked.models.trained(config))
         rows["disk"] = f"{config.most_checkpoints} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
     if config.cluster.roles.given:
-        places = "are on the devices of cluster.roles"
+        sharing = "are on the devices of cluster.roles"
     else:
-        places = "share their devices, from the first on" if config.is_colocated else "have devices of their own"
-    placed = f"{config.cluster.placement}, roles {places}\n{place_here(config).describe()}"
-    rows["processes"] = placed.replace("\n", f"\n{'':<12}")
+        sharing = "share devices, from the first on" if config.is_colocated else "have separate devices"
+    placement = f"{config.cluster.placement}, roles {sharing}\n{place_here(config).describe()}"
+    rows["processes"] = placement.replace("\n", f"\n{'':<12}")
     print(explain(config))
     print("\n".join(f"{name:<11} {text}" for name, text in rows.items()))
     print("all checks passed; nothing was started", flush=True)
@@ -241,9 +249,9 @@ def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:
         return size
-    return f"{size}; the first: {_shown(first.messages[-1]['content'])}, answer {_shown(first.answer)}"
+    return f"{size}; first: {_abbreviate(first.messages[-1]['content'])}, answer {_abbreviate(first.answer)}"
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

@@ -1,4 +1,4 @@
-"""The start of a run: anew, or from a checkpoint."""
+"""The starting point of a run: the first step, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from megarl.step.state import RunState, weights_of
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
+    """The starting point of an attempt: its folder, its state, and the checkpoint it resumes from, if any."""
+
     folder: RunFolder
     state: RunState
     checkpoint: Checkpoint | None
@@ -31,32 +33,35 @@ class ResumePoint:
     def describe(self) -> str:
         if self.checkpoint is None:
             return "starts at the first step"
-        return f"goes on after step {self.state.step}, from {self.checkpoint.path}"
+        return f"resumes after step {self.state.step} from {self.checkpoint.path}"
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    """Opens the run's folder as the key `resume` says. num_bytes: the size of a checkpoint. Raises UserError, and
-    leaves the folder as it was, for a checkpoint that is missing, damaged, or of another run, and for a disk without
-    room for those to come."""
+    """Open the run folder according to the key `resume`. `num_bytes` is the size of one checkpoint.
+
+    Raises:
+        UserError: the checkpoint is missing, damaged or of another run, or the disk has no space for the next ones.
+            The folder is not modified.
+    """
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
-    goes_on = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
+    continues_run = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
-            print(f"{key}={model_paths(config)[key]}: its weights are those of {earlier}, where the run began")
-    if goes_on:
-        RunFolder.of(config).metrics_until(checkpoint.step)  # raises for what cannot be read, before anything changes
+            print(f"{key}={model_paths(config)[key]}: has the same weights as {earlier}, which the run started from")
+    if continues_run:
+        RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before anything changes
         if checkpoints.steps()[-1] > checkpoint.step:
-            checkpoint.verify(checkpoint.files)  # later ones, which may be the only good ones, are removed
+            checkpoint.verify(checkpoint.files)  # later checkpoints, possibly the only valid ones, are removed
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
         keep, most = config.checkpoint.keep, config.most_checkpoints
-        # Checkpoints that exist already are counted in, even more than `keep`: the oldest are removed for the next.
-        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if goes_on else 0)))
-    if goes_on:
-        # The order matters: a run that is killed in between is one that was killed before it went on, and later
-        # checkpoints are removed when the folder is ready for others.
+        # Existing checkpoints count even beyond `keep`, because the oldest are removed to make space.
+        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if continues_run else 0)))
+    if continues_run:
+        # The order matters: a run that is killed in between can be resumed from the same checkpoint. Later checkpoints
+        # are removed last, once the folder is ready.
         checkpoints.point_to(checkpoint.path)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
         checkpoints.go_back_to(checkpoint.step)
@@ -66,8 +71,8 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Returns the checkpoint from which the run goes on, as the key `resume` says; None if it begins anew. Raises
-    UserError for one that is missing, damaged, or of another run."""
+    """Return the checkpoint that the key `resume` selects, None if the run starts at the first step. Raise UserError if
+    the checkpoint is missing, damaged or of another run."""
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
 
@@ -80,15 +85,15 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Returns whether the checkpoint is one of this run's. Raises UserError for one that would be moved aside with the
-    run's folder."""
+    """Return whether the checkpoint belongs to this run. Raise UserError for one that would be moved aside with the run
+    folder."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True
     if path.is_relative_to(checkpoints.path.parent.resolve()):
         raise UserError(
-            f"resume={checkpoint.path}: it lies in the folder of this run, where its name is checkpoints/{name}; give "
-            "it that name, or move it elsewhere"
+            f"resume={checkpoint.path}: inside this run's folder, but not named checkpoints/{name}. Fix: rename it, or "
+            "move it out of the folder."
         )
     return False
 
@@ -100,9 +105,9 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
-            f"data.source={config.data.source}: its {config.data.format} have changed since {path} was saved (hash "
-            f"{data.data_hash[:8]}…, then {saved[:8]}…); restore them, or start another run with "
-            "resume=never and a new run.name"
+            f"data.source={config.data.source}: the {config.data.format} have changed since {path} was saved (hash "
+            f"{data.data_hash[:8]}…, was {saved[:8]}…). Fix: restore them, or start another run with resume=never and "
+            "a new run.name."
         )
     return checkpoint
 
@@ -120,15 +125,15 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
-    """Raises UserError for a model whose weights are not those that the run started from: the reference, a reward model
-    and an implicit reward's start are read from its folder again."""
+    """Raise UserError if a model's weights differ from those that the run started from. The reference, a reward model
+    and the initial model of an implicit reward are read from the model folder again."""
     for key, saved in _saved_models(checkpoint).items():
-        if key in models and (found := models[key])["hash"] != saved["hash"]:
-            remedy = " (model.revision chooses a commit)" if is_hub_id(config.model.path) else ""
+        if key in models and (current := models[key])["hash"] != saved["hash"]:
+            remedy = " (model.revision selects a commit)" if is_hub_id(config.model.path) else ""
             raise UserError(
-                f"{key}={found['folder']}: its weights (hash {found['hash'][:8]}…) are not those that the run of "
-                f"{checkpoint.path} started from, then in {saved['folder']} (hash {saved['hash'][:8]}…); restore "
-                f"them{remedy}, or start another run with resume=never and a new run.name"
+                f"{key}={current['folder']}: its weights (hash {current['hash'][:8]}…) differ from those that the run "
+                f"of {checkpoint.path} started from, in {saved['folder']} (hash {saved['hash'][:8]}…). Fix: restore "
+                f"them{remedy}, or start another run with resume=never and a new run.name."
             )
 
 
@@ -137,10 +142,8 @@ def _checkpoint_path(config: Config) -> Path | None:
         return None
     if config.resume == "auto":
         return Checkpoints(RunFolder.of(config).checkpoints).latest()
-    # Links are resolved: the run's folder is moved away, unless the checkpoint is found to lie in it.
+    # Resolve links, so that a checkpoint inside the run folder is recognized before the folder is moved aside.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
-        raise UserError(
-            f"resume={config.resume}: there is no such folder; give never, auto or the folder of a checkpoint"
-        )
+        raise UserError(f"resume={config.resume}: no such folder. Fix: set it to never, auto or a checkpoint folder.")
     return path

@@ -1,4 +1,4 @@
-"""The saving of checkpoints: when one is due, when it is written, and when it is complete."""
+"""Saves checkpoints: decides when one is due, tracks its background writes and completes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megarl.models.paths import Models
 from megarl.run.checkpoints import Checkpoints
 
 POLL_S = 0.05
-"""The interval at which the files of a checkpoint are looked for after an interrupt."""
+"""Polling interval for a checkpoint's files after an interrupt, in seconds."""
 
 Write = Callable[[Path], Sequence[FileRecord]]
-"""Writes files into the folder of a checkpoint, and returns their records."""
+"""Writes files to a checkpoint folder and returns their records."""
 
 
 def no_files(_: Path) -> Sequence[FileRecord]:
@@ -30,8 +30,8 @@ def no_files(_: Path) -> Sequence[FileRecord]:
 
 
 class Saver:
-    """Saves every checkpoint.every_steps steps and after the last one, and where it is asked to. At most one save is
-    under way."""
+    """Saves a checkpoint every checkpoint.every_steps steps, after the last step and on request. At most one save is
+    in progress at a time."""
 
     def __init__(
         self,
@@ -42,8 +42,14 @@ class Saver:
         models: Models,
         evaluated: Mapping[int, float] | None = None,
     ):
-        """num_bytes   the size of one checkpoint
-        evaluated   the values of evaluation.best.metric so far, by the step of their evaluation
+        """
+        Args:
+            folder: the checkpoint folder of the run.
+            config: the run's config.
+            num_bytes: size of one checkpoint.
+            data_hash: hash of the data, stored in each checkpoint.
+            models: identities of the models, stored in each checkpoint.
+            evaluated: values of evaluation.best.metric so far, by step.
         """
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
@@ -60,11 +66,18 @@ class Saver:
         at_once: bool = False,
         write: Write = no_files,
     ) -> dict[str, float]:
-        """Copies everything to host memory if a checkpoint is due after `step`, or at_once if there is none of it yet.
-        run: the driver's state, as JSON values. write: writes what else belongs to it into its folder, at once.
+        """Copy the training state to host memory and start writing it, if a checkpoint is due after `step`.
 
-        Returns the metrics since the last call: the seconds that training waited and, of a checkpoint that was
-        completed, its bytes and the seconds since its beginning.
+        Args:
+            trained: the models to save.
+            step: the last completed step.
+            run: the driver's state as JSON values.
+            at_once: save now even if none is due, unless this step is already saved.
+            write: writes additional files synchronously.
+
+        Returns:
+            The metrics since the last call: the seconds that training was blocked, and the size and duration of a
+            completed checkpoint.
         """
         if not self._has(step) if at_once else self._due(step):
             self.finish()
@@ -76,23 +89,24 @@ class Saver:
                 self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
                 saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
                 trained.run(saving, parts=("parameters",))
-            print(f"checkpoint: copied after step {step}, and written to {folder.parent}", flush=True)
+            print(f"checkpoint: step {step} copied to host memory, writing to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes note of the value of an evaluation by which its checkpoint may be the best."""
+        """Record the value of evaluation.best.metric after `step`, if present."""
         name = self._config.evaluation.best.metric
         if name is not None and name in metrics:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Completes the checkpoint if its files are written; without checkpoint.background it waits for that."""
+        """Complete the checkpoint in progress if its files are written. Wait for them unless checkpoint.background is
+        set."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is under way, if any, is complete, and removes the oldest beyond
+        """Wait for the checkpoint in progress, if any, complete it and remove the oldest ones beyond
         checkpoint.keep."""
         if self._unfinished is None:
             return
@@ -103,18 +117,22 @@ class Saver:
             self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Completes the checkpoint that is under way, if any, if its files are written while left_s is above 0. The
-        ranks may be in the middle of a step, and are not waited for.
+        """Complete the checkpoint in progress, if any, provided that its files are written in time.
 
-        done: the last step whose metrics are written; a run that goes on from a checkpoint needs those of its step."""
+        The ranks may be in the middle of a step, so only their files are polled.
+
+        Args:
+            done: the last step whose metrics are written. A later checkpoint cannot be resumed and is not completed.
+            left_s: returns the seconds left.
+        """
         unfinished = self._unfinished
-        # Its folder has another name from the moment on that it is complete.
+        # The folder is renamed once the checkpoint is complete.
         if unfinished is None or unfinished.step > done or not unfinished.folder.exists():
             return
         while (files := unfinished.files()) is None:
             if left_s() <= 0:
                 grace = f"checkpoint.grace_s={self._config.checkpoint.grace_s:g}"
-                print(f"checkpoint: that of step {unfinished.step} was not written within {grace}", flush=True)
+                print(f"checkpoint: step {unfinished.step} was not written within {grace}", flush=True)
                 return
             time.sleep(POLL_S)
         self._complete(unfinished, files)
@@ -129,18 +147,18 @@ class Saver:
         print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
 
     def keep(self) -> None:
-        """Removes the oldest checkpoints beyond checkpoint.keep, but for that of the best evaluation; of equally good
-        ones, of the first."""
+        """Remove the oldest checkpoints beyond checkpoint.keep, except for the one with the best evaluation. The first
+        wins a tie."""
         sign = 1 if self._config.evaluation.best.mode == "max" else -1
         judged = [step for step in self._checkpoints.steps() if step in self._evaluated]
         self._checkpoints.point_to_best(max(judged, key=lambda step: sign * self._evaluated[step], default=None))
         self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _has(self, step: int) -> bool:
-        """Returns whether the checkpoint of this step is under way or complete."""
+        """Return whether the checkpoint of this step is in progress or complete."""
         latest = self._checkpoints.latest()
-        is_under_way = self._unfinished is not None and self._unfinished.step == step
-        return is_under_way or (latest is not None and latest.name == NAME.format(step))
+        is_in_progress = self._unfinished is not None and self._unfinished.step == step
+        return is_in_progress or (latest is not None and latest.name == NAME.format(step))
 
     def _due(self, step: int) -> bool:
         every = self._config.checkpoint.every_steps
@@ -155,8 +173,16 @@ class Saver:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A checkpoint whose files are being written into the folder since start, a reading of perf_counter. others: the
-    files that are no rank's, which are written."""
+    """A checkpoint in progress, whose files are being written to a hidden folder.
+
+    Attributes:
+        groups: the worker groups that write it.
+        step: its step.
+        run: the driver's state.
+        folder: the hidden folder.
+        start: time.perf_counter() at the start.
+        others: additional files, already written.
+    """
 
     groups: Sequence[TrainerGroup]
     step: int
@@ -166,11 +192,11 @@ class Unfinished:
     others: Sequence[FileRecord] = ()
 
     def is_written(self) -> bool:
-        """Returns whether all ranks of all groups have written their files, or failed to."""
-        asked = [group.checkpoint_written() for group in self.groups]
-        return all(join(asked).result())
+        """Return whether all ranks have written their files or failed."""
+        pending = [group.checkpoint_written() for group in self.groups]
+        return all(join(pending).result())
 
     def files(self) -> list[FileRecord] | None:
-        """Returns the records of all files once they are written, without asking the ranks; until then None."""
+        """Return the records of all files once they are written, else None. No remote calls are made."""
         parts = [group.written_files(self.folder) for group in self.groups]
         return None if None in parts else [*self.others, *(record for part in parts for record in part)]

@@ -1,5 +1,4 @@
-"""The summary that a run prints before it starts: its beginning, its processes, the passes that it makes, and what it
-leaves out."""
+"""The startup summary of a run: starting point, processes, and the passes it runs or skips."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ def print_run_summary(
     config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
 ) -> None:
     if resume_point.folder.moved is not None:
-        print(f"an earlier run of this name is now at {resume_point.folder.moved}")
+        print(f"moved the earlier run of this name to {resume_point.folder.moved}")
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
-    dropped = f" ({data.num_dropped} too long ones are dropped)" if data.num_dropped else ""
+    dropped = f" ({data.num_dropped} dropped as too long)" if data.num_dropped else ""
     print(f"model: {model_folder}\n{config.data.format}: {len(data)}{dropped}\nprocesses: {placement}")
     print("\n".join([*queue.describe(config), *passes.describe(config), *logprob_check.announce(config)]), flush=True)

@@ -1,4 +1,4 @@
-"""The report, the comparison and the live page in a real browser: Chromium without a screen and without a network."""
+"""The report, the comparison and the live page in headless Chromium without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.timing import WAIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
-"""A folder for pictures of the pages, for people to look at."""
+"""A folder for screenshots of the pages, for manual inspection."""
 
 TEXTS = ["I", " ask", ".", "<tool_call>", "calc(7*6)", "</tool_call>", "\n42\n", "It", " is", " 42", "<b>!</b>"]
 RUNS = [6, 1, 4]
@@ -80,7 +80,7 @@ def add_step(folder: Path, step: int) -> None:
 
 
 class Elements(HTMLParser):
-    """Elements as the browser has them when scripts have run: (tag, attributes, text)."""
+    """The page's elements after its scripts ran: (tag, attributes, text)."""
 
     VOID = ("meta", "link", "input", "br", "img", "hr")
 
@@ -111,8 +111,8 @@ class Elements(HTMLParser):
 
 
 def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tuple[Elements, str]:
-    """Returns the page's elements after its scripts, and what the browser says of errors."""
-    assert CHROMIUM, "there is no Chromium; make test-browser installs it"
+    """Open a page. Return its elements after its scripts ran, and the browser's console errors."""
+    assert CHROMIUM, "Chromium is not installed. Fix: run make test-browser, which installs it"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--disable-background-networking"]
     command += ["--enable-logging=stderr", f"--user-data-dir={folder / 'chromium'}", f"--virtual-time-budget={wait_ms}"]
@@ -121,13 +121,13 @@ def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tu
     return Elements(ran.stdout), "\n".join(line for line in ran.stderr.splitlines() if "CONSOLE" in line)
 
 
-def chosen(page: Path, **controls: str) -> str:
-    """Returns the address of a copy of the page whose controls are set before its scripts run."""
+def with_controls(page: Path, **controls: str) -> str:
+    """Copy the page with other initial values of its controls. Return the copy's address."""
     text = page.read_text(encoding="utf-8")
     for control, value in controls.items():
-        found = re.search(rf'<select id="{control}".*?</select>', text, re.DOTALL)[0]
-        assert f'value="{value}"' in found
-        text = text.replace(found, found.replace(f'value="{value}"', f'value="{value}" selected'))
+        select = re.search(rf'<select id="{control}".*?</select>', text, re.DOTALL)[0]
+        assert f'value="{value}"' in select
+        text = text.replace(select, select.replace(f'value="{value}"', f'value="{value}" selected'))
     copy = page.with_name("_".join(("report", *controls.values())) + ".html")
     copy.write_text(text, encoding="utf-8")
     return copy.as_uri()
@@ -144,14 +144,14 @@ def take_picture(address: str, name: str, folder: Path) -> None:
         browse(address, folder, picture, "--window-size=1200,2600", "--hide-scrollbars")
 
 
-def test_rollouts_are_turns_with_calls_of_tools_and_masked_tokens(page: Path, tmp_path: Path) -> None:
+def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: Path) -> None:
     elements, errors = browse(page.as_uri(), tmp_path)
-    take_picture(chosen(page, colour="difference"), "samples", tmp_path)
+    take_picture(with_controls(page, colour="difference"), "samples", tmp_path)
     assert errors == ""
     assert len(elements.texts("sample")) == 6
-    # A run of tokens is a turn; what the policy only read is between them, and is not trained on.
-    titles = [text for text in elements.texts("block") if text.startswith(("turn", "read"))]
-    assert [title.split(" · ")[0] for title in titles[:3]] == ["turn 1", "read, not trained on", "turn 2"]
+    # Spans of masked tokens, which the policy only read, separate the turns.
+    titles = [text for text in elements.texts("block") if text.startswith(("turn", "masked"))]
+    assert [title.split(" · ")[0] for title in titles[:3]] == ["turn 1", "masked, not trained on", "turn 2"]
     assert elements.texts("masked") == ["\n42\n"] * 6
     assert "".join(elements.texts("toolcall")[:3]) == "<tool_call>calc(7*6)</tool_call>"
     assert elements.texts("token")[10] == "<b>!</b>"  # markup in a response stays text
@@ -167,9 +167,9 @@ def test_rollouts_are_turns_with_calls_of_tools_and_masked_tokens(page: Path, tm
         ("version", {0: "--series-1", 7: "--series-2"}, 60),
     ],
 )
-def test_tokens_have_colours(page: Path, tmp_path: Path, colour: str, tokens: dict, coloured: int) -> None:
-    """Masked tokens have none, nor have those of a sample that was not trained on, but by what its engine said."""
-    elements, errors = browse(chosen(page, colour=colour), tmp_path)
+def test_tokens_are_coloured(page: Path, tmp_path: Path, colour: str, tokens: dict, coloured: int) -> None:
+    """Masked tokens have no colour. Samples that were not trained on only have colours for the engine's data."""
+    elements, errors = browse(with_controls(page, colour=colour), tmp_path)
     styles = [attributes.get("style", "") for attributes in elements.attributes("token")]
     assert errors == "" and sum(style != "" for style in styles) == coloured
     for number, expected in tokens.items():
@@ -178,17 +178,17 @@ def test_tokens_have_colours(page: Path, tmp_path: Path, colour: str, tokens: di
     assert "difference" in elements.attributes("token")[0]["title"]
 
 
-def test_groups_are_side_by_side(page: Path, tmp_path: Path) -> None:
-    elements, errors = browse(chosen(page, view="groups", colour="advantage"), tmp_path)
-    take_picture(chosen(page, view="groups", colour="advantage"), "groups", tmp_path)
+def test_samples_of_a_group_are_side_by_side(page: Path, tmp_path: Path) -> None:
+    elements, errors = browse(with_controls(page, view="groups", colour="advantage"), tmp_path)
+    take_picture(with_controls(page, view="groups", colour="advantage"), "groups", tmp_path)
     groups = elements.texts("group")
     assert errors == "" and len(groups) == 2
     assert all(f"What is 7*6? ({i})" in group for i, group in enumerate(sorted(groups, key=lambda g: "(1)" in g)))
     assert len(elements.texts("beside")) == 2 and len(elements.texts("sample")) == 6
 
 
-def test_messages_and_failures(page: Path, tmp_path: Path) -> None:
-    elements, errors = browse(chosen(page, view="turns", outcome="failed"), tmp_path)
+def test_turns_view_shows_messages_and_failures(page: Path, tmp_path: Path) -> None:
+    elements, errors = browse(with_controls(page, view="turns", outcome="failed"), tmp_path)
     assert errors == "" and len(elements.texts("sample")) == 1
     assert [text.removeprefix("assistant") for text in elements.texts("role-assistant")] == [
         "I ask.<tool_call>calc(7*6)</tool_call>",
@@ -197,7 +197,7 @@ def test_messages_and_failures(page: Path, tmp_path: Path) -> None:
     assert len(elements.texts("role-tool")) == 1 and "TimeoutError: 60 s" in elements.texts("failed")
 
 
-def test_two_runs_are_compared(page: Path, tmp_path: Path) -> None:
+def test_comparison_of_two_runs(page: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "second", 2e-6, num_steps=5)
     out = comparison.write([page.parent, other])
     elements, errors = browse(out.as_uri(), tmp_path)
@@ -212,15 +212,15 @@ def test_two_runs_are_compared(page: Path, tmp_path: Path) -> None:
     assert legend.count("first") == legend.count("second") == len(labels)
 
 
-def test_a_page_that_is_watched_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's second step is done when the browser has the page of its first."""
+def test_live_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run finishes its second step after the browser has loaded the page of the first."""
     run = write_run(tmp_path / "watched", 1e-6, num_steps=1)
     render_page, calls = LiveReport.page, []
 
     def page_then_step(self: LiveReport) -> str:
         text = render_page(self)
         calls.append(text)
-        if len(calls) == 2:  # the first is made before there is an address
+        if len(calls) == 2:  # the first call precedes the browser's request
             add_step(run, 2)
         return text
 
@@ -231,5 +231,5 @@ def test_a_page_that_is_watched_follows_the_run(tmp_path: Path, monkeypatch: pyt
     assert errors == ""
     options = ["".join(text) for tag, _, text in elements.all if tag == "option"]
     assert options[:2] == ["step 1", "step 2"] and len(calls) == 3
-    assert elements.texts("id")[0].startswith("2.")  # who was at the last step, stays there
+    assert elements.texts("id")[0].startswith("2.")  # the view stays at the last step
     assert [file.name for file in run.iterdir() if file.suffix == ".html"] == []

@@ -1,4 +1,4 @@
-"""Fixtures of the cluster's tests. Each file has machines of its own, beside those of the others."""
+"""Fixtures of the cluster tests. Each file has its own machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.run import write_recipe
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all machines see, with a recipe and rewards in it."""
+    """The folder shared by all machines, with a recipe and rewards."""
     folder = tmp_path_factory.mktemp("shared")
     write_recipe(folder)
     write_rewards(folder)

@@ -1,4 +1,4 @@
-"""Runs that are launched as jobs of a Slurm, as tests see them."""
+"""Runs launched as jobs of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def digit_shares(prompts, responses, answers):
         time.sleep(0.5)
     return [sum(c.isdigit() for c in response) / max(1, len(response)) for response in responses]
 """
-"""A reward by which a step takes half a second, while there is the file `slow`."""
+"""A reward that makes each step take half a second while the file `slow` exists."""
 
 ELSEWHERE = "/var/tmp"
-"""A folder for temporary files: launch refuses runs in the one of a single machine, where the shared folder lies."""
+"""TMPDIR of the launch command. The shared folder is in /tmp, and launch rejects runs in a machine's TMPDIR."""
 
 
 def write_rewards(shared: Path) -> None:
@@ -40,7 +40,7 @@ def write_rewards(shared: Path) -> None:
 def launch(
     cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """vllm: whether the engines are vLLM's; else they are fake ones (tests.fakes.engine)."""
+    """Launch a run as a job. Without `vllm` its engines are fake ones (tests.fakes.engine)."""
     engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
     keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
     command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
@@ -48,7 +48,7 @@ def launch(
 
 
 class Launched:
-    """A run that was launched as a job."""
+    """A run launched as a job."""
 
     def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False):
         self.cluster, self.folder = cluster, shared / "runs" / name
@@ -67,7 +67,7 @@ class Launched:
 
     @property
     def attempts(self) -> list[str]:
-        """The nodes of each attempt of the job."""
+        """The nodes of each of the job's attempts."""
         return [line.removeprefix(ATTEMPT) for line in self.log.splitlines() if line.startswith(ATTEMPT)]
 
     @property
@@ -76,14 +76,14 @@ class Launched:
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     @property
-    def effective_shares(self) -> list[float]:
+    def goodputs(self) -> list[float]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["cluster/goodput"] for line in lines]
 
     @property
     def resumed(self) -> list[int]:
-        """The steps after which attempts have gone on."""
-        return [int(step) for step in re.findall(r"^0: run: .*, goes on after step (\d+)", self.log, re.MULTILINE)]
+        """The steps after which attempts resumed."""
+        return [int(step) for step in re.findall(r"^0: run: .*, resumes after step (\d+)", self.log, re.MULTILINE)]
 
     def wait_for_line(self, pattern: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -92,15 +92,14 @@ class Launched:
             time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
-        """Waits until the first steps of this attempt are done, counted from 1, or of a later one. Returns its
-        nodes."""
+        """Wait until this attempt (counted from 1) or a later one has finished steps. Return its nodes."""
         deadline = time.monotonic() + START_S
-        while len(self.attempts) < number or not self._steps_of_newest_attempt():
+        while len(self.attempts) < number or not self._latest_attempt_has_steps():
             assert time.monotonic() < deadline, (self.job, self.log)
             time.sleep(ASK_S)
         return self.attempts[-1].split()
 
-    def _steps_of_newest_attempt(self) -> bool:
+    def _latest_attempt_has_steps(self) -> bool:
         return bool(re.search(r"^0: +\d+/\d+ ", self.log[self.log.rindex(ATTEMPT) :], re.MULTILINE))
 
     def check_nothing_is_left(self) -> None:

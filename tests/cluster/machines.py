@@ -1,5 +1,8 @@
-"""Machines of a cluster on one: each has its own network, host name, processes, /dev/shm and /tmp, in namespaces, and a
-cable to a switch. Files elsewhere are shared, as on a cluster's file system. Needs root, iproute2 and util-linux."""
+"""Emulated machines of a cluster, in namespaces of one machine.
+
+Each has its own network, host name, processes, /dev/shm and /tmp, and a cable to a switch. Other files are shared, as
+on a cluster's file system. Requires root, iproute2 and util-linux.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ hostname "$NAME"
 ip link set lo up
 touch "$SHARED/.booted-$NAME"
 sleep infinity &
-wait  # and so for orphans, too
+wait  # also reaps orphans
 """
 
 
 class Machine:
-    """One machine. Its processes see only each other."""
+    """An emulated machine. Its processes see only each other."""
 
     def __init__(self, name: str, address: str, number: int, network: str, shared: Path):
-        """shared: a folder in /tmp."""
+        """Boot the machine. `shared` is a folder in /tmp that all machines see."""
         self.name, self.address, self.network, self._shared = name, address, network, shared
         self._outside, inside = f"{network}n{number}", f"{network}i{number}"
         environment = {**os.environ, "NAME": name, "SHARED": str(shared), "KEPT": f"/run/{network}-{name}"}
@@ -60,7 +63,7 @@ class Machine:
         return ["nsenter", "--target", self._pid, "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
 
     def start(self, command: Sequence[str], output: Path, cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a command here, whose output goes to the file."""
+        """Start a command on this machine and write its output to a file."""
         words = [*self._enter, "env", "-C", str(cwd), *command]
         with output.open("wb") as stream:
             return subprocess.Popen(
@@ -73,18 +76,17 @@ class Machine:
             )
 
     def run(self, *command: str) -> str:
-        """Runs a command here, and returns what it prints."""
+        """Run a command on this machine and return its stdout."""
         return run(*self._enter, *command)
 
     def processes(self) -> list[str]:
-        """Returns the command lines of all its processes but those that keep it running."""
+        """Return the command lines of all processes except those of the emulation."""
         listed = [line.split(maxsplit=1) for line in self.run("ps", "-wweo", "pid=,args=").splitlines()]
-        own = ("sleep infinity", "ps -wweo pid=,args=")
-        return [words for pid, words in listed if pid != "1" and words not in own]
+        excluded = ("sleep infinity", "ps -wweo pid=,args=")
+        return [words for pid, words in listed if pid != "1" and words not in excluded]
 
     def files(self) -> list[str]:
-        """Returns what is in its /tmp and its /dev/shm, without the way to what is shared and the folder of
-        torch's cache, which torch makes for each user."""
+        """Return the contents of /tmp and /dev/shm, without the shared folder and torch's per-user cache."""
         kept = (
             f"/tmp/{self._shared.parts[2]}",
             "/tmp/torchinductor_*",
@@ -93,12 +95,12 @@ class Machine:
         return run(*self._enter, "find", "/tmp", "/dev/shm", *inside).splitlines()
 
     def received_bytes(self) -> int:
-        """Returns the bytes that have come to it by its cable."""
+        """Return the number of bytes received over the cable."""
         counted = json.loads(run("ip", "-json", "-statistics", "link", "show", self._outside))
-        return counted[0]["stats64"]["tx"]["bytes"]  # those that left the cable's other end
+        return counted[0]["stats64"]["tx"]["bytes"]  # sent by the cable's outer end
 
     def cut(self) -> None:
-        """Pulls its cable out."""
+        """Unplug the cable."""
         run("ip", "link", "set", self._outside, "down")
 
     def mend(self) -> None:
@@ -109,7 +111,7 @@ class Machine:
         return self._init.poll() is None
 
     def crash(self) -> None:
-        """Ends it at once, with all that runs on it."""
+        """Kill the machine with all of its processes."""
         self._init.kill()
         self._init.wait()
 
@@ -120,11 +122,11 @@ class Machine:
 
 
 class Machines:
-    """Some machines and the switch between them; a context manager."""
+    """Emulated machines and the switch between them, as a context manager."""
 
     def __init__(self, count: int, shared: Path):
-        """shared: a folder that all of them see under its path, beside all that is not in /tmp."""
-        assert os.geteuid() == 0, "namespaces and a switch between them are made by root: run make test-cluster as root"
+        """Boot `count` machines. They see `shared`, a folder in /tmp, under its path."""
+        assert os.geteuid() == 0, "only root can create namespaces. Fix: run make test-cluster as root"
         self._network = f"m{os.getpid() % 100000}"
         subnet = NETWORK.format(os.getpid() % 250)
         addresses = [f"{subnet}.{number + 1}" for number in range(count)]

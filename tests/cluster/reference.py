@@ -1,4 +1,4 @@
-"""The same run on this machine alone, the reference of runs over several, and what must be the same in both."""
+"""A run on a single machine as the reference of runs over several, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.paths import ROOT
 from tests.timing import RUN_S
 
 MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "logprob_check/")
-"""Metrics that no two runs share, or that say how weights travel."""
+"""Metrics that differ between any two runs, or that depend on the weights' transport."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 
 
 def train_command(shared: Path, name: str, *overrides: str, vllm: bool) -> list[str]:
-    """vllm: whether the engines are vLLM's; else they are fake ones (tests.fakes.engine)."""
+    """Return the command of a run. Without `vllm` its engines are fake ones (tests.fakes.engine)."""
     program, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
     return [*program, "train", str(shared / "tiny.yaml"), f"run.folder={shared}/runs", f"run.name={name}", *keys]
 
@@ -37,9 +37,10 @@ def learned(folder: Path) -> list[dict[str, float]]:
 
 
 def check_same(run: Path, alone: Path) -> None:
-    """Metrics, samples and weights are the same bit for bit."""
+    """Check that metrics, samples and weights are bitwise equal."""
     assert learned(run) == learned(alone)
     for file in sorted((alone / "rollouts").iterdir()):
         assert (run / "rollouts" / file.name).read_text() == file.read_text()
-    theirs, ours = (load_file(folder / "model" / "model.safetensors") for folder in (alone, run))
-    assert theirs.keys() == ours.keys() and all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    expected, weights = (load_file(folder / "model" / "model.safetensors") for folder in (alone, run))
+    assert expected.keys() == weights.keys()
+    assert all(bool((weights[name] == expected[name]).all()) for name in expected)

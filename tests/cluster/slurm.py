@@ -1,4 +1,4 @@
-"""A real Slurm on machines of `machines.py`: munge and the controller on this machine, slurmd on each of the others."""
+"""A real Slurm cluster on emulated machines: munge and the controller run here, slurmd on each of the machines."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=10 PreemptMode=OFF
 
 
 class Slurm:
-    """The Slurm of some machines. Commands are given on this machine, as on a login node."""
+    """A Slurm cluster. Its commands run on this machine, which acts as the login node."""
 
     def __init__(self, machines: list[Machine], root: Path, environment: dict[str, str]):
         self.machines, self._root, self.environment = machines, root, environment
 
     def boot(self, machine: Machine) -> None:
-        """Starts Slurm's part on a machine."""
+        """Start slurmd on a machine."""
         output = self._root / f"{machine.name}.out"
         machine.start(["slurmd", "-D", "-N", machine.name], output, Path("/"), **self.environment)
 
     def run(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
-        """Runs a command of a user of the cluster."""
+        """Run a command as a user of the cluster."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, **options)
 
@@ -75,7 +75,7 @@ class Slurm:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Returns what Slurm says of a job, by its own names, such as JobState."""
+        """Return a job's fields under Slurm's names, such as JobState."""
         words = self.ask("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -87,7 +87,7 @@ class Slurm:
         return job
 
     def wait_for_nodes(self, seconds: float) -> None:
-        """Waits until all nodes are idle."""
+        """Wait until all nodes are idle."""
         deadline = time.monotonic() + seconds
         while self._idle() < len(self.machines):
             assert time.monotonic() < deadline, self.ask("sinfo", "-N", "-l") + self.ask("sinfo", "-R")
@@ -100,7 +100,7 @@ class Slurm:
 
 @contextmanager
 def slurm(count: int, shared: Path) -> Iterator[Slurm]:
-    """Starts machines with a Slurm. shared: see Machines."""
+    """Start a Slurm cluster on `count` machines, which share the folder `shared`."""
     root = shared / "slurm"
     for folder in (root, root / "state", *(root / f"spool.n{i}" for i in range(count))):
         folder.mkdir(mode=0o755)
@@ -112,7 +112,7 @@ def slurm(count: int, shared: Path) -> Iterator[Slurm]:
         environment = {"SLURM_CONF": str(root / "slurm.conf")}
         _write_conf(root, host, address, machines)
         slurm = Slurm(machines, root, environment)
-        daemons = [subprocess.Popen(_munged(root))]
+        daemons = [subprocess.Popen(_munge_command(root))]
         try:
             while not (root / "munge.sock").exists():
                 time.sleep(ASK_S)
@@ -139,7 +139,7 @@ def _write_conf(root: Path, host: str, address: str, machines: list[Machine]) ->
     (root / "cgroup.conf").write_text("CgroupAutomount=no\n")
 
 
-def _munged(root: Path) -> list[str]:
+def _munge_command(root: Path) -> list[str]:
     folder = root / "munge"
     folder.mkdir(mode=0o700)
     key = folder / "key"

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm: what is refused, what ends them, and sweeps."""
+"""Jobs of a real Slurm cluster: rejected options, failures, and sweeps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.timing import ASK_S, START_S, WAIT_S
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--partition=gpu"], "--partition=gpu: Slurm has none of this name, but main, urgent"),
+        (["--partition=gpu"], "--partition=gpu: unknown partition. Fix: use one of main, urgent"),
         (
             ["--partition=main", "--spares=4"],
-            "--partition=main: it has 5 nodes, and --nodes=2 + --spares=4 are asked for",
+            "--partition=main: it has 5 nodes, fewer than --nodes=2 + --spares=4. Fix: lower them",
         ),
         (["--option=--qos=high", "--option=--mem=999T"], "sbatch: "),
     ],
 )
-def test_what_slurm_does_not_have_is_said_before_a_job_is_queued(
+def test_unavailable_resources_are_rejected_before_queueing(
     cluster: Slurm, shared: Path, options: list[str], message: str
 ) -> None:
     done = launch(cluster, shared, "refused", "--nodes=2", "--time=10", *options)
@@ -32,8 +32,8 @@ def test_what_slurm_does_not_have_is_said_before_a_job_is_queued(
     assert not cluster.ask("squeue", "--noheader")
 
 
-def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: Slurm, shared: Path) -> None:
-    """The second launch takes the name again: nothing of the run was done."""
+def test_user_error_is_the_last_line_and_not_retried(cluster: Slurm, shared: Path) -> None:
+    """A later launch may reuse the name, because the failed run made no steps."""
     options = ["--nodes=2", "--time=10", "run.steps=2"]
     wrong = f"rewards.functions=[{{function: {shared}/rewards.py:nothing}}]"
     run = Launched(cluster, shared, "wrong", *options, wrong)
@@ -48,20 +48,19 @@ def test_an_error_of_the_user_is_the_last_line_and_is_not_tried_again(cluster: S
     run.check_nothing_is_left()
 
 
-def test_a_job_whose_attempts_save_nothing_gives_up_with_the_cause(cluster: Slurm, shared: Path) -> None:
-    """Two attempts on one node fail at their first step, of which nobody has the time to sample; the third does not
-    begin."""
+def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path) -> None:
+    """Two attempts on one node fail at their first step because of the rollout timeout. The third does not start."""
     options = ["--nodes=1", "--time=10", "--stalled=2", "--restarts=5"]
     run = Launched(cluster, shared, "stalled", *options, "actor.layout.pp=1", "cluster.timeouts.rollout=0.01")
     job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
-    assert last.startswith("job: 2 attempts have saved nothing after step 0, the cause told last: megarl: error: ")
+    assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
     assert "rollout: no answer from engine-0 in 0.01 s" in last
     run.check_nothing_is_left()
 
 
-def test_a_sweep_is_an_array_whose_runs_go_back_into_the_queue_one_by_one(cluster: Slurm, shared: Path) -> None:
+def test_runs_of_a_sweep_are_requeued_individually(cluster: Slurm, shared: Path) -> None:
     keys = ("actor.layout.pp=1", "--sweep=run.seed=0,1", "--nodes=1", "--time=30", "run.steps=1000000")
     done = launch(cluster, shared, "sweep", *keys)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm that lose a node."""
+"""Jobs of a real Slurm cluster that lose a node."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.cluster.slurm import Slurm
 from tests.timing import ASK_S, WAIT_S
 
 
-def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster: Slurm, shared: Path) -> None:
-    """Slurm itself would leave it its other nodes, for nothing, as the node with its script is gone."""
+def test_job_is_requeued_when_its_first_node_disconnects(cluster: Slurm, shared: Path) -> None:
+    """Slurm itself would keep the job on its other nodes, although the node with the batch script is gone."""
     run = Launched(cluster, shared, "cut", "--nodes=2", "--spares=1", "--time=30", "run.steps=1000000")
     first, _ = run.wait_for_attempt(1)
     [machine] = [machine for machine in cluster.machines if machine.name == first]
@@ -27,7 +27,7 @@ def test_a_job_whose_first_node_loses_its_cable_goes_back_into_the_queue(cluster
     cluster.wait_for_state(run.number, "CANCELLED", seconds=WAIT_S)
 
 
-def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, shared: Path) -> None:
+def test_job_without_spare_continues_with_fewer_replicas(cluster: Slurm, shared: Path) -> None:
     replicas = ("actor.layout={pp: 1, dp: 2}", "rollout.replicas=2", "checkpoint.every_steps=1", "run.steps=1000000")
     run = Launched(cluster, shared, "fewer", "--nodes=2", "--fewest-nodes=1", "--time=30", *replicas)
     first, second = run.wait_for_attempt(1)
@@ -38,8 +38,8 @@ def test_a_job_without_a_spare_goes_on_with_fewer_replicas(cluster: Slurm, share
     {machine.name: machine for machine in cluster.machines}[second].crash()
     assert run.wait_for_attempt(2) == [first]
     assert run.job["Restarts"] == "0"
-    again = run.log[run.log.rindex(ATTEMPT) :]
-    assert re.search(r"^0: run: .*, goes on after step \d+", again, re.MULTILINE), again
+    attempt = run.log[run.log.rindex(ATTEMPT) :]
+    assert re.search(r"^0: run: .*, resumes after step \d+", attempt, re.MULTILINE), attempt
     ranks, before = ({log.name for log in run.folder.glob(f"logs/attempt_{i}/trainer-*.log")} for i in (2, 1))
     assert (len(before), len(ranks)) == (2, 1)
     cluster.ask("scancel", run.number)

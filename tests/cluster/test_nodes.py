@@ -1,7 +1,7 @@
-"""Runs over several machines, each with its own network: they learn what one machine learns, their cables carry what
-the plan says, and whatever is lost or missing is named.
+"""Runs over several machines with separate networks.
 
-The reference is the same recipe on this machine alone, where the weights are read in shared memory and not sent.
+They train the same weights as a single machine, send as many bytes as planned, and name lost or missing nodes. The
+reference is the same recipe on this machine, where engines read the weights from shared memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.tiny_model import write_tiny_llama
 
 STEPS = 4
 RECIPES = {
-    # Each node has a stage of the actor, and of the engine's ranks one, which takes both: one is sent. The critic's
-    # ranks have all of it.
+    # Each node has one actor stage and one engine rank, which needs both stages: one of them is sent. Each critic rank
+    # holds the whole critic.
     "colocated PPO on 2": (
         2,
         [
@@ -37,7 +37,7 @@ RECIPES = {
             "rollout.tp=2",
         ],
     ),
-    # Actor and critic take turns on the first two, and the engine has the third.
+    # Actor and critic alternate on the first two nodes. The engine has the third.
     "disaggregated GAE on 3": (
         3,
         [
@@ -87,8 +87,7 @@ class ClusterRun:
             time.sleep(ASK_S)
 
     def check_end(self, number: int, seconds: float, *codes: int) -> None:
-        """Waits for the end of megarl on a machine, which must be with one of the codes; else what the machine and the
-        first one printed is the error."""
+        """Wait until megarl exits on a machine with one of the codes. Errors show its output and the driver's."""
         with suppress(subprocess.TimeoutExpired):
             self.processes[number].wait(seconds)
         ended = self.processes[number].returncode
@@ -97,11 +96,11 @@ class ClusterRun:
             name = self.machines[number].name
             raise AssertionError(f"{name} ended with {ended}, not {codes}, in {seconds} s:\n{printed}")
 
-    def tell(self, number: int) -> None:
-        """Signals megarl on each machine."""
-        for entering in self.processes:
-            with suppress(psutil.NoSuchProcess):  # it has ended
-                for process in psutil.Process(entering.pid).children():  # nsenter itself would only die of it
+    def signal_all(self, number: int) -> None:
+        """Signal megarl on all machines."""
+        for nsenter in self.processes:
+            with suppress(psutil.NoSuchProcess):  # it has exited
+                for process in psutil.Process(nsenter.pid).children():  # nsenter does not forward signals
                     process.send_signal(number)
 
     def check_nothing_is_left(self) -> None:
@@ -118,15 +117,15 @@ def cluster_run(
         yield run
     finally:
         if any(process.poll() is None for process in run.processes):
-            run.tell(signal.SIGTERM)
+            run.signal_all(signal.SIGTERM)
             time.sleep(REPEAT_S + 0.5)
-            run.tell(signal.SIGTERM)  # one that saves first ends at the second signal
+            run.signal_all(signal.SIGTERM)  # a run that saves first ends at the second signal
         for process in run.processes:
             process.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], shared: Path, name: str) -> None:
+def test_multi_node_run_equals_single_machine(machines: list[Machine], shared: Path, name: str) -> None:
     count, overrides = RECIPES[name]
     short, overrides = name.split()[1], [*COMMON, *overrides, f"run.steps={STEPS}"]
     vllm = "rollout.tp=2" in overrides  # an engine over two nodes
@@ -140,9 +139,11 @@ def test_a_run_over_nodes_learns_what_one_machine_does(machines: list[Machine], 
     check_same(run.folder, alone)
 
 
-def test_the_cables_carry_what_the_plan_says(machines: list[Machine], shared: Path) -> None:
-    """The only machine with an engine gets its weights each step: all that travels but these is small. The run learns
-    what one machine does."""
+def test_refit_traffic_equals_the_plan(machines: list[Machine], shared: Path) -> None:
+    """The machine with the only engine receives the weights in each step; other traffic is small.
+
+    The run must still equal the run of a single machine.
+    """
     model = write_tiny_llama(shared / "larger", hidden_size=512, num_heads=8, num_layers=4, intermediate_size=2048)
     keys = [*COMMON, f"model.path={model}", "run.steps=12", "actor.optimizer.lr=1.0e-6"]
     alone = on_one_machine(shared, "cables-alone", *keys)
@@ -159,20 +160,18 @@ def test_the_cables_carry_what_the_plan_says(machines: list[Machine], shared: Pa
     [planned] = {step["refit/sent_gb"] for step in steps}
     weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     assert planned == pytest.approx(weights / 1e9)
-    # One refit may be under way at either end.
+    # A refit may be in progress at either end of the measurement.
     assert (refits - 1) * weights <= carried <= (refits + 1) * weights * 1.05
 
 
-def test_a_run_that_is_told_to_end_saves_and_goes_on_with_nodes_that_came_first(
-    machines: list[Machine], shared: Path
-) -> None:
-    """The signal reaches every node, as Slurm's does. An invitation that a killed attempt has left is no trap."""
+def test_interrupted_run_saves_and_resumes_with_early_nodes(machines: list[Machine], shared: Path) -> None:
+    """The signal reaches all nodes, as Slurm's does. A stale invitation of an ended attempt must not confuse a node."""
     keys = [*COMMON, "checkpoint.on_signal=true", "checkpoint.grace_s=60", "resume=auto"]
     invitation = shared / "runs/told/nodes/invitation.json"
     with cluster_run(machines[:2], shared, "told", *keys, "run.steps=1000000") as run:
         run.wait_for_step(2)
         left_behind = invitation.read_text()
-        run.tell(signal.SIGTERM)
+        run.signal_all(signal.SIGTERM)
         for number in (0, 1):
             run.check_end(number, WAIT_S, 130)
         run.check_nothing_is_left()
@@ -187,19 +186,19 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_with_nodes_that_came_first(
     assert [line["step"] for line in run.metrics] == list(range(1, done + 2))
 
 
-def test_a_lost_node_is_named_and_the_others_end(machines: list[Machine], shared: Path) -> None:
+def test_lost_node_is_named_and_other_nodes_end(machines: list[Machine], shared: Path) -> None:
     with ExitStack() as mending, cluster_run(machines[:2], shared, "lost", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[1].cut()
-        mending.callback(machines[1].mend)  # whatever is found: other tests need the machine
+        mending.callback(machines[1].mend)  # even if the test fails: other tests need the machine
         run.check_end(0, WAIT_S, 1)
         assert "node n1 is lost; see" in run.output(0).splitlines()[-1]
-        # It has noticed by itself, or read that the driver has ended the run: the files are still shared.
+        # It noticed the loss itself, or read from the shared files that the driver ended the run.
         run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
 
 
-def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine], shared: Path) -> None:
+def test_losing_a_remote_rank_loses_its_engine(machines: list[Machine], shared: Path) -> None:
     keys = [*COMMON, "rollout.tp=2", "run.steps=1000000"]
     with cluster_run(machines[:2], shared, "part", *keys, vllm=True) as run:
         run.wait_for_step(2)
@@ -212,14 +211,14 @@ def test_an_engine_is_lost_with_its_rank_on_another_node(machines: list[Machine]
 
 
 def ranks_on(machine: Machine) -> list[str]:
-    """Returns the processes of the engines' ranks, but for those that have ended and that nobody has waited for."""
+    """Return the pids of the engine ranks' processes, without zombies."""
     lines = [line.split(maxsplit=2) for line in machine.run("ps", "-eo", "pid=,stat=,comm=").splitlines()]
     return [pid for pid, state, name in lines if name.startswith("VLLM::Worker") and not state.startswith("Z")]
 
 
 @pytest.mark.exhaustive
-def test_an_engine_over_two_nodes_that_is_lost_starts_again_on_both(shared: Path) -> None:
-    """Its process on one node is killed: the ranks on the other end with it, then both are there again and join."""
+def test_lost_multi_node_engine_restarts_on_both_nodes(shared: Path) -> None:
+    """After its actor on one node is killed, the ranks on the other node end too, and the engine restarts on both."""
     keys = [
         "actor.layout={pp: 1, dp: 4}",
         "rollout={tp: 2, replicas: 2}",
@@ -241,7 +240,7 @@ def test_an_engine_over_two_nodes_that_is_lost_starts_again_on_both(shared: Path
         assert run.metrics[-1]["engines/alive"] == 2
 
 
-def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machine], shared: Path) -> None:
+def test_timeout_shows_stacks_of_another_node(machines: list[Machine], shared: Path) -> None:
     keys = ["cluster.placement=disaggregated", "actor.layout.pp=1", "rollout.max_new_tokens=40"]
     with cluster_run(machines[:2], shared, "late", *keys, "cluster.timeouts.rollout=0.05") as run:
         run.check_end(0, RUN_S, 1)
@@ -252,10 +251,10 @@ def test_a_missed_deadline_shows_the_stacks_of_another_node(machines: list[Machi
         run.check_nothing_is_left()
 
 
-def test_a_node_that_does_not_come_and_one_that_differs_are_named(machines: list[Machine], shared: Path) -> None:
+def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: Path) -> None:
     with cluster_run(machines[:1], shared, "missing", "cluster.nodes=2", "cluster.timeouts.start=15") as run:
         run.check_end(0, RUN_S, 1)
-        assert "of 1 other nodes 0 joined in cluster.timeouts.start=15 s" in run.output(0)
+        assert "0 of 1 other nodes joined within cluster.timeouts.start=15 s" in run.output(0)
     package = shared / "other" / "transformers-0.0.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
@@ -265,11 +264,11 @@ def test_a_node_that_does_not_come_and_one_that_differs_are_named(machines: list
         assert joining.wait(RUN_S) == 2
         run.check_end(0, WAIT_S, 2)
         for output in (run.output(0), (shared / "differing.n1").read_text()):
-            assert "node n1: other versions than on the first node: transformers is 0.0.1, there " in output
+            assert "node n1: versions differ from the first node: transformers 0.0.1, not " in output
 
 
-def test_nodes_that_lose_the_first_one_end(machines: list[Machine], shared: Path) -> None:
-    """The last of these tests: the machine does not come back."""
+def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: Path) -> None:
+    """This test must be the last one, because the machine does not come back."""
     with cluster_run(machines[:2], shared, "first", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[0].crash()

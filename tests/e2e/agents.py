@@ -1,7 +1,7 @@
-"""Tiny models that know how turns are written, and seldom write the right ones: the start of runs in environments.
+"""Tiny initial models for runs in environments: they write well-formed turns, but rarely the right ones.
 
-Each is a random model that imitates rollouts whose choices were made at random, with little weight on the right ones.
-Its tokenizer has tags and names as single tokens, so that its turns are of a few tokens, and other text by characters.
+Each is a random model trained to imitate rollouts with random choices, of which few are right. Its tokenizer has tags
+and names as single tokens, which keeps turns short, and encodes other text by characters.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from tests.tiny_model import CHARACTERS, CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
 
 Text = Sequence[tuple[str, bool]]
-"""The parts of a rollout, each with whether the policy says it."""
+"""The parts of a rollout, each with whether the policy writes it."""
 
 LETTERS, DIGITS = "abcdefgh", "01234567"
 SEARCH_WORDS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>", "Doc 1(Title: ")
 CALL, NAMES = ("<tool_call>", "</tool_call>"), ("add", "multiply")
 ARGUMENTS = ('{"name": "', '", "arguments": {"a": ', ', "b": ', "}}")
 TOOL_TEMPLATE = "{% if tools %}{{ '<|system|>' + tools | length | string + eos_token }}{% endif %}" + CHAT_TEMPLATE
-"""A template that has a place for tools, and says no more of them than how many there are."""
+"""A template that supports tools, but states only their number."""
 
 
 @dataclass(frozen=True)
 class Agent:
-    """A model to be made.
+    """The specification of an initial model.
 
-    demonstrate   makes a rollout of random choices
-    rollouts      how many of them each update imitates
-    characters    those that are tokens beside the words; others are not seen
+    Attributes:
+        words: single tokens besides the characters.
+        demonstrate: returns a rollout with random choices.
+        updates: number of imitation updates.
+        rollouts: demonstrations per update.
+        characters: characters with tokens; the tokenizer drops others.
     """
 
     words: Sequence[str]
@@ -44,7 +47,7 @@ class Agent:
     characters: str = CHARACTERS
 
     def write(self, folder: Path) -> Path:
-        """Writes the model into the folder. Returns it."""
+        """Train the model, write it into the folder, and return the folder."""
         write_tiny_llama(folder, num_kv_heads=2)
         tokenizer = tiny_tokenizer(128, self.words, self.template, self.characters)
         tokenizer.save_pretrained(folder)
@@ -61,8 +64,8 @@ def imitate(
     updates: int,
     rollouts: int,
 ) -> None:
-    """Trains the model on what the policy says in so many rollouts an update."""
-    torch.set_num_threads(1)  # matrices are small, and cores are for others, too
+    """Train the model on the policy's parts of `rollouts` demonstrations per update."""
+    torch.set_num_threads(1)  # the matrices are small, and other processes need the cores
     random = Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, updates)
@@ -77,7 +80,7 @@ def imitate(
 
 
 def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ids and labels, int64 [B, T], padded on the right; a label is -100 where nothing is to be learned."""
+    """Return ids and labels, int64 [B, T], padded on the right. Tokens that are not trained on have the label -100."""
     rows, labels = [], []
     for text in texts:
         parts = [(tokenizer.encode(part), said) for part, said in text]
@@ -89,8 +92,10 @@ def batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> tuple[to
 
 
 def seldom_searched(random: Random) -> Text:
-    """Returns a rollout that now and then searches for what is asked, else for any letter; and now and then answers
-    what it finds, else any number."""
+    """Return a rollout that sometimes searches for the requested letter, else for a random one.
+
+    It sometimes answers with the number that it found, else with a random one.
+    """
     asked, found = random.choice(LETTERS), random.choice(DIGITS)
     sought = asked if random.random() < 0.35 else random.choice(LETTERS)
     said = found if random.random() < 0.35 else random.choice(DIGITS)
@@ -103,7 +108,7 @@ def seldom_searched(random: Random) -> Text:
 
 
 def seldom_placed(random: Random) -> Text:
-    """Returns a rollout that now and then says the place of a letter in the alphabet, else any number."""
+    """Return a rollout that sometimes states the letter's position in the alphabet, else a random number."""
     parts: list[tuple[str, bool]] = []
     for letter in random.sample(LETTERS, 2):
         said = DIGITS[LETTERS.index(letter)] if random.random() < 0.35 else random.choice(DIGITS)
@@ -112,8 +117,10 @@ def seldom_placed(random: Random) -> Text:
 
 
 def seldom_calculated(random: Random) -> Text:
-    """Returns a rollout that calls one tool or two with the right numbers, a little more often the right one than the
-    other, and answers the last result."""
+    """Return a rollout that calls one or two tools with the right numbers and answers with the last result.
+
+    It calls the right tool slightly more often than the wrong one.
+    """
     a, b, c = (random.randint(2, 5) for _ in range(3))
     question, right = random.choice(((f"{a} * {b} + {c}", NAMES[::-1]), (f"({a} + {b}) * {c}", NAMES)))
     parts = [(f"<|system|>2<eos><|user|>What is {question}?<eos><|assistant|>", False)]

@@ -1,4 +1,4 @@
-"""Environments whose rewards say nothing of what was done: for runs that must not learn."""
+"""Environments with random rewards, for control runs that must not learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series and the model that whole runs of several files share: they find an engine that is running."""
+"""The series and the model shared by complete runs of several files, which therefore share a running engine."""
 
 from __future__ import annotations
 

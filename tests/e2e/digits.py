@@ -1,4 +1,4 @@
-"""Rewards for tests: the share of characters of the response that are digits, of which a random model has near 0.2."""
+"""Rewards for tests, mostly the share of digits among the response's characters. A random model starts near 0.2."""
 
 from random import Random
 
@@ -14,23 +14,22 @@ def digit_share(prompt: str, response: str, answer: object) -> float:
 
 
 def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[float]:
-    """An engine samples one turn."""
+    """Return the reward as a list: without an environment a rollout has one turn."""
     return [digit_share(prompt, response, answer)]
 
 
 def digit_share_of_even_sums(prompt: str, response: str, answer: object) -> float:
-    """Returns 0 whatever the response is to half of the prompts, which then tell nothing."""
+    """Return 0 for every response to odd sums, which makes half of the prompts uninformative."""
     return digit_share(prompt, response, answer) if int(answer) % 2 == 0 else 0.0
 
 
 def even_share(prompt: str, response: str, answer: object) -> float:
-    """Returns the share of even digits. A random model starts near 0.1."""
+    """Return the share of even digits. A random model starts near 0.1."""
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:
-    """Returns the reward of a response scored shortly before, drawn at random: rewards of the same distribution that
-    say nothing."""
+    """Return the reward of a random recent response: the same distribution, but unrelated to this response."""
     return another(even_share(prompt, response, answer))
 
 
@@ -41,9 +40,9 @@ def another(reward: float) -> float:
 
 
 def logic_of_another(prompt: str, response: str, answer: object) -> float:
-    """Returns the same of Logic-RL's rewards."""
-    own = think_answer_format(prompt, response, answer, wrong=-1.0) + knights_knaves(prompt, response, answer)
-    return another(own)
+    """Return the Logic-RL reward of a random recent response."""
+    reward = think_answer_format(prompt, response, answer, wrong=-1.0) + knights_knaves(prompt, response, answer)
+    return another(reward)
 
 
 def judge(prompt: str, first: str, second: str, answer: object) -> float:

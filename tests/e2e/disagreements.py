@@ -1,5 +1,7 @@
-"""A program that starts engine and trainer, breaks one thing after the other between them, and prints what the gate on
-canary prompts says: a JSON object, name of what is broken -> message, null where the gate lets it pass."""
+"""Start an engine and a trainer, introduce faults one by one, and print the results of the check on canary prompts.
+
+The output is a JSON object of fault -> error message, null if the check passes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def perturb_a_weight(worker) -> None:
 
 
 def change_an_epsilon(worker) -> None:
-    """Changes what no checksum sees, in one layer: the way in which it computes."""
+    """Change how one layer computes, which no checksum of the weights detects."""
     worker.model_runner.get_model().model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
 
 
@@ -36,13 +38,13 @@ BROKEN = {"weights": perturb_a_weight, "kernels": change_an_epsilon}
 
 
 def in_vllm(workers: Workers, function: Callable) -> None:
-    """Runs a function in the workers of the engine."""
+    """Run a function in the engine's vLLM workers."""
     for engine in workers.engines.actors.values():
         ray.get(engine.__ray_call__.remote(lambda actor: actor._worker._llm.collective_rpc(function) and None))
 
 
-def said(config: Config, workers: Workers, loop: RunContext) -> str | None:
-    """Returns what the gate says."""
+def check_message(config: Config, workers: Workers, loop: RunContext) -> str | None:
+    """Return the check's error message, or None if it passes."""
     try:
         LogprobCheck(config, workers, loop.data).begin()
     except RunFailure as failure:
@@ -53,7 +55,7 @@ def said(config: Config, workers: Workers, loop: RunContext) -> str | None:
 def main(recipe: Path, overrides: list[str]) -> None:
     config = load(recipe, overrides)
     other = config.rollout.model_copy(update={"temperature": 1 / config.rollout.temperature})
-    found: dict[str, str | None] = {}
+    messages: dict[str, str | None] = {}
     with supervised() as scratch:
         models = find_models(config)
         with (
@@ -62,14 +64,14 @@ def main(recipe: Path, overrides: list[str]) -> None:
         ):
             workers = launch_workers(session, config, models, loop.placement, None)
             workers.refit.run(version=0)
-            found["nothing"] = said(config, workers, loop)
-            found["temperature"] = said(config.model_copy(update={"rollout": other}), workers, loop)
+            messages["nothing"] = check_message(config, workers, loop)
+            messages["temperature"] = check_message(config.model_copy(update={"rollout": other}), workers, loop)
             for name, break_it in BROKEN.items():
-                workers.refit.run(version=0)  # which mends the weight
+                workers.refit.run(version=0)  # restores the weights
                 in_vllm(workers, break_it)
-                found[name] = said(config, workers, loop)
+                messages[name] = check_message(config, workers, loop)
             workers.close()
-    print(json.dumps(found))
+    print(json.dumps(messages))
 
 
 if __name__ == "__main__":

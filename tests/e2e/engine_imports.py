@@ -1,6 +1,6 @@
-"""The imports of an engine, which take vLLM ten seconds: a fork server makes them once, and engines start in its forks.
+"""An engine's imports, which take ten seconds. A fork server runs them once, and engines start in its forks.
 
-Imported by that server only, as vLLM reads the environment when it is imported.
+Only that server may import this module, because vLLM reads the environment on import.
 """
 
 import os

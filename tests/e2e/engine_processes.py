@@ -1,4 +1,4 @@
-"""The context of processes that engines start in."""
+"""The multiprocessing context that engines start in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from multiprocessing.context import ForkServerContext
 
 
 def engine_context() -> ForkServerContext:
-    """Returns a context whose processes are forks of one that has imported vLLM, which takes ten seconds."""
+    """Return a context that forks processes from a server with vLLM imported, which saves ten seconds each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.engine_imports"])
     return context

@@ -1,5 +1,7 @@
-"""Learning runs in environments: from a model that knows how turns are written, and chooses at random, to one that
-chooses right. For the control rewards are drawn at random."""
+"""Learning tasks in environments. The initial model writes well-formed turns with random choices.
+
+A control receives random rewards.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 
 class InEnvironment(Task):
-    """The share of the rollouts that end with the right answer."""
+    """An environment task, measured by the share of rollouts with the right answer."""
 
     agent: Agent
     environment: str
     aimless: str = ""
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
-        model = folder.parent / f"{self.environment} model"  # the control's, too
+        model = folder.parent / f"{self.environment} model"  # shared with the control
         if not model.exists():
             self.agent.write(model)
         return [
@@ -36,32 +38,34 @@ class InEnvironment(Task):
             "rollout.context_length=160",
             "rollout.max_new_tokens=128",
             "run.export=false",
-            *self.own(folder),
+            *self.data_overrides(folder),
         ]
 
     def world(self, shuffled: bool) -> list[str]:
-        """Returns the keys that name the environment; shuffled: one whose rewards are drawn at random."""
+        """Return the overrides that select the environment; if `shuffled`, one with random rewards."""
         return [f"environment.class={f'{AIMLESS}:{self.aimless}' if shuffled else self.environment}"]
 
     @abstractmethod
-    def own(self, folder: Path) -> list[str]:
-        """Writes what the environment needs into the folder. Returns the keys that name it."""
+    def data_overrides(self, folder: Path) -> list[str]:
+        """Write the environment's data into the folder. Return the overrides that select them."""
 
     @abstractmethod
     def is_right(self, row: dict[str, Any]) -> bool:
-        """Returns whether a rollout, as the file has it, is right, whatever its reward."""
+        """Return whether a saved rollout is right, regardless of its reward."""
 
     def shares(self, start: Path, run: Path) -> list[float]:
         return [fmean(map(self.is_right, step)) for step in sampled_rows(run)]
 
 
 class Search(InEnvironment):
-    """A letter is asked for, whose number is in a corpus: to be searched for, and read off what is found. Near 0.2
-    at the start, which mostly searches for any letter, and answers any number."""
+    """Search a corpus for the number of a letter and answer with it.
+
+    The initial model mostly searches for a random letter and answers with a random number: near 0.2.
+    """
 
     agent, environment, aimless = SEARCHER, "search", "AimlessSearch"
 
-    def own(self, folder: Path) -> list[str]:
+    def data_overrides(self, folder: Path) -> list[str]:
         numbers = {letter: str(number) for number, letter in enumerate(LETTERS)}
         rows = [{"prompt": letter, "answer": number} for letter, number in numbers.items()]
         passages = [{"title": letter, "text": number} for letter, number in numbers.items()]
@@ -79,12 +83,14 @@ class Search(InEnvironment):
 
 
 class Calculation(InEnvironment):
-    """Sums and products of small numbers, by two tools in the order that the question has. Near 0.2 at the start,
-    which mostly calls one tool, and either of them."""
+    """Compute sums and products of small numbers with two tools, called in the question's order.
+
+    The initial model mostly calls one tool, chosen at random: near 0.2.
+    """
 
     agent, environment, aimless = CALCULATOR, "calculator", "AimlessCalculator"
 
-    def own(self, folder: Path) -> list[str]:
+    def data_overrides(self, folder: Path) -> list[str]:
         return [
             "data.source=environment",
             "environment.options={low: 2, high: 5}",
@@ -100,8 +106,10 @@ class Calculation(InEnvironment):
 
 
 class Letters(InEnvironment):
-    """An environment of the library verifiers, with a harness of its own: two letters, one after the other, whose
-    places in the alphabet are to be said. Near 0.2 at the start, which mostly says any number."""
+    """State the positions of two letters in the alphabet, in a verifiers environment with its own harness.
+
+    The initial model mostly states a random number: near 0.2.
+    """
 
     agent, environment = SPELLER, "verifiers"
 
@@ -113,7 +121,7 @@ class Letters(InEnvironment):
         options = {"env": env, "path": [str(VERIFIERS), str(PACKAGES)]}
         return [f"environment.class={self.environment}", f"environment.options={json.dumps(options)}"]
 
-    def own(self, folder: Path) -> list[str]:
+    def data_overrides(self, folder: Path) -> list[str]:
         return ["data.source=environment", "environment.max_turns=2", "environment.turn_tokens=4"]
 
     def is_right(self, row: dict[str, Any]) -> bool:

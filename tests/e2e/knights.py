@@ -1,8 +1,7 @@
-"""Knights and Knaves: reasoning-gym's puzzles of two people, and a tiny model that knows how to think about one, but
-stops too early or goes on too long.
+"""Knights and Knaves: reasoning-gym's puzzles with two people, and a tiny model that stops thinking at the wrong time.
 
-Its thoughts suppose roles, one after the other, and go through what the people say, until it does not fit. What it has
-to learn is to go on until it fits, to answer that, and to write the tags of the answer.
+The model's thoughts assume roles, one assignment after the other, and check each statement until one contradicts them.
+It must learn to continue until an assignment fits, to answer with it, and to write the answer's tags.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ JOINED = {"and": " and ", "or": " or ", "->": " then ", "<=>": " if and only if 
 SUPPOSE, SAYS, AND, FITS, NOT = "Suppose ", " says ", ", and ", ": it fits. ", ": no. "
 WORDS = (*PEOPLE, *IS.values(), *VERDICT.values(), *JOINED.values(), *TAGS, "if ", ". ", SUPPOSE, SAYS, AND, FITS, NOT)
 STOPS_RIGHT, STOPS_WRONG, FORGETS_TAGS = 0.7, 0.3, 0.5
-"""How often a demonstration stops after what fits, and after what does not, and how often its answer has no tags."""
+"""Probabilities in a demonstration: stopping after a fitting and a contradicted assignment, and omitting the tags."""
 
 Statement = tuple[Any, ...]
-"""What reasoning-gym has: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""
+"""reasoning-gym's form: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,15 @@ class Puzzle:
 
 
 def puzzles(size: int, seed: int) -> list[Puzzle]:
-    """Returns puzzles of reasoning-gym, in few words."""
+    """Return reasoning-gym's puzzles in a short wording."""
     rows = reasoning.reasoning_rows([(reasoning.Task("knights_knaves", {"n_people": len(PEOPLE)}), size)], seed)
-    found = [row.columns["metadata"] for row in rows]
-    return [Puzzle(asked(entry["statements"]), answer(entry["solution"]), entry["statements"]) for entry in found]
+    entries = [row.columns["metadata"] for row in rows]
+    return [
+        Puzzle(question_text(entry["statements"]), answer(entry["solution"]), entry["statements"]) for entry in entries
+    ]
 
 
-def asked(statements: Sequence[Statement]) -> str:
+def question_text(statements: Sequence[Statement]) -> str:
     return "".join(f"{name}{SAYS}{said(one)}. " for name, one in zip(PEOPLE, statements, strict=True))
 
 
@@ -65,7 +66,7 @@ def demonstrated() -> list[Puzzle]:
 
 
 def seldom_solved(random: Random) -> Text:
-    """Returns a rollout that thinks right, but stops at random, and now and then answers without tags."""
+    """Return a rollout with correct thoughts that stops at random and sometimes answers without tags."""
     puzzle = random.choice(demonstrated())
     thoughts = ""
     for supposed in product((True, False), repeat=len(PEOPLE)):
@@ -80,18 +81,18 @@ def seldom_solved(random: Random) -> Text:
 
 
 def thought(statements: Sequence[Statement], supposed: Sequence[bool]) -> str:
-    """Returns what there is to think if people are what is supposed: up to the first statement that does not fit."""
+    """Return the thoughts about an assignment of roles, up to the first statement that contradicts it."""
     text = SUPPOSE + "".join(name + IS[role] for name, role in zip(PEOPLE, supposed, strict=True)) + ". "
     for name, role, statement in zip(PEOPLE, supposed, statements, strict=True):
-        found = verdict(statement, supposed)
-        text += name + SAYS + said(statement, supposed) + found
-        if found != VERDICT[role]:
+        truth = verdict(statement, supposed)
+        text += name + SAYS + said(statement, supposed) + truth
+        if truth != VERDICT[role]:
             return text + NOT
     return text + FITS
 
 
 def said(statement: Statement, supposed: Sequence[bool] | None = None) -> str:
-    """Returns what a statement says; if people are what is supposed, with a verdict on each part of it."""
+    """Return a statement's text, with a verdict on each part if an assignment of roles is given."""
     kind, *parts = statement
     if kind in JOINED:
         first, second = (said(part, supposed) + verdict(part, supposed) for part in parts)
@@ -109,7 +110,7 @@ def verdict(statement: Statement, supposed: Sequence[bool] | None) -> str:
 
 
 def role_of(statement: Statement) -> tuple[int, bool]:
-    """Returns the person that a simple statement is about, and whether it makes a knight of them."""
+    """Return the person that a simple statement is about, and whether it calls them a knight."""
     kind, about = statement
     if kind == "not":
         person, role = role_of(about)
@@ -121,19 +122,21 @@ SOLVER = Agent(WORDS, seldom_solved, updates=900, rollouts=16, characters="")
 
 
 class Knights(Task):
-    """The share of answers that are right, and have their tags: near 0.15 at the start. Rewards are Logic-RL's, for the
-    control those of other samples."""
+    """The share of correct, tagged answers, which starts near 0.15. Rewards are Logic-RL's.
+
+    The control receives the rewards of other samples.
+    """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
-        model = folder.parent / "solver"  # the control's, too
+        model = folder.parent / "solver"  # shared with the control
         if not model.exists():
             SOLVER.write(model)
         rows = [{"prompt": puzzle.question, "answer": puzzle.answer} for puzzle in puzzles(1024, seed=2)]
-        own = "{function: think_answer_format, options: {right: 1.0, wrong: -1.0}}, {function: knights_knaves}"
+        functions = "{function: think_answer_format, options: {right: 1.0, wrong: -1.0}}, {function: knights_knaves}"
         return [
             f"model.path={model}",
             f"data.source={write_rows(folder / 'puzzles.jsonl', rows)}",
-            f"rewards.functions=[{f'{{function: {ANOTHER}:logic_of_another}}' if shuffled else own}]",
+            f"rewards.functions=[{f'{{function: {ANOTHER}:logic_of_another}}' if shuffled else functions}]",
             "rollout.max_new_tokens=128",
             "rollout.context_length=160",
             "actor.tokens_per_microbatch=4096",

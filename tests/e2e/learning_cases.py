@@ -1,5 +1,4 @@
-"""The settings that are seen to learn: each estimator and objective, on a tiny random model and a task whose optimum is
-known."""
+"""The learning cases: each estimator and objective on a tiny random model and a task with a known optimum."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from tests.e2e.learning_tasks import (
 )
 
 ON_POLICY = ("batch.prompts_per_update=8",)
-TWO_UPDATES = ("batch.prompts_per_update=4",)  # only then is an objective's ratio not 1
+TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update the objective's ratio stays 1
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
-ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # of given data, in each update
-TO_ITS_END = "actor.optimizer.schedule.name=linear"  # what is left of the noise at the end is little
+ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # the whole offline data set in each update
+ANNEALED = "actor.optimizer.schedule.name=linear"  # anneal, so that little noise remains at the end
 APART = "cluster.placement=disaggregated"
-FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # so that rollouts are under way when a step has its samples
+FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # so that rollouts are unfinished when a step has its samples
 OTHER_SEEDS = 1, 2
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
@@ -38,8 +37,14 @@ EVEN_DIGITS = EvenDigits()
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """in_test: whether `make test` runs it, too. has_control: of each task one case has. start: the most that the model
-    has of the optimum at the start. learned: the least that it has at the end."""
+    """A learning run.
+
+    Attributes:
+        in_test: whether `make test` includes it.
+        has_control: whether it has a control run. One case per task does.
+        start: upper bound of the share of the optimum at the start.
+        learned: lower bound of the share at the end.
+    """
 
     overrides: tuple[str, ...]
     steps: int = 20
@@ -50,13 +55,12 @@ class Case:
     learned: float = 0.9
 
 
-def estimator(name: str, *overrides: str, **of_case) -> Case:
-    return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **of_case)
+def estimator(name: str, *overrides: str, **fields) -> Case:
+    return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **fields)
 
 
 def ahead(steps: int, *overrides: str) -> tuple[str, ...]:
-    """Rollouts go on while models train, or colocated in turns with them: with samples of weights that are up to so
-    many versions old."""
+    """Return the overrides that let rollouts run ahead, with samples up to `steps` weight versions old."""
     return f"rollout.max_staleness={steps}", *overrides
 
 
@@ -65,14 +69,14 @@ def objective(name: str, *overrides: str) -> Case:
 
 
 def under_kl(keys: str, optimum: Optimum, has_control: bool = False) -> Case:
-    """Returns a case on policy and with advantages in units of the reward: else the KL's coefficient is another."""
+    """Return an on-policy case with unscaled advantages, since scaling would change the effective KL coefficient."""
     batch = "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 128}"
     overrides = ("algorithm.advantage.estimator=rloo", f"algorithm.kl={{{keys}}}", batch, "rollout.max_new_tokens=1")
-    return Case((*overrides, TO_ITS_END, "actor.optimizer.lr=0.005"), 40, Bandit(optimum), has_control=has_control)
+    return Case((*overrides, ANNEALED, "actor.optimizer.lr=0.005"), 40, Bandit(optimum), has_control=has_control)
 
 
-def given(keys: str, task: Task, *overrides: str, **of_case) -> Case:
-    return Case((f"algorithm.objective={{{keys}}}", *ALL_ROWS, TO_ITS_END, *overrides), 40, task, **of_case)
+def given(keys: str, task: Task, *overrides: str, **fields) -> Case:
+    return Case((f"algorithm.objective={{{keys}}}", *ALL_ROWS, ANNEALED, *overrides), 40, task, **fields)
 
 
 CASES: dict[str, Case] = {
@@ -140,7 +144,7 @@ CASES: dict[str, Case] = {
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),
-    # At the limit 0.05 and with a damping of 0.01, which fits single tokens more, it reached 0.43 in as many steps.
+    # kl_limit=0.05 with damping=0.01, which overfits single tokens, reached only 0.43 in the same number of steps.
     "TRPO": Case(
         ("algorithm.objective.name=unclipped", *ON_POLICY, "algorithm.trust_region={kl_limit: 0.3, damping: 1.0}"),
         has_control=True,
@@ -165,15 +169,15 @@ CASES: dict[str, Case] = {
     "token reward model": given("name: token_reward_model, aggregation: token_mean", Labels(everywhere=True)),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
-    # Within its margin the hinge has the slope 1 − 2·p, beyond it 1 − p, which outweighs the other term's.
-    # Adam overshoots, and comes back slowly.
+    # The hinge's slope is 1 − 2·p within its margin and 1 − p beyond it, which outweighs the other term.
+    # Adam overshoots and returns slowly.
     "SLiC": given(
         "name: slic, hinge_margin: 3.0, regularisation: 0.1",
         Preferences(lambda share: math.copysign(3.0, share - 0.5), is_relative=False),
         "actor.optimizer.lr=0.005",
     ),
-    # At 10 × the learning rate of the cases in which the whole model is trained. The head is frozen, whose logits bound
-    # the share at temperature 1.
+    # The learning rate is 10 times that of full training. The frozen head bounds the logits and with them the share at
+    # temperature 1.
     "GRPO, LoRA": estimator(
         "grpo",
         *("actor.lora={rank: 8}", "actor.optimizer.lr=0.1", "rollout.temperature=0.5"),
@@ -190,25 +194,25 @@ CASES: dict[str, Case] = {
     ),
     "environment: calculator": estimator(
         "grpo",
-        *("batch.prompts_per_step=16", "batch.prompts_per_update=16", "actor.optimizer.lr=0.001", TO_ITS_END),
+        *("batch.prompts_per_step=16", "batch.prompts_per_update=16", "actor.optimizer.lr=0.001", ANNEALED),
         steps=50,
         task=Calculation(),
         has_control=True,
         start=0.25,
     ),
     "environment: verifiers": estimator(
-        *("grpo", "actor.optimizer.lr=0.002", TO_ITS_END),
+        *("grpo", "actor.optimizer.lr=0.002", ANNEALED),
         steps=20,
         task=Letters(),
         has_control=True,
         start=0.25,
-        learned=0.8,  # its turns are computed together as they come: no two runs are the same
+        learned=0.8,  # batching depends on the turns' arrival, so runs are not reproducible
     ),
     "Logic-RL": estimator(
         "reinforce_plus_plus",
         *("batch={prompts_per_step: 128, prompts_per_update: 64, samples_per_prompt: 1}", "actor.optimizer.lr=0.0005"),
         "algorithm.kl={placement: reward, estimator: k1, coefficient: 0.001}",
-        *("algorithm.objective.aggregation=token_mean", TO_ITS_END),
+        *("algorithm.objective.aggregation=token_mean", ANNEALED),
         steps=30,
         task=Knights(),
         has_control=True,

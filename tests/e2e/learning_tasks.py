@@ -1,7 +1,7 @@
-"""What the learning runs are to learn, and how far from the optimum, which is known, their models end.
+"""Tasks of the learning runs. Their optimum is known, so they measure a model's share of it.
 
-A task writes what a run learns from, or, for its control, the same with rewards, answers or preferences that belong to
-others. Its shares of the optimum are 0 or little at the start and 1 at the optimum.
+A task writes a run's data. For the control, rewards, answers or preferences are assigned to other samples. The share is
+0 or small at the start and 1 at the optimum.
 """
 
 from __future__ import annotations
@@ -30,46 +30,47 @@ EVEN, DIGITS = "02468", "0123456789"
 class Task(ABC):
     @abstractmethod
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
-        """Writes what the run needs into the folder. Returns the keys that name it."""
+        """Write the run's data into the folder. Return the overrides that select them."""
 
     @abstractmethod
     def shares(self, start: Path, run: Path) -> list[float]:
-        """Returns the share of the optimum in each step; or, where only models are measured, that of the model at the
-        start and that of the exported one."""
+        """Return the share of the optimum in each step, or of the initial and the exported model for offline data."""
 
     def parts(self, run: Path) -> dict[str, list[float]]:
-        """Returns what else is measured in each step, by its name."""
+        """Return further measurements of each step by name."""
         return {}
 
 
 def sampled_rows(run: Path) -> list[list[dict[str, Any]]]:
-    """Returns the rows of the rollouts' files, step by step."""
+    """Return the saved rollouts of each step."""
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def reward(shuffled: bool) -> str:
-    """Returns the override that rewards even digits; shuffled: those of another sample."""
+    """Return the override that rewards even digits; if `shuffled`, those of another sample."""
     function = "even_share_of_another" if shuffled else "even_share"
     return f"rewards.functions=[{{function: '{REWARD}:{function}', weight: 1.0}}]"
 
 
 class EvenDigits(Task):
-    """The share of even digits in the responses: 0.1 at the start, 1 at the optimum."""
+    """Write even digits. The share is their fraction in the responses: 0.1 at the start, 1 at the optimum."""
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         return [reward(shuffled), "run.export=false"]
 
     def shares(self, start: Path, run: Path) -> list[float]:
-        """Returns the shares of what was sampled, as the rollouts' files have it."""
+        """Return the shares of the saved rollouts."""
         rows = sampled_rows(run)
         sampled = [[row for row in step if not row["sample_id"].endswith("greedy")] for step in rows]
         return [fmean(even_share("", row["response"], None) for row in step) for step in sampled]
 
 
 class ScoredDigits(EvenDigits):
-    """The same, but a reward model scores each token: 1 for an even digit, else 0. For the control these scores belong
-    to other tokens."""
+    """EvenDigits with a reward model that scores each token: 1 for an even digit, else 0.
+
+    For the control it prefers other tokens.
+    """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         vocabulary = tiny_tokenizer().get_vocab()
@@ -82,8 +83,10 @@ class ScoredDigits(EvenDigits):
 
 
 def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
-    """A classifier that scores these tokens with 1 and all others with 0, whatever comes before: no layer adds anything
-    to the embeddings, which are the axes of the hidden space."""
+    """Write a classifier that scores these tokens with 1 and all others with 0, regardless of context.
+
+    Its embeddings are one-hot, and its layers add nothing to them.
+    """
     size = len(tiny_tokenizer().get_vocab())
     trunk = write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1)
     model = AutoModelForTokenClassification.from_pretrained(trunk, num_labels=1)
@@ -101,17 +104,20 @@ def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
 
 
 Optimum = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""(log-probs of the reference [P, V], reward of each token [V], coefficient of the KL) -> the best policy's [P, V]."""
+"""(log-probs of the reference [P, V], rewards of the tokens [V], KL coefficient) -> the optimal policy's [P, V]."""
 
 
 def of_reverse_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:
-    """argmax E_π[r] − β·KL(π ‖ ρ) = ρ·exp(r / β) / Z."""
+    """Return log π* of argmax E_π[r] − β·KL(π ‖ ρ) = ρ·exp(r / β) / Z."""
     return (reference + rewards / beta).log_softmax(-1)
 
 
 def of_forward_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:
-    """argmax E_π[r] − β·KL(ρ ‖ π): r + β·ρ/π is the same λ for all tokens, so that π = β·ρ / (λ − r), which
-    sums up to 1 for one λ in (max r, max r + β]."""
+    """Return log π* of argmax E_π[r] − β·KL(ρ ‖ π).
+
+    At the optimum r + β·ρ/π is the same λ for all tokens. So π = β·ρ / (λ − r), which sums to 1 for exactly one λ in
+    (max r, max r + β], found by bisection.
+    """
     low = torch.full((len(reference), 1), rewards.max().item(), dtype=reference.dtype)
     high = low + beta
     for _ in range(60):
@@ -123,8 +129,10 @@ def of_forward_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -
 
 @dataclass(frozen=True)
 class Bandit(Task):
-    """One token for each of four prompts, rewarded with 1 if it is an even digit, under a KL to the start ρ. The share
-    is 1 − KL(π ‖ π*) / KL(ρ ‖ π*) for the optimum π*."""
+    """Answer four prompts with one token, rewarded with 1 for an even digit, under a KL to the initial policy ρ.
+
+    The share is 1 − KL(π ‖ π*) / KL(ρ ‖ π*) for the optimum π*.
+    """
 
     optimum: Optimum
     beta: float = 0.3
@@ -138,11 +146,11 @@ class Bandit(Task):
         policies = [self.policy(folder) for folder in (start, run / "model")]
         rewards = torch.tensor([even_share("", tiny_tokenizer().decode([i]), None) for i in range(len(policies[0][0]))])
         best = self.optimum(policies[0], rewards.double(), self.beta)
-        at_start, at_end = ((own.exp() * (own - best)).sum(-1).mean().item() for own in policies)
+        at_start, at_end = ((policy.exp() * (policy - best)).sum(-1).mean().item() for policy in policies)
         return [0.0, 1 - at_end / at_start]
 
     def policy(self, folder: Path) -> torch.Tensor:
-        """Log-probs of the token that follows each prompt, float64 [P, V]."""
+        """Return the log-probs of the token after each prompt, float64 [P, V]."""
         model = AutoModelForCausalLM.from_pretrained(folder)
         asked = [token_ids([(f"<|user|>{prompt}<eos><|assistant|>", False)])[0] for prompt in self.prompts]
         with torch.no_grad():
@@ -150,8 +158,10 @@ class Bandit(Task):
 
 
 class Answers(Task):
-    """Supervised: to a digit, the next one is answered. The share is the probability of answer and end. For the control
-    answers belong to other rows."""
+    """Supervised fine-tuning: answer a digit with the next one. The share is the probability of the answer and its end.
+
+    For the control answers belong to other rows.
+    """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         asked = [digit for digit in DIGITS for _ in range(4)]
@@ -180,17 +190,20 @@ class Answers(Task):
 
 
 PREFERRED = {"a": 0.9, "b": 0.7, "c": 0.3, "d": 0.1}
-"""Share of ten pairs of each prompt in which the first of RESPONSES is preferred."""
+"""Share of each prompt's ten pairs in which the first of RESPONSES is preferred."""
 
 RESPONSES = ("x", "y")
 
 
 @dataclass(frozen=True)
 class Preferences(Task):
-    """A task of preferences: the first of two responses to each of four prompts is preferred in a known share p of the
-    pairs. What the model has of them (a difference of scores, of log-probs, or of log-ratios to the start) has a known
-    optimum, `best`(p). The share is 1 − distance to the optimum / the optimum's own length, over the prompts. For the
-    control, preferences belong to other pairs."""
+    """Learn preferences between two responses to each of four prompts.
+
+    The first response is preferred in a known share p of the pairs. The model's margin has the optimum `best(p)`: a
+    difference of scores (`classifies`), of log-ratios to the initial model (`is_relative`), or of log-probs. The share
+    is 1 − distance to the optimum / the optimum's norm, over the prompts. For the control, preferences belong to other
+    pairs.
+    """
 
     best: Callable[[float], float]
     classifies: bool = False
@@ -209,13 +222,13 @@ class Preferences(Task):
 
     def shares(self, start: Path, run: Path) -> list[float]:
         best = torch.tensor([self.best(share) for share in PREFERRED.values()])
-        found = self.margins(run / "model")
+        margins = self.margins(run / "model")
         if self.is_relative and not self.classifies:
-            found = found - self.margins(start)
-        return [0.0, 1 - ((found - best).norm() / best.norm()).item()]
+            margins = margins - self.margins(start)
+        return [0.0, 1 - ((margins - best).norm() / best.norm()).item()]
 
     def margins(self, folder: Path) -> torch.Tensor:
-        """Returns by how much the model is for the first response, for each prompt."""
+        """Return the model's margin of the first response over the second for each prompt."""
         kind = AutoModelForSequenceClassification if self.classifies else AutoModelForCausalLM
         model = kind.from_pretrained(folder)
         first, second = RESPONSES
@@ -229,12 +242,15 @@ class Preferences(Task):
 
 @dataclass(frozen=True)
 class Labels(Task):
-    """A task of labelled steps: of two steps that follow each of four prompts, the first is right in a known share p of
-    the rows, and the second in the others. The best score is log(p / (1 − p)) at the first step, and its negative at
-    the second. The share is 1 − distance to the optimum / the optimum's own length, over all labelled tokens. For the
-    control, labels belong to other rows.
+    """Learn labels of the two steps that follow each of four prompts.
 
-    everywhere: whether every token of a step has its label, and not only the one that ends it."""
+    The first step is right in a known share p of the rows, the second in the others. The optimal score is
+    log(p / (1 − p)) at the first step and its negative at the second. The share is 1 − distance to the optimum / the
+    optimum's norm, over all labelled tokens. For the control, labels belong to other rows.
+
+    Attributes:
+        everywhere: label every token of a step instead of only its last one.
+    """
 
     everywhere: bool = False
 

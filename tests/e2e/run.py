@@ -1,4 +1,4 @@
-"""`megarl train` on a tiny model as a process of its own, and what the operating system says of it."""
+"""`megarl train` on a tiny model in a separate process, with its processes, sockets and shared memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.tiny_model import write_tiny_llama
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 FAKE_MEGARL = [sys.executable, "-m", "tests.fakes.megarl"]
 UNCHECKED = ["logprob_check={limit: 1000, threshold: 1000, canaries: off}"]
-"""The log-probs of fake engines are not the trainer's."""
+"""Fake engines' log-probs differ from the trainer's."""
 
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN = "0A"
-"""The state of a socket, as the kernel's tables have it."""
+"""State of a listening socket in the kernel's tables."""
 RECIPE = """
 base: {base}
 run: {{name: tiny, steps: 1000000, export: false}}
@@ -60,10 +60,10 @@ def broken(prompt, response, answer):
 
 
 def write_recipe(folder: Path) -> Path:
-    """A recipe without end; its model, prompts and rewards lie in `folder`.
+    """Write a recipe with unlimited steps, and its model, prompts and rewards, into `folder`.
 
-    While the file folder/hold exists, the rewards do not answer, except for the right response, which they are tried on
-    before the run starts; see Run.wait_until_held.
+    While the file folder/hold exists, the reward function blocks; see Run.wait_until_held. It does not block for the
+    right response, which the run scores as a trial before it starts.
     """
     write_tiny_llama(folder / "model")
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
@@ -74,23 +74,26 @@ def write_recipe(folder: Path) -> Path:
     return recipe
 
 
-def hear_interrupts() -> None:
-    """Makes this process hear Ctrl-C, which a shell without job control makes what it starts in the background ignore:
-    these tests may have been started so."""
+def restore_sigint() -> None:
+    """Reset SIGINT's handler: background processes of a shell without job control, as these tests may be, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Run:
-    """Starts at once, in a session and process group of its own. All processes of a run stay in that session."""
+    """A run in its own session and process group, started on construction. All of its processes stay in the session."""
 
     def __init__(self, recipe: Path, folder: Path, *overrides: str, vllm: bool = False):
-        """folder: where the run's folder goes, and its stdout and stderr. vllm: whether the engines are vLLM's; else
-        they are fake ones (tests.fakes.engine)."""
+        """Start the run.
+
+        Args:
+            folder: the parent of the run's folder; also receives stdout and stderr.
+            vllm: use vLLM's engines instead of fake ones (tests.fakes.engine).
+        """
         command, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
         self.folder = folder / "tiny"
         self._shared_memory = set(SHARED_MEMORY.iterdir())
         self._temporary = folder / "temporary"
-        self._temporary.mkdir(exist_ok=True)  # of a run in the same folder that went before
+        self._temporary.mkdir(exist_ok=True)  # an earlier run may have used this folder
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -101,7 +104,7 @@ class Run:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=hear_interrupts,
+                preexec_fn=restore_sigint,
             )
         self.pid = self._process.pid
 
@@ -114,7 +117,7 @@ class Run:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(WAIT_S)
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):  # it may end with another
+            with suppress(psutil.NoSuchProcess):  # it may exit with its parent
                 process.kill()
         self._process.wait()
 
@@ -124,21 +127,21 @@ class Run:
 
     @property
     def errors(self) -> list[str]:
-        """Lines of stderr."""
+        """The lines of stderr."""
         return self._errors.read_text().splitlines()
 
     def processes(self) -> list[psutil.Process]:
-        """Those that run, reparented ones included."""
+        """Return the run's live processes, including reparented ones."""
         return [p for p in psutil.process_iter() if _session(p.pid) == self.pid and _runs(p)]
 
     def find(self, title: str) -> psutil.Process:
-        """A process of the run by the start of its title, such as raylet or ray::TrainerActor, once there is one."""
+        """Wait for a process whose title starts with `title`, such as raylet or ray::TrainerActor, and return it."""
         found: list[psutil.Process] = []
         self.wait_until(lambda: found.extend(self.find_all(title)) or found)
         return found[0]
 
     def suspend(self, title: str) -> psutil.Process:
-        """A process of the run, stopped while this is its title, such as ray::EngineActor.generate in that call."""
+        """Suspend a process while it has this title, such as ray::EngineActor.generate during that call."""
         while True:
             process = self.find(title)
             process.suspend()
@@ -150,25 +153,27 @@ class Run:
         return [process for process in self.processes() if _title(process).startswith(title)]
 
     def named(self, name: str) -> psutil.Process:
-        """The process of the run with this name, such as engine-1, by the log that it writes: which of two engines has
-        the lower process ID is chance."""
+        """Wait for the actor process with this name, such as engine-1, and return it.
+
+        Its open log identifies it, because process ids do not follow the engines' order.
+        """
         found: list[psutil.Process] = []
         self.wait_until(lambda: found.extend(self._writers(name, "ray::")) or found)
         return found[0]
 
     def workers(self, engine: str, count: int) -> list[psutil.Process]:
-        """vLLM's processes of the engine with this name, once there are so many."""
+        """Wait for `count` vLLM worker processes of the named engine, and return them."""
         found: list[psutil.Process] = []
 
-        def all_there() -> bool:
+        def has_count() -> bool:
             found[:] = self._writers(engine, "VLLM::Worker")
             return len(found) == count
 
-        self.wait_until(all_there)
+        self.wait_until(has_count)
         return found
 
     def _writers(self, name: str, title: str) -> list[psutil.Process]:
-        """Those processes with such a title that have the log of an actor open, which its children have, too."""
+        """Return processes with this title that have the actor's log open, which its children inherit."""
         log = str(self.folder / f"logs/attempt_1/{name}.log")
         return [process for process in self.find_all(title) if log in _open_files(process.pid)]
 
@@ -178,29 +183,28 @@ class Run:
         return driver
 
     def sockets(self) -> set[str]:
-        """Those of its processes' sockets that listen on a port, by inode: another run may take the port later."""
+        """Return the inodes of the run's listening sockets. Ports may be reused by other runs later."""
         links = set[str]().union(*(_open_files(process.pid) for process in self.processes()))
         return {inode for inode in listening_sockets() if f"socket:[{inode}]" in links}
 
     def scratch(self) -> Path:
-        """The folder of the run's temporary files, as Ray's raylet was told."""
+        """Return the folder of the run's temporary files, from the raylet's command line."""
         [option] = [word for word in self.find("raylet").cmdline() if word.startswith("--temp_dir=")]
         return Path(option.removeprefix("--temp_dir="))
 
     def left_shared_memory(self) -> set[Path]:
-        """Segments that have come since the start and that no process maps: those of other runs are mapped, and those
-        of unit tests have names by which they are known."""
+        """Return unmapped segments created since the start. Other runs' are mapped; unit tests' have known names."""
         new = {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("megarl-test-")}
         new -= self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
     def left_files(self) -> list[Path]:
-        """Files in the folder for temporary files."""
+        """Return the files left in TMPDIR."""
         return list(self._temporary.rglob("*"))
 
     @property
     def metrics(self) -> list[dict]:
-        """The metrics of the steps that are done."""
+        """The metrics of the finished steps."""
         file = self.folder / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [line for line in lines if line["step"] > 0]  # without an evaluation before the first
@@ -209,9 +213,9 @@ class Run:
         self.wait_until(lambda: len(self.metrics) >= number)
 
     def wait_until_held(self, folder: Path) -> None:
-        """Waits until sampling is over, and only the rewards of this folder, which are held, are waited for."""
+        """Wait until sampling has finished and the run only waits for the blocked rewards."""
         (folder / "held").unlink(missing_ok=True)
-        # The title of an actor with several calls at once tells of the last one that began or ended.
+        # With concurrent calls an actor's title shows the last one that began or ended.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -224,7 +228,7 @@ class Run:
             time.sleep(POLL_S)
 
     def end(self, seconds: float = WAIT_S) -> int:
-        """The exit status, once no process of the run is left."""
+        """Wait until no process of the run is left. Return the exit status."""
         deadline = time.monotonic() + seconds
         code = self._process.wait(seconds)
         while alive := self.processes():
@@ -242,7 +246,7 @@ def mapped_shared_memory(process: psutil.Process) -> set[Path]:
 
 
 def listening_sockets() -> set[str]:
-    """Inodes of the whole machine's TCP sockets that listen on a port."""
+    """Return the inodes of all listening TCP sockets of the machine."""
     tables = (Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
     rows = [line.split() for table in tables for line in table]
     return {row[9] for row in rows if row[3] == LISTEN}
@@ -250,9 +254,9 @@ def listening_sockets() -> set[str]:
 
 def _open_files(pid: int) -> set[str]:
     links = set()
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has exited
         for file in os.scandir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # it has closed this one
+            with suppress(OSError):  # it closed this file
                 links.add(os.readlink(file))
     return links
 

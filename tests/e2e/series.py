@@ -1,7 +1,7 @@
-"""Runs that follow each other in one tree of processes: Ray starts once, and so does an engine for all runs that want
-the same of it. Rewards and trainer ranks are each run's own, and so are their logs.
+"""Consecutive runs in one process tree that share Ray, and share engines if their settings are equal.
 
-As a program it reads from stdin, line by line, the arguments of `megarl train`, and answers when that run is done.
+Each run starts its own reward processes and trainer ranks, with their own logs. As a program it reads the arguments of
+one `megarl train` per line from stdin, and writes a line when that run has finished.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from tests.paths import ROOT
 from tests.timing import RUN_S, WAIT_S
 
 DONE = "done\n"
-OF_THE_DRIVER = {"transport"}
-"""Keys of `rollout` of which an engine is not told."""
+DRIVER_KEYS = {"transport"}
+"""Keys of `rollout` that do not reach the engines."""
 
 
 class Series:
-    """The program, started for its first run."""
+    """The program's process, which starts with the first run."""
 
     def __init__(self, folder: Path):
-        """folder: for the logs of its processes."""
+        """`folder` receives the processes' logs."""
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, recipe: Path, *overrides: str) -> None:
-        """Returns when the run has reached its last step. After one that fails, the next starts the program anew."""
+        """Train until the last step. After a failed run, the next one starts a new process."""
         process, self._process = self._process or self._start(), None
         process.stdin.write(json.dumps([str(recipe), *overrides]) + "\n")
         process.stdin.flush()
@@ -73,12 +73,12 @@ class Series:
 
 
 class Stage:
-    """The surroundings of the runs: a Ray and the newest engines."""
+    """The resources shared by the runs: a Ray session and the latest engines."""
 
     def __init__(self, session: Session):
         self._session = session
         self._engines: EngineGroup | None = None
-        self._asked = ""
+        self._settings = ""
 
     def run(self, config: Config) -> None:
         models = find_models(config)
@@ -93,21 +93,21 @@ class Stage:
                 self._run_with_engines(config, models, loop)
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext) -> None:
-        rollout = config.rollout.model_dump_json(exclude=OF_THE_DRIVER)
-        asked = (
+        rollout = config.rollout.model_dump_json(exclude=DRIVER_KEYS)
+        settings = (
             f"{models.actor} {config.model.dtype} {config.model.head_dtype} {config.run.seed} {config.pauses_rollouts} "
             f"{rollout}"
         )
-        engines = self._engines if asked == self._asked else None
+        engines = self._engines if settings == self._settings else None
         checkpoint = loop.resume_point.checkpoint
         workers = launch_workers(self._session, config, models, loop.placement, checkpoint, engines)
-        self._engines, self._asked = workers.engines, asked
+        self._engines, self._settings = workers.engines, settings
         train.learn(config, workers, loop)
 
 
 def main(folder: Path) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where runs say what they do
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # runs print to stdout, which would mix with the answers
     with supervised() as scratch, ExitStack() as stack:
         stage = None
         for line in sys.stdin:

@@ -1,5 +1,7 @@
-"""A user's mistake is told in one line that names it, and where it can be known early, before anything starts;
-tests/unit/test_bad_input.py has the cases."""
+"""Errors in user input give one line that names the cause, before any process starts if they can be found that early.
+
+tests/unit/test_bad_input.py has the individual cases.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,27 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-def test_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
+def test_missing_reward_function_fails_before_start(recipe: Path, tmp_path: Path) -> None:
     reward = f"{recipe.parent}/reward.py"
     overrides = [f"run.folder={tmp_path}", f"rewards.functions=[{{function: '{reward}:digit_shar'}}]"]
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     definition = "define it as digit_shar(prompt, response, answer)"
-    assert done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'. Fix: {definition}\n"
-    # It is made before any process is started.
-    assert not list(tmp_path.iterdir()), "the run has got a folder"
+    assert (
+        done.stderr == f"megarl: error: rewards.functions: {reward} has no function 'digit_shar'. Fix: {definition}\n"
+    )
+    # A run creates its folder before it starts processes.
+    assert not list(tmp_path.iterdir()), "the run created its folder"
 
 
-def test_reward_function_that_raises(recipe: Path, tmp_path: Path) -> None:
+def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> None:
     function = f"{recipe.parent}/reward.py:broken"
     with Run(recipe, tmp_path, "actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]") as run:
         assert run.end(START_S) == 2
         assert run.errors == [
             f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "
-            "prompts.jsonl:1, whose response is the row's answer",
+            "prompts.jsonl:1 (the trial used the row's answer as response)",
             f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
             "(16 of 16 samples failed; rewards.failure_limit=0 allows 0)",
         ]

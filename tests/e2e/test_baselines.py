@@ -1,4 +1,4 @@
-"""Whole runs of estimators that need more than a group: a greedy response beside it, or what earlier steps gave."""
+"""Complete runs of estimators whose baselines need more than a group: a greedy response, or earlier steps' rewards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.e2e.test_train import metrics_of, train_in
 
 pytestmark = pytest.mark.slow
 SMALL = ("batch.prompts_per_step=4", "batch.prompts_per_update=4", "batch.samples_per_prompt=2", "run.export=false")
-ALONE = ("actor.threads=1", "rollout.threads=1", "checkpoint.every_steps=1")
+SINGLE_THREADED = ("actor.threads=1", "rollout.threads=1", "checkpoint.every_steps=1")
 
 
 @pytest.mark.exhaustive
-def test_remax_has_a_greedy_response_for_each_prompt(series, model, tmp_path):
+def test_remax_samples_one_greedy_response_per_prompt(series, model, tmp_path):
     run = train_in(series, tmp_path, model, "run.steps=2", "algorithm.advantage.estimator=remax", *SMALL)
     steps = metrics_of(run)
     rows = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
@@ -28,9 +28,9 @@ def test_remax_has_a_greedy_response_for_each_prompt(series, model, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_moving_average_goes_on_bit_by_bit(series, model, tmp_path):
-    """A run that goes on from its checkpoint compares the third step with the rewards of the first two."""
-    overrides = ["algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}", *SMALL, *ALONE]
+def test_resumed_moving_average_is_bitwise_equal(series, model, tmp_path):
+    """A resumed run's third step uses the rewards of the first two steps as its baseline."""
+    overrides = ["algorithm.advantage={estimator: reinforce, baseline_decay: 0.5}", *SMALL, *SINGLE_THREADED]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole = metrics_of(train_in(series, tmp_path / "whole", model, "run.steps=3", *overrides))

@@ -1,4 +1,4 @@
-"""vLLM and transformers on a model that has been to Megatron's format, through two layouts, and back."""
+"""A model converted to Megatron's format, through two layouts and back, agrees in vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 
 
 def sampled(folder: Path) -> list[Sample]:
-    """Returns samples of an engine that loads the folder itself, in a process of its own."""
+    """Sample from an engine in a separate process that loads the folder itself."""
     with ProcessPoolExecutor(1, mp_context=engine_context()) as process:
         return process.submit(_sample, folder).result(timeout=RUN_S)
 
@@ -58,7 +58,7 @@ def _sample(folder: Path) -> list[Sample]:
 
 
 def assert_log_probs_are_of(folder: Path, samples: list[Sample]) -> None:
-    """Asserts that the samples' log-probs are those of the folder's model in transformers."""
+    """Check that the samples' log-probs equal those of the folder's model in transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(samples) == 3
     for sample in samples:
@@ -69,7 +69,7 @@ def assert_log_probs_are_of(folder: Path, samples: list[Sample]) -> None:
         assert (torch.tensor(sample.response_logprobs) - expected).abs().max() <= TOLERANCE
 
 
-def test_vllm_and_transformers_load_it_and_agree(tmp_path):
+def test_vllm_and_transformers_agree_after_conversion(tmp_path):
     original = write_tiny_model(tmp_path / "original", "qwen3_moe", **SIZES | EXPERTS)
     huggingface_to_megatron(original, tmp_path / "first", layout_of_files(tp=2, pp=2))
     reshape(tmp_path / "first", tmp_path / "second", layout_of_files(pp=2, ep=2))

@@ -1,4 +1,4 @@
-"""A run that starts from the model of the newest one, is interrupted, and goes on as it says that it can."""
+"""A run starts from the latest run's model, is interrupted, and resumes with the command that it printed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def conversation(number: int) -> dict:
     return {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "1"}]}
 
 
-def test_the_newest_model_is_the_one_at_the_start_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+def test_latest_model_is_resolved_and_printed_command_resumes(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(64)))
     recipe = CONFIGS / "smollm2-cpu-sft.yaml"
     keys = [*TINY, f"data.source={tmp_path}/rows.jsonl"]
@@ -48,11 +48,11 @@ def test_the_newest_model_is_the_one_at_the_start_and_the_printed_command_goes_o
     assert (run.folder / "report.html").exists()
 
     newest = Checkpoints(run.folder / "checkpoints").latest().name
-    [line] = [line for line in run.output.splitlines() if line.startswith("ended; ")]
-    assert line.startswith(f"ended; {newest} is saved: go on after it with megarl train ")
+    [line] = [line for line in run.output.splitlines() if line.startswith("the run ended; ")]
+    assert line.startswith(f"the run ended; resume after {newest} with: megarl train ")
     arguments = shlex.split(line.partition("megarl ")[2])
     step = int(newest.removeprefix("step_"))
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.steps={step + 1}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
-    assert f"goes on after step {step}, from " in done.stdout
+    assert f"resumes after step {step} from " in done.stdout

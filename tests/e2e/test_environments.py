@@ -1,5 +1,4 @@
-"""Whole runs whose rollouts have three turns each, some of which go wrong: in an environment, and by an agent that
-reaches the policy through the OpenAI API."""
+"""Complete runs of three-turn rollouts, some of which fail: in an environment, and by an agent over the OpenAI API."""
 
 from __future__ import annotations
 
@@ -51,16 +50,16 @@ def run(tmp_path_factory) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    write_tiny_llama(folder / "model", vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS))  # all of it is text
+    write_tiny_llama(folder / "model", vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS))  # every token decodes to text
     rows = [{"prompt": f"{i}", "answer": "", "mode": MODES[i % 4]} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
+    recipe = {
         **RECIPE,
         "run": RECIPE["run"] | {"folder": str(folder / "runs")},
         "model": RECIPE["model"] | {"path": str(folder / "model")},
         "data": RECIPE["data"] | {"source": str(folder / "prompts.jsonl")},
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -72,7 +71,7 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def test_rollouts_have_their_samples_and_rewards(run):
+def test_rollouts_have_expected_samples_and_rewards(run):
     rollouts = defaultdict(list)
     for row in rows_of(run):
         rollouts[row["rollout_id"]].append(row)
@@ -100,11 +99,11 @@ def test_rollouts_have_their_samples_and_rewards(run):
 
 
 def digits(row: dict) -> float:
-    """Returns the rewards for digits of all turns but the last."""
+    """Return the digit rewards of all turns but the last."""
     return sum(row["turn_rewards"][:-1]) - 0.25 * (len(row["turn_rewards"]) - 1)
 
 
-def test_advantages_are_grpos_over_rollouts(run):
+def test_advantages_are_grpo_over_rollouts(run):
     groups = defaultdict(dict)
     for row in rows_of(run):
         if row["reward"] is not None:
@@ -119,8 +118,8 @@ def test_advantages_are_grpos_over_rollouts(run):
     assert checked == 2 * (4 + 8 + 4)
 
 
-def test_the_engine_saw_the_tokens_that_transformers_sees(run):
-    """Log-probs of every turn, after all context before it, are those of a plain pass over the first model."""
+def test_engine_logprobs_equal_transformers(run):
+    """The log-probs of every turn, given its context, equal those of a plain forward pass of the initial model."""
     fine = [row for row in rows_of(run) if row["step"] == 1 and row["rollout_id"].startswith("1.0.")]
     assert len(fine) == 4
     for row in fine:
@@ -130,21 +129,24 @@ def test_the_engine_saw_the_tokens_that_transformers_sees(run):
 
 
 def turns_of(run: Path, row: dict) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Returns for each turn of a rollout in one conversation its place in the response, its tokens (int64 [R]), and the
-    log-probs of all tokens there ([R, V]), by a plain pass over the first model."""
+    """Run a plain forward pass of the initial model over a rollout with a single conversation.
+
+    Returns:
+        For each turn its offset in the response, its tokens (int64 [R]), and the log-probs of all tokens ([R, V]).
+    """
     folder = run.parents[1]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     texts = [f"<|{message['role']}|>{message['content']}<eos>" for message in row["messages"]]
     ids = tokenizer("".join(texts), return_tensors="pt")["input_ids"]
     logprobs = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1]
-    begin = len(tokenizer("".join(texts[:2]))["input_ids"])  # of the token after <|assistant|>, among targets
+    begin = len(tokenizer("".join(texts[:2]))["input_ids"])  # index of the token after <|assistant|> among the targets
     ends = [sum(row["mask"][: k + 1]) for k in range(len(row["mask"]))]
     spans = list(zip([0, *ends], ends, strict=False))[::2]
     return [(a, ids[0, 1:][begin + a : begin + b], logprobs[begin + a : begin + b]) for a, b in spans]
 
 
-def test_evaluations_are_greedy_in_every_turn_and_have_the_same_tasks_each_time(run):
+def test_evaluations_are_greedy_and_repeat_the_same_tasks(run):
     before, after = (evaluated(run, "greedy", step) for step in (0, 2))
     turns = turns_of(run, before["greedy.0.0"][0])
     assert len(turns) == 3
@@ -158,7 +160,7 @@ def test_evaluations_are_greedy_in_every_turn_and_have_the_same_tasks_each_time(
     assert versions == {2}
 
 
-def test_an_evaluation_counts_rollouts_and_has_failed_ones_apart(run):
+def test_evaluation_metrics_count_failed_rollouts_separately(run):
     lines = {line["step"]: line for line in metrics_of(run)}
     for name, k in (("greedy", 1), ("sampled", 2)):
         for step in (0, 2):
@@ -172,15 +174,15 @@ def test_an_evaluation_counts_rollouts_and_has_failed_ones_apart(run):
             ]
             assert values.pop(MODES.index("raises")) == [None] * k
             assert line[f"evaluation/{name}/avg@{k}"] == pytest.approx(fmean(map(fmean, values)))
-            found = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
-            assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(found)
+            pass_rate = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
+            assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(pass_rate)
             assert line[f"evaluation/{name}/failed_share"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
     section = (run / "report.html").read_text().partition('id="evaluations"')[2].partition("</section>")[0]
     assert "environment: step raised KeyError" in section and 'class="block role-assistant"' in section
 
 
 def evaluated(run: Path, name: str, step: int) -> dict[str, list[dict]]:
-    """Returns the rows of an evaluation, by rollout."""
+    """Return the rows of an evaluation by rollout id."""
     rollouts = defaultdict(list)
     for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -192,7 +194,7 @@ def metrics_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_metrics_of_environments(run):
+def test_environment_metrics(run):
     for step in metrics_of(run)[1:]:
         assert step["environment/stop_failed"] == pytest.approx(0.25)
         assert step["environment/samples_per_rollout"] == pytest.approx(1.25)
@@ -201,7 +203,7 @@ def test_metrics_of_environments(run):
 
 
 @pytest.mark.exhaustive
-def test_an_agent_is_trained_on_what_it_did_by_http(tmp_path):
+def test_agent_is_trained_on_its_http_completions(tmp_path):
     run = train(
         tmp_path,
         f"environment={{class: '{WORLD}:Client', turn_tokens: null}}",

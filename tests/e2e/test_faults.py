@@ -1,9 +1,9 @@
-"""However a run is ended, it says why within seconds, and nothing of it is left.
+"""A run that ends for any reason names the cause within seconds and leaves nothing behind.
 
-What tells one loss from another is seen with stand-ins in tests/unit/cluster: of the waiting of a session, of the
-supervisor, and of the watchdog over Ray's processes.
-
-Three runs have vLLM's engines, whose processes, sockets and shared memory are checked. The others have fake ones."""
+tests/unit/cluster distinguishes the causes with stand-ins: in the session, the supervisor, and the watchdog over Ray's
+processes. Three runs here use vLLM's engines to check their processes, sockets and shared memory. The others use fake
+engines.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.timing import LIMIT_S, START_S, WAIT_S
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; the run ends"
 ONE_RANK = "actor.layout.pp=1"
-"""Where the trainer is not what is lost."""
+"""For tests that do not kill the trainer."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
-"""Ports of Ray's GCS, object manager, dashboard and clients."""
+"""Ray's default ports of the GCS, object manager, dashboard and clients."""
 
 METRICS_PORT = 44217
-"""The default port of Ray's monitor, among those that the kernel gives out: any other process may have it by chance."""
+"""The default port of Ray's monitor. It is an ephemeral port, so any other process may have it by chance."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hold(recipe: Path):
-    """Keeps rewards from being given while the test runs, or until it removes this file: the first step does not
-    end."""
+    """The file that blocks the rewards, and with them the first step, until the test removes it."""
     file = recipe.with_name("hold")
     file.touch()
     yield file
@@ -49,8 +48,7 @@ def hold(recipe: Path):
 
 
 def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> None:
-    """Checks that after the fault the run ends in time with this exit code, has only this cause on stderr, and leaves
-    nothing."""
+    """Check that the fault ends the run in time with this exit code, only this cause on stderr, and no leftovers."""
     scratch, sockets = run.scratch(), run.sockets()
     assert scratch.exists()
     assert sockets
@@ -67,17 +65,19 @@ def test_ctrl_c(recipe: Path, tmp_path: Path, hold: Path) -> None:
     hold.unlink()
     with Run(recipe, tmp_path, vllm=True) as run:
         run.wait_for_step(2)
-        hold.touch()  # the checks have the processor to themselves
-        check_strangers_are_refused(run)
-        check_only_ray_listens_to_strangers(run)
-        check_no_port_is_fixed(run)
+        hold.touch()  # leave the CPU to the checks
+        check_ray_requires_token(run)
+        check_only_ray_listens_on_all_interfaces(run)
+        check_no_default_ports(run)
         # The terminal sends it to every process of the foreground group.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
 
 
-def check_only_ray_listens_to_strangers(run: Run) -> None:
-    """Ranks and engines have one socket each that listens on every interface: Ray's, which asks for the run's token.
-    Those of torch, gloo and vLLM, which ask for nothing, listen on one interface."""
+def check_only_ray_listens_on_all_interfaces(run: Run) -> None:
+    """Check that only Ray's sockets, which require the run's token, listen on all interfaces.
+
+    Those of torch, gloo and vLLM have no authentication and listen on one interface.
+    """
     for process in (*run.find_all("ray::TrainerActor"), *run.find_all("ray::EngineActor"), *run.find_all("VLLM::")):
         addresses = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         everywhere = [address for address in addresses if address in ("::", "0.0.0.0")]
@@ -85,8 +85,8 @@ def check_only_ray_listens_to_strangers(run: Run) -> None:
         assert addresses != everywhere or "EngineActor" in process.cmdline()[0]
 
 
-def check_no_port_is_fixed(run: Run) -> None:
-    """None of the ports is one of Ray's defaults, for which runs on one machine would race."""
+def check_no_default_ports(run: Run) -> None:
+    """Check that no port is one of Ray's defaults, for which concurrent runs would compete."""
     listening = [c for p in run.processes() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     ports = {socket.laddr.port for socket in listening}
     assert ports and not ports & RAYS_DEFAULTS
@@ -94,17 +94,17 @@ def check_no_port_is_fixed(run: Run) -> None:
     assert METRICS_PORT not in {connection.laddr.port for connection in monitor.net_connections("inet")}
 
 
-def check_strangers_are_refused(run: Run) -> None:
-    """Strangers are all who can reach Ray's port, but do not have the run's token."""
+def check_ray_requires_token(run: Run) -> None:
+    """Check that Ray rejects clients that can reach its port but lack the run's token."""
     [address] = [word.partition("=")[2] for word in run.find("raylet").cmdline() if word.startswith("--gcs-address=")]
     code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 'ran').remote()))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    stranger = subprocess.run(
+    client = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=WAIT_S
     )
-    assert stranger.returncode != 0 and "ran" not in stranger.stdout
-    assert "auth" in stranger.stderr.lower() or "token" in stranger.stderr.lower()
+    assert client.returncode != 0 and "ran" not in client.stdout
+    assert "auth" in client.stderr.lower() or "token" in client.stderr.lower()
 
 
 @pytest.mark.exhaustive
@@ -115,7 +115,7 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
         check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
 
 
-def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
+def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
         check_end(
@@ -128,13 +128,13 @@ def test_loss_of_a_trainer(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
-def test_loss_of_the_engine_while_another_is_waited_for(recipe: Path, tmp_path: Path) -> None:
-    # Two ranks: processes and shared memory that vLLM itself has made.
+def test_lost_engine_is_named_while_waiting_for_rewards(recipe: Path, tmp_path: Path) -> None:
+    # With two ranks vLLM creates processes and shared memory itself.
     with Run(recipe, tmp_path, "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
-        check_only_ray_listens_to_strangers(run)
+        check_only_ray_listens_on_all_interfaces(run)
         check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/attempt_1/engine-0.log")
 
 
@@ -144,7 +144,7 @@ def lines_of_loss(run: Run) -> list[str]:
 
 
 def check_samples(run: Run, steps: int) -> None:
-    """Each of the 4 prompts' 4 samples, once."""
+    """Check that each step has 4 samples of each of 4 prompts exactly once."""
     for step in range(1, steps + 1):
         rows = [
             json.loads(line) for line in run.folder.joinpath(f"rollouts/step_{step:06}.jsonl").read_text().splitlines()
@@ -154,8 +154,8 @@ def check_samples(run: Run, steps: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """Lost after it has sampled, and its samples are there; found out when all engines take new weights."""
+def test_run_continues_after_losing_an_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    """The engine dies after sampling, so its samples are complete. The next refit notices the loss."""
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
         run.wait_until_held(recipe.parent)
         lost, left = run.named("engine-0"), run.named("engine-1")
@@ -170,8 +170,8 @@ def test_loss_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The other one gets all weights. The lost one is started again, gets all, and samples too."""
+def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    """The other engine receives all weights. The lost one restarts, receives all weights, and samples again."""
     overrides = ("cluster.placement=disaggregated", "model.dtype=bfloat16")
     with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
         run.wait_until_held(recipe.parent)
@@ -191,7 +191,7 @@ def test_loss_of_an_engine_while_weights_are_sent_to_it(recipe: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: Path) -> None:
+def test_run_continues_after_losing_a_sampling_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
     with Run(recipe, tmp_path, "rollout.replicas=2") as run:
         run.wait_until_held(recipe.parent)
         hold.unlink()
@@ -205,8 +205,8 @@ def test_loss_of_an_engine_while_it_samples(recipe: Path, tmp_path: Path, hold: 
 
 
 @pytest.mark.exhaustive
-def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """Its other rank and its own process are lost with it."""
+def test_losing_a_rank_loses_its_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
+    """The engine's other rank and its actor end with the killed rank."""
     with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.named("engine-1")
@@ -220,7 +220,7 @@ def test_loss_of_a_rank_of_one_of_two_engines(recipe: Path, tmp_path: Path, hold
 
 
 @pytest.mark.usefixtures("hold")
-def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path) -> None:
+def test_timeout_shows_stacks_of_the_awaited_process(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
@@ -233,7 +233,7 @@ def test_a_deadline_shows_what_is_being_waited_for(recipe: Path, tmp_path: Path)
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
-def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
+def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
@@ -244,20 +244,20 @@ def test_a_reward_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_loss_of_ray(recipe: Path, tmp_path: Path) -> None:
+def test_lost_raylet_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; the run ends")
 
 
-def test_loss_of_the_driver(recipe: Path, tmp_path: Path) -> None:
+def test_lost_driver_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
 
 
 @pytest.mark.exhaustive
-def test_loss_of_the_drivers_parent(recipe: Path, tmp_path: Path) -> None:
+def test_run_ends_with_its_parent(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK) as run:
         run.wait_for_step(2)
         check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The driver hands new weights to engines that are in the middle of sampling, and waits for both."""
+"""The driver updates engines' weights while they sample."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG = 400
 
 
 def drive(folder: Path, result: Path) -> None:
-    """Eight long samples, and the weights change as soon as the driver waits for them."""
+    """Sample eight long responses, and change the weights as soon as the driver waits for them."""
     overrides = [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic"]
     overrides += [f"rollout.max_new_tokens={LONG}", f"rollout.context_length={LONG + 8}", "rollout.kv_cache_gib=0.05"]
     config, session.CHECK_S = load(BASE, [*overrides, "cluster.object_store_mib=80"]), 0.01
@@ -65,14 +65,14 @@ def drive(folder: Path, result: Path) -> None:
 
 
 def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> dict:
-    """Aborts a group when another one, which ends early, has ended. Returns what became of both."""
+    """Abort long requests as soon as short concurrent ones have finished. Return the results of both."""
     short = [replace(request, sample_id=f"short {i}", max_new_tokens=20) for i, request in enumerate(requests)]
 
     def tokens(samples: list[RemoteSample]) -> list[list[int]]:
         return [sample.response_ids.tolist() for sample in ray.get([item.ref for item in samples])]
 
-    long, others = engines.generate([requests]), engines.generate([short])
-    beside = tokens(others.result()[0])
+    long, concurrent = engines.generate([requests]), engines.generate([short])
+    beside = tokens(concurrent.result()[0])
     engines.abort([[request.sample_id for request in requests]])
     num_tokens = long.result()[0].num_tokens
     actors = engines.actors.values()
@@ -85,7 +85,7 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
     }
 
 
-def test_samples_go_on_through_a_refit(tmp_path):
+def test_samples_continue_through_a_refit(tmp_path):
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(max_position_embeddings=LONG + 8))
     process = multiprocessing.get_context("spawn").Process(target=drive, args=(folder, tmp_path))
     process.start()
@@ -93,7 +93,7 @@ def test_samples_go_on_through_a_refit(tmp_path):
     assert process.exitcode == 0
     versions = json.loads((tmp_path / "versions.json").read_text())
     assert [oldest for oldest, _ in versions] == 8 * [0]
-    assert max(newest for _, newest in versions) == 1, "no sample was under way when the weights came"
+    assert max(newest for _, newest in versions) == 1, "no sample was running when the weights arrived"
     aborted = json.loads((tmp_path / "aborted.json").read_text())
-    assert 8 * 10 < aborted["tokens"] < 8 * LONG, "they were in the middle when the others ended"
+    assert 8 * 10 < aborted["tokens"] < 8 * LONG, "the long requests were not aborted midway"
     assert aborted["left"] == [0] and aborted["beside"] == aborted["alone"]

@@ -1,4 +1,4 @@
-"""Every estimator and objective learns a task whose optimum is known, and not from what belongs to other samples."""
+"""Every estimator and objective learns a task with a known optimum, and its control with shuffled signals does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.benchmarks.benchmark import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
 LEARNED, NOT_LEARNED = 0.9, 0.5
-ALIKE = (
+COMMON = (
     "rewards.processes=1",
     "run.export=true",
     "checkpoint.every_steps=null",
@@ -32,7 +32,7 @@ ALIKE = (
 
 @pytest.fixture(scope="module")
 def table():
-    """Rows by case, written as results, and into the README, once every case has one."""
+    """Result rows by case. When all cases have one, write them to learning.json and the documentation's tables."""
     rows: dict[str, dict] = {}
     yield rows
     if rows.keys() == CASES.keys():
@@ -43,7 +43,7 @@ def table():
 
 @dataclass(frozen=True)
 class Runs:
-    """The run that is to learn, and its control, each with its folder; they are done when their futures are."""
+    """A learning run and its control, each as its folder and a future that resolves when the run ends."""
 
     learning: tuple[Path, Future[None]]
     control: tuple[Path, Future[None]] | None
@@ -51,18 +51,18 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
-    """Starts the runs of all cases that are asked for: two at a time, one a core, each after another in its series."""
+    """Start the runs of all selected cases in two concurrent series, one per core."""
     queue: SimpleQueue[Series] = SimpleQueue()
     series = [Series(tmp_path_factory.mktemp("series")) for _ in range(2)]
-    for one in series:
-        queue.put(one)
+    for idle in series:
+        queue.put(idle)
 
     def train(*arguments: str | Path) -> None:
-        one = queue.get()
+        idle = queue.get()
         try:
-            one.train(*arguments)
+            idle.train(*arguments)
         finally:
-            queue.put(one)
+            queue.put(idle)
 
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_learns"]
     names = [test.callspec.params["name"] for test in tests]
@@ -72,19 +72,16 @@ def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
             folder = tmp_path_factory.mktemp("control" if shuffled else "learning")
             return folder, pool.submit(train, *prepared(folder, model, CASES[name], shuffled))
 
-        found = {
-            name: Runs(start(name, False), start(name, True) if CASES[name].has_control else None) for name in names
-        }
-        yield found
+        yield {name: Runs(start(name, False), start(name, True) if CASES[name].has_control else None) for name in names}
         pool.shutdown(wait=True, cancel_futures=True)
-    for one in series:
-        one.end()
+    for ended in series:
+        ended.end()
 
 
 def prepared(folder: Path, model: Path, case: Case, shuffled: bool) -> list[str | Path]:
-    """The arguments of the run, in this folder."""
-    of_task = case.task.overrides(folder, shuffled)
-    return [write_recipe(folder, model), f"run.steps={case.steps}", *ALIKE, *of_task, *case.overrides]
+    """Write the run's recipe and data into the folder. Return the run's arguments."""
+    task_overrides = case.task.overrides(folder, shuffled)
+    return [write_recipe(folder, model), f"run.steps={case.steps}", *COMMON, *task_overrides, *case.overrides]
 
 
 def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[float]:
@@ -94,8 +91,8 @@ def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[floa
 
 
 def parts(case: Case, folder: Path) -> dict[str, dict[str, float]]:
-    found = case.task.parts(folder / "runs" / "tiny")
-    return {name: {"first": shares[0], "last": last(shares, case)} for name, shares in found.items()}
+    series = case.task.parts(folder / "runs" / "tiny")
+    return {name: {"first": shares[0], "last": last(shares, case)} for name, shares in series.items()}
 
 
 def last(shares: list[float], case: Case) -> float:
@@ -115,8 +112,8 @@ def test_each_task_has_a_control():
 def test_it_learns(runs, model, table, name):
     case = CASES[name]
     learned = shares(model, case, runs[name].learning)
-    of_steps = len(learned) == case.steps
-    until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if of_steps else None
+    is_per_step = len(learned) == case.steps
+    until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if is_per_step else None
     table[name] = {
         "first": learned[0],
         "last": last(learned, case),

@@ -1,4 +1,4 @@
-"""The gate on canary prompts names what is broken between trainer and engine, with both as they are in a run."""
+"""The log-prob check on canary prompts names the fault between a real trainer and a real engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> dict[str, str | None]:
+def messages(tmp_path_factory) -> dict[str, str | None]:
     folder = tmp_path_factory.mktemp("disagreements")
     recipe = write_recipe(folder, write_tiny_llama(folder / "model", num_kv_heads=2))
     command = [sys.executable, "-m", "tests.e2e.disagreements", str(recipe), "rollout.temperature=0.7"]
@@ -32,12 +32,14 @@ def said(tmp_path_factory) -> dict[str, str | None]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_gate_lets_pass_what_agrees(said) -> None:
-    assert said["nothing"] is None
+def test_check_passes_without_a_fault(messages) -> None:
+    assert messages["nothing"] is None
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_what_is_broken_is_ranked_first(said, name: str) -> None:
-    assert FIRST[name] in said[name]
-    assert "\n  excluded: " in said[name] and "chat template or tokenisation (engines take token ids" in said[name]
-    assert ("weights (checksums of " in said[name]) == (name != "weights")
+def test_fault_is_ranked_first(messages, name: str) -> None:
+    assert FIRST[name] in messages[name]
+    assert (
+        "\n  excluded: " in messages[name] and "chat template or tokenisation (engines take token ids" in messages[name]
+    )
+    assert ("weights (checksums of " in messages[name]) == (name != "weights")

@@ -1,4 +1,4 @@
-"""A language model in vLLM that judges answers as transformers generates, and its ratings are what the answers say."""
+"""A judge model in vLLM gives the answers that transformers generates, and their ratings become rewards."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ pytestmark = pytest.mark.slow
 ANSWER_TOKENS = 6
 HIGHEST = 40
 KEYS = (
-    "reward_model={input_format: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128, kv_cache_gib: 0.05}",
+    "reward_model={input_format: question, engine: vllm, context_length: 128, tokens_per_microbatch: 128}",
+    "reward_model.kv_cache_gib=0.05",
     f"reward_model.judge={{scale: [0, {HIGHEST}], max_new_tokens: {ANSWER_TOKENS}}}",
     "reward_model.judge.template='Is {response} to {prompt} {answer}?'",
 )
 
 
 def write_judge(folder: Path) -> Path:
-    """Writes a random model many of whose tokens are ratings, some of them off the scale."""
+    """Write a random model with many rating tokens in its vocabulary, some of them off the scale."""
     write_tiny_llama(folder, vocab_size=160, seed=4)
     tiny_tokenizer(160, [f"[[{number}]]" for number in range(HIGHEST + 10)]).save_pretrained(folder)
     return folder
 
 
 class Reference:
-    """The judge in transformers."""
+    """The judge model in transformers."""
 
     def __init__(self, folder: Path):
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -49,11 +50,11 @@ class Reference:
 
     def answer(self, prompt: str, response: str, answer: object) -> list[int]:
         message = {"role": "user", "content": f"Is {response} to {prompt} {answer}?"}
-        asked = self._tokenizer.apply_chat_template(
+        inputs = self._tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        whole = self._model.generate(**asked, do_sample=False, max_new_tokens=ANSWER_TOKENS)
-        return whole[0, asked["input_ids"].shape[1] :].tolist()
+        output = self._model.generate(**inputs, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+        return output[0, inputs["input_ids"].shape[1] :].tolist()
 
     def rating(self, answer: list[int]) -> float | None:
         numbers = re.findall(r"\[\[(\d+)\]\]", self._tokenizer.decode(answer))
@@ -67,7 +68,7 @@ def sample(number: int) -> Sample:
 
 
 def in_vllm(config: Config, folder: Path, questions: list[Sample]) -> list[list[int]]:
-    """Returns the answers' token ids; for a process of its own."""
+    """Return the answers' token ids. Runs in a separate process."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.judge import VllmJudge, judge_arguments
 
@@ -75,7 +76,7 @@ def in_vllm(config: Config, folder: Path, questions: list[Sample]) -> list[list[
     return [answer.tolist() for answer in engine.scores(questions)]
 
 
-def test_it_answers_and_rates_as_transformers_does(tmp_path):
+def test_judge_answers_and_rates_as_transformers(tmp_path):
     actor, folder = write_tiny_llama(tmp_path / "actor"), write_judge(tmp_path / "judge")
     config = config_of(actor, f"reward_model.path={folder}", *KEYS)
     judge, reference = model_judge(config, folder, actor), Reference(folder)
@@ -85,7 +86,7 @@ def test_it_answers_and_rates_as_transformers_does(tmp_path):
         answers = pool.submit(in_vllm, config, folder, [reading.sample for reading in readings]).result(timeout=RUN_S)
     expected = [reference.answer(item.prompt.text, item.text, item.prompt.answer) for item in samples]
     assert answers == expected
-    rewards = [judge.reward(*given) for given in zip(samples, answers, readings, strict=True)]
+    rewards = [judge.reward(*rated) for rated in zip(samples, answers, readings, strict=True)]
     ratings = [reward.value for reward in rewards]
     assert ratings == [reference.rating(answer) for answer in expected]
     assert len(set(ratings)) > 4 and None in ratings
@@ -93,8 +94,8 @@ def test_it_answers_and_rates_as_transformers_does(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_run_is_rewarded_by_a_judge(series, model, tmp_path):
-    """Two engines judge. Samples without a rating are failures, as many as a step may have."""
+def test_run_is_rewarded_by_judge(series, model, tmp_path):
+    """Two engines judge. Samples without a rating count as failures, and failure_limit=1.0 allows all of them."""
     folder = write_judge(tmp_path / "judge")
     run = train_in(
         series,

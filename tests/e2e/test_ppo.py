@@ -1,4 +1,4 @@
-"""A whole run of PPO with a critic on processes of its own, in another layout than the actor's."""
+"""Complete PPO runs whose critic has its own processes and a different layout than the actor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learned(series, model, tmp_path_factory) -> Path:
         "critic.optimizer.lr=0.003",
         f"critic.warmup_steps={WARMUP}",
         "critic.tokens_per_microbatch=512",
-        # Devices of their own, and a pass of the actor that the critic's can overlap with; too small to be noticed.
+        # Separate devices, and a KL too small to matter, so that the actor has a pass for the critic to overlap with.
         "cluster.placement=disaggregated",
         "rollout.transport=shared_memory",
         "algorithm.kl.coefficient=1.0e-9",
@@ -46,30 +46,30 @@ def test_reward_rises_and_the_critic_follows(learned):
     assert steps[-1]["value/error_abs_mean"] <= 0.25
 
 
-def test_a_warming_critic_is_trained_alone(learned):
+def test_critic_warmup_trains_only_the_critic(learned):
     trained = ["policy/grad_norm" in step for step in metrics_of(learned)]
     assert trained == [False] * WARMUP + [True] * (STEPS - WARMUP)
     assert all(step["value/grad_norm"] > 0 for step in metrics_of(learned))
 
 
-def test_the_critic_has_processes_of_its_own(learned):
+def test_critic_has_its_own_processes(learned):
     logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
 
 
-@pytest.mark.parametrize(("of_actor", "of_critic"), [("reference_log_probs", "score_tokens"), ("update", "update")])
-def test_passes_and_updates_of_actor_and_critic_overlap(learned, of_actor, of_critic):
-    """They have devices of their own; their processes say when they began and ended, in each step with both."""
+@pytest.mark.parametrize(("actor_task", "critic_task"), [("reference_log_probs", "score_tokens"), ("update", "update")])
+def test_actor_and_critic_overlap(learned, actor_task, critic_task):
+    """The traces of actor and critic, which have separate devices, overlap in most steps that train both."""
     trace = read_trace(learned / "logs/attempt_1")
-    actor = [span for span in trace if (span.process, span.task) == ("trainer-0", of_actor)]
-    critic = [span for span in trace if (span.process, span.task) == ("critic-0", of_critic)][-len(actor) :]
+    actor = [span for span in trace if (span.process, span.task) == ("trainer-0", actor_task)]
+    critic = [span for span in trace if (span.process, span.task) == ("critic-0", critic_task)][-len(actor) :]
     assert len(actor) == len(critic) == STEPS - WARMUP
     overlap = [max(a.begin, b.begin) < min(a.end, b.end) for a, b in zip(actor, critic, strict=True)]
-    assert sum(overlap) > len(overlap) / 2, "one may be held up by what else the machine does"
+    assert sum(overlap) > len(overlap) / 2, "tasks do not overlap in most steps (machine load may delay a few)"
 
 
 @pytest.mark.exhaustive
-def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(series, model, tmp_path):
+def test_critic_implicit_reward_and_turn_rewards_combine(series, model, tmp_path):
     run = train_in(
         series,
         tmp_path,
@@ -89,9 +89,9 @@ def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(ser
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
-    assert all(step["update/epochs"] == 1 for step in steps), "the second update has moved the policy too far"
+    assert all(step["update/epochs"] == 1 for step in steps), "epochs_kl_limit did not stop the second epoch"
     assert all(step["reward/mean"] > 0 for step in steps)
-    # At its start it is its reference: its rewards are 0, and its loss that of a coin.
+    # The model starts equal to its reference: its rewards are 0, and its loss is ln 2.
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
     assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
     offloaded = ["critic_parameters", *(f"implicit_reward_{part}" for part in ("parameters", "gradients", "optimizer"))]
@@ -100,22 +100,24 @@ def test_a_critic_an_implicit_reward_model_and_rewards_of_turns_run_together(ser
 
 
 @pytest.mark.exhaustive
-def test_the_critic_may_be_a_head_on_the_actor(series, model, tmp_path):
+def test_critic_can_be_a_head_on_the_actor(series, model, tmp_path):
     overrides = ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true", "actor.layout.pp=2"]
     run = train_in(series, tmp_path, model, "run.steps=3", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
     assert steps[0]["value/mean"] == 0 != steps[-1]["value/mean"]
     assert not list((run / "logs").glob("**/critic-*"))
-    exported = AutoModelForCausalLM.from_pretrained(run / "model")  # without the head, which no such model has
+    exported = AutoModelForCausalLM.from_pretrained(run / "model")  # exported without the value head
     assert KEY not in json.loads((run / "model" / "config.json").read_text())
     assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(model).num_parameters()
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_a_critic_goes_on_bit_by_bit(series, model, tmp_path):
-    """One thread a process, as several add up numbers in an order of their own. The run in parts has in host memory
-    what does not compute, at the saves as well, and its engine sleeps after the rounds of a step."""
+def test_resumed_run_with_critic_is_bitwise_equal(series, model, tmp_path):
+    """The resumed run also offloads idle state, even while saving, and its engine sleeps between rollouts.
+
+    Each process has one thread, because the summation order of several is not deterministic.
+    """
     overrides = [
         *("algorithm.advantage.estimator=gae", "algorithm.kl.coefficient=0.05", "batch.prompts_per_update=4"),
         *("actor.threads=1", "critic.threads=1", "rollout.threads=1", "checkpoint.every_steps=1", "run.export=false"),

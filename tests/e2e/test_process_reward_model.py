@@ -1,4 +1,4 @@
-"""The road of a process reward model: what one run has trained and exported rewards the steps of another's samples."""
+"""A process reward model, trained and exported by one run, rewards the steps of another run's samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP_END = "a"
 
 
 def labelled(folder: Path) -> Path:
-    """Writes responses whose steps are right where they have a digit."""
+    """Write responses whose steps are labelled right if they contain a digit."""
     source, rows = random.Random(3), []
     for i in range(512):
         steps = ["".join(source.choice("bcdefgh012345") for _ in range(3)) for _ in range(1 + i % 3)]
@@ -32,7 +32,7 @@ def labelled(folder: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_steps_are_rewarded_by_what_has_been_trained_to_score_them(series, model, tmp_path):
+def test_trained_process_reward_model_rewards_steps(series, model, tmp_path):
     trained = run_recipe(
         series,
         "process-reward-model",

@@ -1,4 +1,4 @@
-"""Real runs that begin more prompts than a step takes, and are killed in the middle: each prompt is trained on once."""
+"""Runs that start more prompts than a step trains on are killed and resumed, and train on each prompt exactly once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def rows_of(folder: Path) -> dict[int, list[dict]]:
     ],
     ids=["ahead", "oversampled"],
 )
-def test_each_prompt_is_trained_on_once(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    recipe, goes_ahead = write_recipe(tmp_path), "rollout.on_stale=drop" not in keys
+def test_each_prompt_is_trained_on_exactly_once(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    recipe, runs_ahead = write_recipe(tmp_path), "rollout.on_stale=drop" not in keys
     lines = [json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) for i in range(200)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    every = (*keys, "data.shuffle=false", "checkpoint.every_steps=1", "resume=auto", "rollout.max_new_tokens=40")
+    overrides = (*keys, "data.shuffle=false", "checkpoint.every_steps=1", "resume=auto", "rollout.max_new_tokens=40")
     waited: dict[str, str] = {}
     for reached in (2, 5):
-        with Run(recipe, tmp_path, *every) as run:
+        with Run(recipe, tmp_path, *overrides) as run:
             run.wait_until(lambda reached=reached: latest(tmp_path) >= reached)
             time.sleep(random.uniform(0, 2))
             kill(run)
@@ -50,7 +50,7 @@ def test_each_prompt_is_trained_on_once(tmp_path: Path, keys: tuple[str, ...]) -
         if (checkpoint.path / WAITING).exists():
             groups = pickle.loads((checkpoint.path / WAITING).read_bytes())
             waited |= {sample.id: sample.text for _, _, samples in groups for sample in samples}
-    with Run(recipe, tmp_path, *every, f"run.steps={STEPS + latest(tmp_path)}") as run:
+    with Run(recipe, tmp_path, *overrides, f"run.steps={STEPS + latest(tmp_path)}") as run:
         assert run.end(START_S) == 0, run.errors
     steps = rows_of(tmp_path)
     trained = Counter(row["prompt_id"] for rows in steps.values() for row in rows)
@@ -58,10 +58,12 @@ def test_each_prompt_is_trained_on_once(tmp_path: Path, keys: tuple[str, ...]) -
     responses = {row["sample_id"]: row["response"] for rows in steps.values() for row in rows}
     metrics = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     oldest = max(line["weights/staleness_max"] for line in metrics)
-    if goes_ahead:
-        assert set(trained) == {f"prompts.jsonl:{i + 1}" for i in range(len(trained))}, "no other than their turn"
+    if runs_ahead:
+        assert set(trained) == {f"prompts.jsonl:{i + 1}" for i in range(len(trained))}, (
+            "prompts were trained on out of order"
+        )
         assert oldest <= MAX_STALENESS and waited
-        assert {name: responses.get(name) for name in waited} == waited, "what had ended is not sampled again"
+        assert {name: responses.get(name) for name in waited} == waited, "finished samples were sampled again"
     else:
         assert oldest == 0 and not waited
         assert max(line["rollout/dropped_samples"] for line in metrics) > 0

@@ -1,4 +1,4 @@
-"""The README's commands that train, on the real pretrained model."""
+"""The README's training commands on the real pretrained model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learn, pytest.mark.timeout(2500)]
 
 
 def run(arguments: list[str], folder: Path) -> list[dict]:
-    """The metrics of each step of a run that must succeed."""
+    """Run megarl, which must succeed. Return the metrics of each step."""
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.folder={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LEARNING_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -26,7 +26,7 @@ def run(arguments: list[str], folder: Path) -> list[dict]:
 
 
 def test_quickstart_learns_additions(tmp_path):
-    # Inside another make, it would print its directory as well.
+    # A nested make also prints its directory.
     command = ["make", "-n", "--no-print-directory", "quickstart"]
     recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert recipe[-1] == ".venv/bin/megarl train configs/quickstart.yaml"
@@ -37,13 +37,13 @@ def test_quickstart_learns_additions(tmp_path):
 
 
 def test_quickstart_learns_in_bfloat16_at_the_same_rate(tmp_path):
-    """Steps of 1e-5 are a fiftieth of a weight's rounding cell and less: they arrive on average."""
+    """Updates of 1e-5 are at most a fiftieth of a weight's bfloat16 spacing: only stochastic rounding applies them."""
     steps = run(["train", "configs/quickstart.yaml", "model.dtype=bfloat16"], tmp_path)
     assert fmean(step["reward/mean"] for step in steps[-3:]) >= 0.85
     assert all(0.01 < step["update/changed_frac"] < 0.2 for step in steps)
 
 
-def test_the_readmes_own_run(tmp_path):
+def test_readme_run_makes_one_step(tmp_path):
     [command] = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     steps = run(shlex.split(command)[1:], tmp_path)
     assert [step["step"] for step in steps] == [1]

@@ -1,4 +1,4 @@
-"""Recipes of papers on a tiny model: those that bring the most together, as they are but for size."""
+"""Recipes that combine the most features, unchanged except for size, on a tiny model."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ TINY = (
 
 
 def run_recipe(series: Series, name: str, folder: Path, model: Path, *overrides: str) -> Path:
-    """Runs a recipe under its own name. Returns the run's folder."""
+    """Run a recipe. The recipe's name is the run's name. Return the run's folder."""
     place = (f"model.path={model}", f"run.folder={folder}", f"run.name={name}")
     series.train(CONFIGS / f"smollm2-cpu-{name}.yaml", *place, *TINY, *overrides)
     return folder / name
 
 
 @pytest.mark.exhaustive
-def test_vc_ppo_with_the_kl_in_the_reward(series, model, tmp_path):
+def test_vc_ppo_with_kl_in_the_reward(series, model, tmp_path):
     run = run_recipe(
         series, "vc-ppo", tmp_path, model, "critic.layout.pp=1", "critic.warmup_steps=1", "batch.samples_per_prompt=2"
     )
     steps = metrics_of(run)
     assert ["policy/loss" in step for step in steps] == [False, True, True]
-    assert steps[1]["kl/reward_to_go_token_k1"] == pytest.approx(0, abs=1e-6)  # the policy is still its reference
+    assert steps[1]["kl/reward_to_go_token_k1"] == pytest.approx(0, abs=1e-6)  # the policy still equals its reference
     assert abs(steps[2]["kl/reward_to_go_token_k1"]) > 1e-5
     assert all(step["value/grad_norm"] > 0 for step in steps)
 
 
 @pytest.mark.exhaustive
-def test_prime_rewards_tokens_by_what_it_learns_from_outcomes(series, model, tmp_path):
+def test_prime_trains_both_models(series, model, tmp_path):
     run = run_recipe(
         series, "prime", tmp_path, model, "implicit_reward.layout.pp=1", "implicit_reward.success_above=0.2"
     )
@@ -48,8 +48,8 @@ def test_prime_rewards_tokens_by_what_it_learns_from_outcomes(series, model, tmp
 
 
 @pytest.mark.exhaustive
-def test_online_dpo_of_pairs_that_a_judge_prefers(series, model, tmp_path):
-    """The judge decides who wins against whom: the mean of all shares is a half. The policy then prefers the same."""
+def test_online_dpo_learns_the_judges_preferences(series, model, tmp_path):
+    """The judge compares pairs, so the mean win rate is a half. The policy learns the judge's preferences."""
     run = run_recipe(
         series,
         "online-dpo",
@@ -61,6 +61,6 @@ def test_online_dpo_of_pairs_that_a_judge_prefers(series, model, tmp_path):
     )
     steps = metrics_of(run)
     assert all(step["reward/mean"] == step["reward/judge"] == pytest.approx(0.5) for step in steps)
-    assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # it is still its reference
+    assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # the policy still equals its reference
     assert steps[2]["policy/loss"] < 0.68 and steps[2]["preference/accuracy"] > 0.5
     assert all(step["preference/tied_frac"] < 0.5 and step["mismatch/logprob_abs_max"] < 1e-4 for step in steps)

@@ -1,4 +1,4 @@
-"""Contract between trainer and engine: after two refits the engine is one that was started from the exported model."""
+"""Contract of a refit: after it the engine equals a fresh engine started from the exported model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 STACKS = "stacks.txt"
-"""The file with the stacks of a process that does not answer."""
+"""File with the stack traces of a process that does not answer."""
 BUCKET_BYTES = 2**16
 """Smaller than some tensors."""
 STEPS_BEFORE_REFIT = 5
@@ -66,15 +66,15 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Remote:
-    """A process that answers calls by name on an object that it builds for itself."""
+    """A process that builds an object and executes method calls on it."""
 
     def __init__(self, mp: BaseContext, build, *args):
-        self._connection, theirs = mp.Pipe()
-        # A short path: those of the sockets that vLLM has there may have 107 bytes.
+        self._connection, child = mp.Pipe()
+        # A short path, because vLLM creates sockets there, whose paths are limited to 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
-        self._process = mp.Process(target=serve, args=(theirs, self._scratch.name, build, args))
+        self._process = mp.Process(target=serve, args=(child, self._scratch.name, build, args))
         self._process.start()
-        theirs.close()  # so that the end of the process is the end of what can be read
+        child.close()  # so that recv raises EOFError when the process ends
 
     def send(self, method: str, *args) -> None:
         self._connection.send((method, args))
@@ -85,16 +85,16 @@ class Remote:
             result = self._connection.recv()
         except EOFError:
             self._process.join(RUN_S)
-            raise AssertionError(f"the process has ended, with exit code {self._process.exitcode}") from None
+            raise AssertionError(f"the process ended with exit code {self._process.exitcode}") from None
         if isinstance(result, BaseException):
             raise result
         return result
 
     def _stacks(self) -> str:
-        """Returns where its threads are."""
+        """Return the stack traces of the process's threads."""
         stacks = Path(self._scratch.name) / STACKS
         if not stacks.exists():
-            return f"it has not begun to serve; its exit code is {self._process.exitcode}"
+            return f"the object is not built yet; exit code {self._process.exitcode}"
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(QUIET_S)
         return stacks.read_text()
@@ -104,18 +104,18 @@ class Remote:
         return self.receive()
 
     def kill_a_worker(self) -> None:
-        """One of vLLM's processes, of several."""
+        """Kill one of vLLM's worker processes."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         [*_, last] = [process for process in children if "VLLM::Worker" in " ".join(process.cmdline())]
         last.kill()
 
     def end(self) -> None:
-        """Ends the process, and with it the processes that it has started, and their shared memory."""
-        own = psutil.Process(self._process.pid)
-        family = [own, *own.children(recursive=True)]
+        """Kill the process and its descendants, and delete their shared memory."""
+        parent = psutil.Process(self._process.pid)
+        family = [parent, *parent.children(recursive=True)]
         segments = {path for process in family for path in mapped_shared_memory(process)}
         for process in family:
-            with suppress(psutil.NoSuchProcess):  # a worker ends with its parent
+            with suppress(psutil.NoSuchProcess):  # workers exit with their parent
                 process.kill()
         self._process.join()
         psutil.wait_procs(family, RUN_S)
@@ -130,7 +130,7 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         served = build(*args)
-    except Exception as error:  # for the first call, which finds nobody to answer it
+    except Exception as error:  # the first call receives it
         connection.send(error)
         raise
     while True:
@@ -170,42 +170,46 @@ class EngineSide:
         return [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in samples]
 
     def sample_through_a_refit(self, prompts, version, kv_cache_on_update="keep", pauses=False, greedy=False):
-        """Samples of which some have been begun before the refit, and samples that are asked for after it while those
-        are still under way. pauses: the trainer has the devices from before the others are asked for until after the
-        refit; an engine that recomputes keys and values gives their memory back."""
+        """Sample through a refit. Return the samples requested before the refit and those requested after it.
+
+        Args:
+            kv_cache_on_update: "recompute" also frees the cache during a pause.
+            pauses: pause the engine around the refit, as when a trainer uses its devices. The later samples are then
+                requested during the pause.
+        """
         engine = self.engine
         engine._config = engine._config.model_copy(update={"kv_cache_on_update": kv_cache_on_update})
 
         async def sample():
             steps, step = [], engine._step
             engine._step = lambda: steps.append(step())
-            begun = asyncio.create_task(engine.generate(requests(prompts, greedy)))
+            early = asyncio.create_task(engine.generate(requests(prompts, greedy)))
             while len(steps) < STEPS_BEFORE_REFIT:
                 await asyncio.sleep(0)
             engine._step = step
-            tokens = self._tokens_under_way()
+            tokens = self._pending_tokens()
             if pauses:
                 engine.pause()
                 if kv_cache_on_update == "recompute":
                     engine.sleep(keeps_weights=False)
             else:
                 engine.refit(version)
-            asked_later = asyncio.create_task(engine.generate(requests(prompts, greedy)))
+            late = asyncio.create_task(engine.generate(requests(prompts, greedy)))
             if pauses:
                 engine.take_seconds()
                 await asyncio.sleep(SHORT_S)
                 engine.refit(version)
                 await asyncio.sleep(SHORT_S)
-                assert self._tokens_under_way() == tokens + [0] * len(prompts)
-                assert engine.take_seconds() < SHORT_S, "a pause is no sampling"
+                assert self._pending_tokens() == tokens + [0] * len(prompts)
+                assert engine.take_seconds() < SHORT_S, "the pause was counted as sampling time"
                 engine.resume()
             await asyncio.sleep(0)
-            assert not begun.done()
-            return await begun, await asked_later
+            assert not early.done()
+            return await early, await late
 
         return asyncio.run(sample())
 
-    def _tokens_under_way(self) -> list[int]:
+    def _pending_tokens(self) -> list[int]:
         states = self.engine._llm.llm_engine.output_processor.request_states
         return [states[item.vllm_id].detokenizer.num_output_tokens() for item in self.engine._pending.values()]
 
@@ -213,7 +217,7 @@ class EngineSide:
         self.engine.sleep(keeps_weights)
 
     def record(self):
-        """Records in `calls`, from now on, those of vLLM that wake it, put it to sleep or make it work."""
+        """Record vLLM's wake, sleep, RPC and step calls in `calls` from now on."""
         self.calls, llm = [], self.engine._llm
         llm.sleep = self._recorded(llm.sleep, lambda level, **_: f"sleep {level}")
         llm.wake_up = self._recorded(llm.wake_up, lambda tags: f"wake {tags[0]}")
@@ -248,7 +252,7 @@ def requests(prompts: Sequence[Prompt], greedy: bool = False) -> list[SamplingRe
 
 
 def wipe(worker) -> None:
-    """Leaves nothing of the weights in vLLM's parameters."""
+    """Overwrite vLLM's parameters with NaN."""
     for parameter in worker._parameters().values():
         parameter.fill_(float("nan"))
 
@@ -277,7 +281,7 @@ class TrainerSide:
         return self.worker.checksums(wanted, plan)
 
     def update(self, samples):
-        """Advantages alternate in sign, so that every update moves the weights."""
+        """Make an update with advantages of alternating sign, which moves the weights."""
         training = [TrainingSample(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
         self.worker.update(LocalBatch(training, [tuple(range(len(samples)))]))
         self.worker.end_step()
@@ -294,7 +298,7 @@ class TrainerSide:
 
 
 class TwoModels:
-    """Log-probs of what two models have sampled in turn, each in one pass over its tokens, by transformers."""
+    """Reference log-probs, by transformers, of samples that two models generated in turn."""
 
     def __init__(self, first: Path, second: Path):
         torch.set_num_threads(1)
@@ -302,22 +306,26 @@ class TwoModels:
 
     @torch.no_grad()
     def log_probs(self, sample: Sample, keep: bool = True) -> list[float]:
-        """keep: the second model takes over the first one's keys and values of the tokens that this has read."""
+        """Return the log-probs of a sample.
+
+        Args:
+            keep: the second model continues with the first one's keys and values instead of recomputing them.
+        """
         first, second = self._models
         ids = torch.tensor(sample.token_ids[None]).long()
-        # The last token that the first model has sampled is read by the second.
+        # The second model is the first to process the last token that the first model sampled.
         read = len(sample.prompt.token_ids) + sample.versions[0].count - 1
         before = first(ids[:, :read], use_cache=True)
         cache = before.past_key_values if keep else second(ids[:, :read], use_cache=True).past_key_values
         after = second(ids[:, read:-1], past_key_values=cache, use_cache=True)
         log_probs = torch.cat((before.logits, after.logits), 1).log_softmax(-1)
-        of_tokens = log_probs.gather(2, ids[:, 1:, None])[0, :, 0]
-        return of_tokens[len(sample.prompt.token_ids) - 1 :].tolist()
+        token_log_probs = log_probs.gather(2, ids[:, 1:, None])[0, :, 0]
+        return token_log_probs[len(sample.prompt.token_ids) - 1 :].tolist()
 
 
 @pytest.fixture
 def remotes():
-    """Starts processes and ends them with the test."""
+    """Return a function that starts Remotes; they end with the test."""
     started: list[Remote] = []
 
     def start(*args) -> Remote:
@@ -330,7 +338,7 @@ def remotes():
 
 
 def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ()) -> Config:
-    """layout: of the trainer; tp: of the engine."""
+    """Return a config with the trainer's layout and the engine's TP size."""
     return load(
         BASE,
         [
@@ -345,7 +353,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
             "rollout.context_length=128",
             "rollout.kv_cache_gib=0.05",
             "rollout.temperature=1",
-            # So that of eight samples some wait for others to end.
+            # So that some of eight samples wait for others to finish.
             "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4}",
             *overrides,
         ],
@@ -353,13 +361,13 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
 
 
 def prompts() -> list[Prompt]:
-    """Some fill several blocks of 32 tokens, which the prefix cache keeps, some less than one."""
+    """Return prompts from less than one to several blocks of 32 tokens, which the prefix cache stores."""
     source = random.Random(0)
     lengths = [70, 70, 65, 33, 32, 5, 1, 40]
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
 
 
-# What vLLM's CPU kernels can: heads of 32, experts of a multiple of 32 rows.
+# vLLM's CPU kernels need a head size of 32 and experts with a multiple of 32 rows.
 SIZES = dict(
     vocab_size=128,
     hidden_size=64,
@@ -370,7 +378,7 @@ SIZES = dict(
     intermediate_size=128,
     max_position_embeddings=256,
 )
-# The latent's size and the positions' are those of vLLM's CPU kernel.
+# vLLM's CPU kernel requires these values of kv_lora_rank and qk_rope_head_dim.
 LATENT = dict(
     num_key_value_heads=2,
     kv_lora_rank=512,
@@ -404,7 +412,7 @@ MODELS = {
     "Mistral": ("mistral", dict(sliding_window=None), STAGES),
     "Mixtral": ("mixtral", dict(num_local_experts=4), EXPERTS),
     "Phi-3": ("phi3", TWO_GROUPS, ROWS),
-    "Qwen2": ("qwen2", TWO_GROUPS | dict(hidden_size=128), ROWS),  # vLLM takes no head_dim but hidden size over heads
+    "Qwen2": ("qwen2", TWO_GROUPS | dict(hidden_size=128), ROWS),  # vLLM derives head_dim as hidden_size / heads
     "Qwen3": ("qwen3", {}, STAGES),
     "Qwen3, experts": (
         "qwen3_moe",
@@ -423,13 +431,13 @@ MODELS = {
         STAGES,
     ),
 }
-"""Family, what its config.json has beside the sizes, and the layout of the trainer's two ranks."""
+"""model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
 )
 EVERY_TIME = {("Llama, tied", 1), ("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 2)}
-"""Dense and tied, padded experts, and over two workers. The others are exhaustive."""
+"""Tied dense weights, padded experts, and an engine with two workers. The other cases are exhaustive."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -439,11 +447,11 @@ IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
 FLOAT16 = [("Mistral", 1)]
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
-"""Those of which adapters are trained, and merged for every refit: the same model is trained whole over two workers."""
+"""Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
 
 class Trainers:
-    """Two ranks, called together."""
+    """The trainer's two ranks."""
 
     def __init__(self, start, config: Config, folder: Path, store: Path):
         self._ranks = [start(FORK, TrainerSide, config, folder, store, rank) for rank in range(2)]
@@ -468,7 +476,7 @@ class Trainers:
         return Rendezvous("127.0.0.1", self._rendezvous.port, "refit", WAIT_S)
 
     def log_probs(self, samples) -> dict[str, list[float]]:
-        """The last rank has them in every layout."""
+        """Return the last rank's log-probs; it has them in every layout."""
         return self.call("log_probs", samples)[-1]
 
     def export_plan(self, hf_config) -> Plan:
@@ -479,15 +487,19 @@ class Trainers:
         return out
 
     def expected(self, hf_config, engine_holders, plan: Plan | None = None) -> dict[Region, Checksum]:
-        """plan: of an export of what is sent, where that is not the weights themselves."""
-        whole = dict.fromkeys(regions(engine_holders), NOTHING)
-        for part in self.call("checksums", list(whole), plan or self.export_plan(hf_config)):
-            whole |= {region: whole[region] + checksum for region, checksum in part.items()}
-        return whole
+        """Return the checksums that engines should have.
+
+        Args:
+            plan: the export plan of the sent tensors if they differ from the weights, as quantised ones do.
+        """
+        total = dict.fromkeys(regions(engine_holders), NOTHING)
+        for part in self.call("checksums", list(total), plan or self.export_plan(hf_config)):
+            total |= {region: total[region] + checksum for region, checksum in part.items()}
+        return total
 
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
-def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
+def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes, layout = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
@@ -504,17 +516,18 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
     targets = [vllm_holder(hf_config, tp, rank, replica=0, dtype=dtype, padded_experts=padded) for rank in range(tp)]
     plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
     assert not any(
-        target.shard.mismatched_params(own) for target, own in zip(targets, engine.call("parameters"), strict=True)
+        target.shard.mismatched_params(params)
+        for target, params in zip(targets, engine.call("parameters"), strict=True)
     )
     with pytest.raises(RuntimeError, match="refit it before generating"):
         engine.call("sample", prompts())
 
-    each = ITEM_BYTES[dtype]
-    bytes_of_model = [sum(each * prod(shape) for shape in target.shapes.values()) for target in targets]
+    item_bytes = ITEM_BYTES[dtype]
+    model_bytes = [sum(item_bytes * prod(shape) for shape in target.shapes.values()) for target in targets]
     engine.call("connect", plan, shared_memory, targets)
     trainers.call("prepare_refit")
-    assert [worker.num_bytes for worker in engine.call("refit", 0)] == bytes_of_model
-    before = engine.call("greedy", prompts())  # fills the prefix cache with the old weights' keys and values
+    assert [worker.num_bytes for worker in engine.call("refit", 0)] == model_bytes
+    before = engine.call("greedy", prompts())  # fills the prefix cache with keys and values of the old weights
     for version in (1, 2):
         samples = engine.call("sample", prompts())
         assert all(run.version == version - 1 for sample in samples for run in sample.versions)
@@ -528,31 +541,31 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
         engine.call("refit", version)
     check_routes(samples, bool(routes), changes)
     exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
-    of_new_weights: list[Sample] = []
+    late_samples: list[Sample] = []
     if (name, tp) in IN_FLIGHT:
         uninterrupted = engine.call("sample", prompts())
         trainers.call("update", uninterrupted)
-        through, of_new_weights = engine.call("sample_through_a_refit", prompts(), 3)
+        through, late_samples = engine.call("sample_through_a_refit", prompts(), 3)
         old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / "newer")
         check_samples_through_a_refit(through[:4], uninterrupted, remotes(FORK, TwoModels, old, exported))
-        of_new_weights += through[4:]  # four at a time: these had to wait
+        late_samples += through[4:]  # the engine runs four at a time, so these started after the refit
     after = engine.call("greedy", prompts())
-    assert after != before, "the updates did not change what the model says"
+    assert after != before, "the updates did not change the greedy samples"
 
     fresh = remotes(engine_context(), EngineSide, config, exported, True)
     expected = fresh.call("checksums")
     assert engine.call("checksums") == expected
     assert fresh.call("greedy", prompts()) == after
     from_fresh = {sample.id: sample for sample in fresh.call("sample", prompts())}
-    for sample in of_new_weights:
+    for sample in late_samples:
         assert sample.versions == (VersionRun(3, len(sample.response_ids)),)
         assert sample.response_ids.tolist() == from_fresh[sample.id].response_ids.tolist()
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
     engines = [engine, fresh]
     plan, right = connect_by_p2p(trainers, engines, hf_config, tp, dtype, padded)
-    check_wrong_weights_are_refused(trainers, engines, right)
-    check_refits_by_p2p(trainers, engines, plan, right, bytes_of_model, expected)
+    check_wrong_weights_are_rejected(trainers, engines, right)
+    check_refits_by_p2p(trainers, engines, plan, right, model_bytes, expected)
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
     check_refit_after_sleep(trainers, engines, after)
     if (name, tp) in IN_FLIGHT:
@@ -564,12 +577,12 @@ def test_engine_after_two_refits_is_a_fresh_engine(tmp_path, remotes, name, tp):
             fresh.call("refit", version)
             old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / f"{version}")
             check_greedy_samples(*sampled, kv_cache_on_update, fresh, remotes(FORK, TwoModels, old, exported))
-    check_a_lost_worker_is_noticed(engine, tp)
+    check_lost_worker_is_noticed(engine, tp)
 
 
-def check_routes(samples: list[Sample], are_told: bool, changes) -> None:
-    """Checks that each token but the last has its experts in every layer that has some, and not always the same."""
-    if not are_told:
+def check_routes(samples: list[Sample], has_routes: bool, changes) -> None:
+    """Check that all tokens but the last have routes in every MoE layer, and that all experts occur."""
+    if not has_routes:
         assert all(sample.routes is None for sample in samples)
         return
     layers = SIZES["num_hidden_layers"] - len(changes.get("mlp_only_layers", ()))
@@ -592,22 +605,28 @@ def check_samples_through_a_refit(samples: list[Sample], uninterrupted: list[Sam
         assert sample.response_logprobs[: old.count].tolist() == whole.response_logprobs[: old.count].tolist()
         assert difference(sample.response_logprobs, reference.call("log_probs", sample)) <= 1e-4
         recomputed = reference.call("log_probs", sample, False)
-        assert difference(sample.response_logprobs, recomputed) > 1e-3, "of old and new keys and values alike"
+        assert difference(sample.response_logprobs, recomputed) > 1e-3, (
+            "the two models' keys and values do not differ enough"
+        )
 
 
 def check_greedy_samples(
-    samples: list[Sample], asked_later: list[Sample], kv_cache_on_update: str, fresh: Remote, reference: Remote
+    samples: list[Sample], late: list[Sample], kv_cache_on_update: str, fresh: Remote, reference: Remote
 ) -> None:
-    """fresh: an engine of the new weights, which has been asked for nothing since it has them."""
-    answers = [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in asked_later]
+    """Check greedy samples requested before and after a refit.
+
+    Args:
+        fresh: an engine with the new weights and an empty prefix cache.
+    """
+    answers = [(sample.response_ids.tolist(), sample.response_logprobs.tolist()) for sample in late]
     for (ids, log_probs), (fresh_ids, fresh_log_probs) in zip(answers, fresh.call("greedy", prompts()), strict=True):
         assert ids == fresh_ids and difference(log_probs, fresh_log_probs) <= 1e-5
     through, keeps = [sample for sample in samples[:4] if len(sample.versions) > 1], kv_cache_on_update == "keep"
     assert len(through) >= 3
     whole = [sample.prompt.token_ids.tolist() + sample.response_ids.tolist() for sample in through]
     begun = [len(sample.prompt.token_ids) + STEPS_BEFORE_REFIT for sample in through]
-    goes_on = fresh.call("greedy", [Prompt("", "", ids[:count]) for ids, count in zip(whole, begun, strict=True)])
-    for sample, (ids, log_probs) in zip(through, goes_on, strict=True):
+    continued = fresh.call("greedy", [Prompt("", "", ids[:count]) for ids, count in zip(whole, begun, strict=True)])
+    for sample, (ids, log_probs) in zip(through, continued, strict=True):
         old, new = sample.versions
         assert (old.count, new.version) == (STEPS_BEFORE_REFIT, old.version + 1)
         assert difference(sample.response_logprobs, reference.call("log_probs", sample, keeps)) <= 1e-4
@@ -620,28 +639,31 @@ def check_greedy_samples(
 def connect_by_p2p(
     trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int, dtype: str, padded: int | None
 ) -> tuple[Plan, dict[Region, Checksum]]:
-    """Engines on a machine of their own: what both want is sent there once, and handed on. Returns the plan, and what
-    each engine should have."""
+    """Connect engines on another node, which receives shared regions once and forwards them.
+
+    Returns:
+        The plan, and each engine's expected checksums.
+    """
     holders = [
         [replace(vllm_holder(hf_config, tp, k, replica, dtype=dtype, padded_experts=padded), node=1) for k in range(tp)]
         for replica in range(2)
     ]
-    plan = ordered(make_plan(trainers.holders, [holder for own in holders for holder in own], BUCKET_BYTES))
+    plan = ordered(make_plan(trainers.holders, [holder for workers in holders for holder in workers], BUCKET_BYTES))
     assert any(bucket.forwards for bucket in plan.buckets)
     trainers.call("connect", plan, rendezvous := trainers.rendezvous())
-    for remote, own in zip(engines, holders, strict=True):
-        remote.call("connect", plan, rendezvous, own)
+    for remote, workers in zip(engines, holders, strict=True):
+        remote.call("connect", plan, rendezvous, workers)
     return plan, trainers.expected(hf_config, holders[0])
 
 
-def check_wrong_weights_are_refused(
+def check_wrong_weights_are_rejected(
     trainers: Trainers, engines: Sequence[Remote], right: dict[Region, Checksum]
 ) -> None:
     spoiled, (engine, other) = "model.layers.1.input_layernorm.weight", engines
     region = next(region for region in right if region.tensor == spoiled)
     trainers.begin("send")
     other.send("refit", 3, right)
-    # With two workers, both fail, and the next call must not get the second one's answer.
+    # With two workers both fail, and the next call must not receive the second one's answer.
     wrong = rf"weights differ in 1 regions; the first: {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
@@ -656,12 +678,17 @@ def check_refits_by_p2p(
     engines: Sequence[Remote],
     plan: Plan,
     right: dict[Region, Checksum],
-    bytes_of_model: list[int],
+    model_bytes: list[int],
     expected: list[dict[str, str]],
 ) -> None:
-    """bytes_of_model: of each worker of an engine; expected: checksums of their parameters."""
+    """Check two refits over P2P.
+
+    Args:
+        model_bytes: bytes of each worker of an engine.
+        expected: checksums of the workers' parameters.
+    """
     entering = sum(b.num_bytes for b in plan.buckets for link in b.links if link.source < plan.num_sources)
-    assert entering <= sum(bytes_of_model)
+    assert entering <= sum(model_bytes)
     for version in (4, 5):
         for remote in engines:
             remote.call("wipe")
@@ -670,14 +697,16 @@ def check_refits_by_p2p(
             remote.send("refit", version, right)
         workers = [worker for remote in engines for worker in remote.receive()]
         assert sum(sent.num_bytes for sent in trainers.end()) == entering
-        assert [worker.num_bytes for worker in workers] == 2 * bytes_of_model
+        assert [worker.num_bytes for worker in workers] == 2 * model_bytes
         assert all(0 < worker.staging_bytes <= 2 * BUCKET_BYTES for worker in workers)
         assert [remote.call("checksums") for remote in engines] == [expected, expected]
 
 
 def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answers) -> None:
-    """Checks a refit of an engine that has slept: on CPU it keeps its memory, and takes the same way. One that has lost
-    its weights does not sample before the refit."""
+    """Check a refit of an engine that slept. An engine that slept without its weights must not sample before it.
+
+    On CPU a sleeping engine keeps its memory but follows the same code path.
+    """
     engine, other = engines
     engine.call("sleep", True)
     assert engine.call("greedy", prompts()) == answers
@@ -695,8 +724,8 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
     assert engine.call("recorded")[:7] == ["wake weights", *pause, "refit", "wake kv_cache", "step"]
 
 
-def check_a_lost_worker_is_noticed(engine: Remote, tp: int) -> None:
-    """Checks that an engine says so when a process of its own, which vLLM has with TP, is lost."""
+def check_lost_worker_is_noticed(engine: Remote, tp: int) -> None:
+    """Check that an engine reports a lost worker process, which vLLM only has with TP."""
     assert not engine.call("has_lost_a_rank")
     if tp > 1:
         engine.kill_a_worker()
@@ -715,8 +744,8 @@ QUANTISED = (
 )
 
 
-def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path, remotes):
-    """Its weights are of another dtype and shape than those of the family, and have scales beside them."""
+def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
+    """Such an engine's weights differ from the family's in dtype and shape, and have scales."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
     config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
@@ -753,19 +782,19 @@ def test_an_engine_that_quantises_takes_whole_tensors_by_its_own_loader(tmp_path
     trainers.begin("send")
     [worker] = engine.call("refit", 4, right)
     assert sum(sent.num_bytes for sent in trainers.end()) == worker.num_bytes
-    assert engine.call("checksums") == expected, "what a failed refit has left counts in the next"
+    assert engine.call("checksums") == expected, "the failed refit affected the next one"
     assert engine.call("greedy", prompts()) == answers
 
 
 BLOCKS = dict(vocab_size=128, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddings=256)
-"""Sizes that engines cut at whole blocks of 128, and two tensor-parallel ranks of a trainer within blocks."""
+"""Sizes that the engine shards at blocks of 128 while the trainer's two tensor-parallel ranks split blocks."""
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
-def test_an_engine_of_fp8_blocks_is_one_that_vllm_has_quantised(model_type, tmp_path, remotes):
-    """Two refits in place, of what the trainer's ranks have quantised, give what a fresh engine has that quantises
-    the exported folder by itself."""
+def test_fp8_block_engine_equals_vllm_quantisation(model_type, tmp_path, remotes):
+    """After two in-place refits with weights quantised by the trainer, the engine equals a fresh one that quantises
+    the exported model itself."""
     folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS, tie_word_embeddings=False)
     quantised = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
     config, hf_config = config_of(folder, ROWS, 1, quantised), read_config(folder)

@@ -1,5 +1,4 @@
-"""A run that is told to end, and then killed again and again, and goes on each time ends as one that was not: bit by
-bit."""
+"""A run that is interrupted or killed repeatedly, and resumed each time, ends bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tests.timing import QUIET_S, START_S
 
 pytestmark = pytest.mark.slow
 STEPS = 8
-"""The number of steps, of 4 prompts each from 8: an epoch ends with every second step."""
+"""Steps of 4 prompts each. There are 8 prompts, so an epoch ends with every second step."""
 
 DIGITS = Path(__file__).with_name("digits.py")
 REWARD = """
@@ -48,13 +47,13 @@ EVALUATION = (
     "evaluation.every_steps=2",
     "evaluation.best.metric=evaluation/a/avg@1",
 )
-"""The keys of the runs that are interrupted: the other one does not evaluate, and trains as they do."""
+"""Keys of the interrupted runs. The uninterrupted run does not evaluate, which must not affect training."""
 MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/")
-"""Metrics that no two runs share."""
+"""Metrics that differ between any two runs."""
 
 
 class Recipe:
-    """Runs of one recipe, of which each makes as many steps as its gate lets through."""
+    """Runs of one recipe. A gate limits how many steps each run makes."""
 
     def __init__(self, folder: Path):
         self.folder, self._file = folder, write_recipe(folder)
@@ -62,7 +61,7 @@ class Recipe:
         (folder / "gated.py").write_text(REWARD)
         self._overrides = [
             f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
-            "rewards.processes=1",  # which counts all calls
+            "rewards.processes=1",  # one process counts all calls
             "actor.optimizer.lr=0.01",
             "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
             "batch.prompts_per_update=2",
@@ -72,34 +71,33 @@ class Recipe:
 
     @contextmanager
     def run(self, folder: Path, gate: int, *overrides: str) -> Iterator[Run]:
-        self._let_through(gate)
+        self._open_gate(gate)
         with Run(self._file, folder, *self._overrides, "resume=auto", *overrides) as run:
             yield run
 
-    def tell_in_a_step(self, run: Run) -> None:
-        """Signals all processes of the run's group in the middle of its first step, as Slurm does, and then lets the
-        step end."""
+    def interrupt_in_a_step(self, run: Run) -> None:
+        """Signal the run's process group in the middle of its first step, as Slurm does, and then let the step end."""
         os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted; saves after the step under way" in run.output)
-        time.sleep(QUIET_S)  # Ray's processes would be gone
+        run.wait_until(lambda: "interrupted; saves after the current step" in run.output)
+        time.sleep(QUIET_S)  # an unprotected Ray process would exit in this time
         assert not run.metrics
-        self._let_through(1)
+        self._open_gate(1)
 
-    def _let_through(self, steps: int) -> None:
-        """Sets the gate. A reward that reads it meanwhile reads the old one or the new one, not an empty file."""
+    def _open_gate(self, steps: int) -> None:
+        """Set the gate atomically, so that concurrent readers never see an empty file."""
         new = self._gate.with_name("new gate")
         new.write_text(str(steps))
         new.replace(self._gate)
 
     def finish(self, folder: Path, *overrides: str) -> Run:
-        """A run that ends by itself, with its target reached."""
+        """Run until the last step. Return the finished run."""
         with self.run(folder, STEPS, f"run.steps={STEPS}", *overrides) as run:
             assert run.end(START_S) == 0, run.errors
             return run
 
 
 def kill(run: Run) -> None:
-    """All processes at once, as a lost machine does."""
+    """Kill all processes at once, as the loss of the machine would."""
     scratch = run.scratch()
     for process in run.processes():
         process.kill()
@@ -108,7 +106,7 @@ def kill(run: Run) -> None:
 
 
 def latest(folder: Path) -> int:
-    """Its step; 0 if there is none."""
+    """Return the step of the latest checkpoint, 0 if there is none."""
     path = Checkpoints(folder / "tiny" / "checkpoints").latest()
     return int(path.name.removeprefix("step_")) if path else 0
 
@@ -137,9 +135,9 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     at_once = "checkpoint.background=false"
     with recipe.run(folder, 0, *EVALUATION, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
         run.wait_until_held(recipe.folder)
-        check_end(run, lambda: recipe.tell_in_a_step(run), 130, INTERRUPTED)  # within an epoch
+        check_end(run, lambda: recipe.interrupt_in_a_step(run), 130, INTERRUPTED)  # in the middle of an epoch
     check_saved(run, step=1)
-    with recipe.run(folder, 6, *EVALUATION) as run:  # at a random moment of steps that do little but save
+    with recipe.run(folder, 6, *EVALUATION) as run:  # killed at a random time of steps that mostly save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))
         kill(run)
@@ -148,10 +146,10 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 5 <= reached <= 7
     with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
-        assert f"goes on after step {reached}, " in run.output
-        kill(run)  # after the last step, which this run took for one of many
+        assert f"resumes after step {reached} " in run.output
+        kill(run)  # after the last step, as this run has no step limit
     run = recipe.finish(folder, *EVALUATION)
-    assert f"goes on after step {STEPS}, " in run.output
+    assert f"resumes after step {STEPS} " in run.output
     return folder / "tiny"
 
 
@@ -160,13 +158,13 @@ def metrics(run: Path, left_out: tuple[str, ...] = (*MEASURED, "evaluation/")) -
     return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
 
 
-def test_metrics_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+def test_resumed_metrics_are_equal(uninterrupted: Path, resumed: Path) -> None:
     assert [line["step"] for line in metrics(resumed)] == list(range(STEPS + 1))
-    assert metrics(resumed)[0] == {"step": 0}, "an evaluation"
+    assert metrics(resumed)[0] == {"step": 0}, "step 0 is an evaluation only"
     assert metrics(resumed)[1:] == metrics(uninterrupted)
 
 
-def test_every_evaluation_is_there_once(resumed: Path) -> None:
+def test_every_evaluation_is_recorded_once(resumed: Path) -> None:
     values = {
         line["step"]: line["evaluation/a/avg@1"]
         for line in metrics(resumed, MEASURED)
@@ -178,14 +176,14 @@ def test_every_evaluation_is_there_once(resumed: Path) -> None:
         assert sum(json.loads(row)["reward"] for row in rows) / 3 == pytest.approx(value)
 
 
-def test_samples_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+def test_resumed_samples_are_equal(uninterrupted: Path, resumed: Path) -> None:
     names = [f"step_{step:06d}.jsonl" for step in range(1, STEPS + 1)]
     assert sorted(file.name for file in (resumed / "rollouts").iterdir()) == names
     for name in names:
         assert (resumed / "rollouts" / name).read_text() == (uninterrupted / "rollouts" / name).read_text()
 
 
-def test_weights_and_optimizer_are_the_same(uninterrupted: Path, resumed: Path) -> None:
+def test_resumed_weights_and_optimizer_are_equal(uninterrupted: Path, resumed: Path) -> None:
     [weights] = uninterrupted.glob("model/*.safetensors")
     assert (resumed / "model" / weights.name).read_bytes() == weights.read_bytes()
     ours, theirs = (Checkpoint.open(run / "checkpoints" / f"step_{STEPS:06d}") for run in (resumed, uninterrupted))
@@ -194,7 +192,7 @@ def test_weights_and_optimizer_are_the_same(uninterrupted: Path, resumed: Path) 
     assert {record.path: record.sha256 for record in ours.files if record.path in data} == data
 
 
-def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> None:
+def test_run_folder_has_attempts_and_checkpoints(uninterrupted: Path, resumed: Path) -> None:
     assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny"]
     assert sorted(path.name for path in (resumed / "logs").iterdir()) == [f"attempt_{n}" for n in range(1, 5)]
     names = {path.name for path in (resumed / "checkpoints").iterdir()}
@@ -204,14 +202,14 @@ def test_the_folder_shows_what_happened(uninterrupted: Path, resumed: Path) -> N
     assert names == {"latest", "best", best, f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"}
 
 
-def test_a_finished_run_says_so_and_starts_nothing(recipe: Recipe, resumed: Path) -> None:
+def test_finished_run_starts_no_attempt(recipe: Recipe, resumed: Path) -> None:
     attempts = sorted((resumed / "logs").iterdir())
     run = recipe.finish(resumed.parent)
     assert run.output == f"{resumed}: already at step {STEPS} of {STEPS}\n"
     assert sorted((resumed / "logs").iterdir()) == attempts
 
 
-def test_metrics_say_what_saving_cost(uninterrupted: Path) -> None:
+def test_metrics_report_cost_of_checkpoints(uninterrupted: Path) -> None:
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert all(line["time/checkpoint"] > 0 for line in lines)
     [size] = {line["checkpoint/bytes"] for line in lines if "checkpoint/bytes" in line}
@@ -219,8 +217,8 @@ def test_metrics_say_what_saving_cost(uninterrupted: Path) -> None:
     assert size == pytest.approx(sum(file.stat().st_size for file in checkpoint.iterdir()), rel=0.01)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(recipe, resumed, tmp_path) -> None:
-    """A rank finds a changed bit. Other damages are those of tests/unit/run/test_checkpoints.py."""
+def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> None:
+    """A rank detects a flipped bit. tests/unit/run/test_checkpoints.py covers other damage."""
     shutil.copytree(resumed, tmp_path / "tiny")
     folder = tmp_path / "tiny" / "checkpoints"
     flip_a_bit(folder / f"step_{STEPS:06d}" / "actor" / "__1_0.distcp")

@@ -1,4 +1,4 @@
-"""Whole runs whose samples are scored by a reward model, in Megatron or vLLM, beside a function."""
+"""Complete runs with a reward model in Megatron or vLLM, alone or with a reward function."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 def scores_of(model: torch.nn.Module, row: dict) -> list[float]:
-    """Returns the scores of a row's response tokens, of a sequence classifier that of the last. The tiny tokenizer's
-    ids follow from the text, and the end of the sequence from the finish reason."""
+    """Return the scores of a row's response tokens; a sequence classifier has one, at the last token.
+
+    The ids are recovered by encoding the text, and the end-of-sequence token from the finish reason.
+    """
     prompt, response = (tiny_tokenizer().encode(row[part]) for part in ("prompt", "response"))
     response += [EOS_ID] * (row["finish_reason"] == "stop")
     assert len(response) == row["num_response_tokens"]
@@ -30,7 +32,7 @@ def rows_of(run: Path) -> list[dict]:
 
 
 def readable(row: dict) -> bool:
-    """Returns whether the ids follow from the text, which leaves special tokens out: none but the last may be one."""
+    """Return whether encoding the text recovers the ids: only the last token may be a special token."""
     ids = tiny_tokenizer().encode(row["response"])
     return len(ids) + (row["finish_reason"] == "stop") == row["num_response_tokens"]
 
@@ -63,8 +65,8 @@ def test_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "layout"), [("sequence", "dp"), pytest.param("token", "tp", marks=pytest.mark.exhaustive)]
 )
-def test_a_reward_model_in_vllm_scores_as_transformers(series, model, tmp_path, kind, layout):
-    """Two engines score, or one of two ranks. grpo compares the sums of a token classifier's scores."""
+def test_reward_model_in_vllm_scores_as_transformers(series, model, tmp_path, kind, layout):
+    """Two engines score, or one with two ranks. GRPO sums a token classifier's scores into rewards."""
     classifier = write_classifier(tmp_path / "reward", model, kind)
     run = train_in(
         series,
@@ -88,12 +90,12 @@ def test_a_reward_model_in_vllm_scores_as_transformers(series, model, tmp_path, 
 
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 @pytest.mark.exhaustive
-def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(series, model, tmp_path, engine):
-    """Its vocabulary is another than the actor's, and what it reads is longer than what the actor has sampled."""
+def test_reward_model_uses_its_own_chat_template(series, model, tmp_path, engine):
+    """Its vocabulary differs from the actor's, and its inputs are longer than the actor's samples."""
     trunk = write_tiny_llama(tmp_path / "trunk", num_kv_heads=2, vocab_size=300, seed=1)
     classifier = write_classifier(tmp_path / "reward", trunk, "sequence")
-    own = merging_tokenizer("a b", "1 2", ": Ġ")
-    own.save_pretrained(tmp_path / "reward")
+    tokenizer = merging_tokenizer("a b", "1 2", ": Ġ")
+    tokenizer.save_pretrained(tmp_path / "reward")
     run = train_in(
         series,
         tmp_path,
@@ -108,15 +110,17 @@ def test_a_reward_model_reads_the_conversation_in_its_own_chat_template(series, 
     assert len(rows) == 64
     for row in rows:
         question = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
-        said = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"]}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"]}]
         with torch.no_grad():
-            scores = classifier(own.apply_chat_template(said, return_tensors="pt", return_dict=False)).logits
+            scores = classifier(tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=False)).logits
         assert row["reward"] == pytest.approx(scores.item(), rel=1e-5, abs=1e-4)
 
 
-def test_scores_of_tokens_are_what_the_critic_learns(series, model, tmp_path):
-    """The critic starts at zero, and nothing is discounted: its first targets are the rewards to come. The classifier
-    gives each token the same, so that these follow from the lengths alone."""
+def test_critic_learns_returns_of_token_scores(series, model, tmp_path):
+    """Check the critic's first targets. It starts at zero without discounting, so they are the rewards to go.
+
+    The classifier gives all tokens the same score, so the rewards to go follow from the lengths alone.
+    """
     classifier = write_classifier(tmp_path / "reward", model, "token")
     torch.nn.init.zeros_(classifier.score.weight)
     torch.nn.init.constant_(classifier.score.bias, 0.5)
@@ -135,5 +139,5 @@ def test_scores_of_tokens_are_what_the_critic_learns(series, model, tmp_path):
     lengths = [row["num_response_tokens"] for row in rows]
     functions = [row["reward"] - 0.25 * row["parts"]["reward_model"] for row in rows]
     assert [row["parts"]["reward_model"] for row in rows] == pytest.approx([0.5 * n for n in lengths])
-    to_come = [n * f + 0.125 * n * (n + 1) / 2 for n, f in zip(lengths, functions, strict=True)]
-    assert step["value/return_mean"] == pytest.approx(sum(to_come) / sum(lengths), rel=1e-5)
+    rewards_to_go = [n * f + 0.125 * n * (n + 1) / 2 for n, f in zip(lengths, functions, strict=True)]
+    assert step["value/return_mean"] == pytest.approx(sum(rewards_to_go) / sum(lengths), rel=1e-5)

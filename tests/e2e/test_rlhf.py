@@ -1,4 +1,4 @@
-"""The road of RLHF on a tiny model, by its three recipes: each stage begins with what the one before has made."""
+"""The three RLHF recipes on a tiny model. Each stage starts from the model of the previous one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 CHARACTERS = "0123456789abcdefghijklmnopqrst"
-"""The characters that fine-tuning teaches to say, three of them; the reward model learns to want digits,
-which are a third."""
+"""Fine-tuning teaches responses of three of these characters. A third are digits, which the reward model prefers."""
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -26,7 +25,7 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def spoken(source: random.Random, length: int = 3) -> str:
+def random_text(source: random.Random, length: int = 3) -> str:
     return "".join(source.choice(CHARACTERS) for _ in range(length))
 
 
@@ -36,17 +35,17 @@ def digits(text: str) -> int:
 
 def conversations(folder: Path) -> Path:
     source = random.Random(1)
-    said = [(("user", f"{i}?"), ("assistant", spoken(source))) for i in range(1024)]
+    said = [(("user", f"{i}?"), ("assistant", random_text(source))) for i in range(1024)]
     said.append((("user", "?"), ("assistant", "a" * 100)))  # too long
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in said]
     return write(folder / "conversations.jsonl", rows)
 
 
 def preferences(folder: Path) -> Path:
-    """Writes pairs of responses of up to four characters, of which the one with more digits is chosen."""
+    """Write pairs of responses of up to four characters; the one with more digits is chosen."""
     source, rows = random.Random(2), []
     for i in range(1024):
-        rejected, chosen = sorted((spoken(source, source.randrange(5)) for _ in range(2)), key=digits)
+        rejected, chosen = sorted((random_text(source, source.randrange(5)) for _ in range(2)), key=digits)
         if digits(chosen) > digits(rejected):
             rows.append({"prompt": f"{i}?", "chosen": chosen, "rejected": rejected})
     return write(folder / "preferences.jsonl", rows)
@@ -57,17 +56,17 @@ def prompts(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def road(series, tmp_path_factory) -> tuple[Path, Path, Path]:
-    """The runs of the three stages."""
+def stages(series, tmp_path_factory) -> tuple[Path, Path, Path]:
+    """The run folders of the three stages."""
     folder = tmp_path_factory.mktemp("rlhf")
     start = write_tiny_llama(folder / "model", num_kv_heads=2)
     batch = ("batch.prompts_per_step=32", "batch.prompts_per_update=32", "run.export=true")
-    given = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
+    training = (*batch, "run.steps=32", "actor.optimizer.lr=0.01", "actor.tokens_per_microbatch=2048")
     long = ("data.overlong=drop", "rollout.context_length=64")
-    sft = run_recipe(series, "sft", folder, start, *given, *long, f"data.source={conversations(folder)}")
+    sft = run_recipe(series, "sft", folder, start, *training, *long, f"data.source={conversations(folder)}")
     two_stages = ("actor.layout.pp=2", f"data.source={preferences(folder)}")
-    judge = run_recipe(series, "reward-model", folder, sft / "model", *given, *two_stages)
-    of_judge = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
+    judge = run_recipe(series, "reward-model", folder, sft / "model", *training, *two_stages)
+    judge_paths = (f"critic.path={judge / 'model'}", f"reward_model.path={judge / 'model'}")
     layouts = ("critic.layout.pp=1", "reward_model.layout.pp=1", f"data.source={prompts(folder)}")
     keys = (
         "run.steps=8",
@@ -77,27 +76,27 @@ def road(series, tmp_path_factory) -> tuple[Path, Path, Path]:
         "actor.optimizer.lr=0.002",
     )
     ppo = run_recipe(
-        series, "rlhf", folder, sft / "model", *batch, *of_judge, *layouts, *keys, "batch.samples_per_prompt=2"
+        series, "rlhf", folder, sft / "model", *batch, *judge_paths, *layouts, *keys, "batch.samples_per_prompt=2"
     )
     return sft, judge, ppo
 
 
-def test_fine_tuning_teaches_what_is_said(road):
-    """Three characters of thirty and the end: (3 · ln 30 + 0) / 4 per token."""
-    steps = metrics_of(road[0])
+def test_fine_tuning_reaches_the_entropy_of_the_data(stages):
+    """Three of thirty characters and the end token give (3 · ln 30 + 0) / 4 = 2.55 nats per token."""
+    steps = metrics_of(stages[0])
     losses = [step["policy/nll"] for step in steps]
     assert losses[0] > 4 and losses[-1] == pytest.approx(2.55, abs=0.3)
     assert all(step["data/dropped_rows"] == 1 for step in steps)
 
 
-def test_a_reward_model_learns_what_is_preferred(road):
-    steps = metrics_of(road[1])
+def test_reward_model_learns_preferences(stages):
+    steps = metrics_of(stages[1])
     assert steps[0]["reward_model/loss"] == pytest.approx(0.693, abs=1e-3)  # its head starts at zero
     assert fmean(step["preference/accuracy"] for step in steps[-8:]) > 0.85
 
 
-def test_the_policy_begins_with_what_was_fine_tuned_and_is_rewarded_by_the_reward_model(road):
-    _, judge, ppo = road
+def test_policy_starts_fine_tuned_and_uses_the_reward_model(stages):
+    _, judge, ppo = stages
     rows = [row for row in rows_of(ppo) if readable(row)]
     first = [row for row in rows if row["step"] == 1]
     assert fmean(set(row["response"]) <= set(CHARACTERS) for row in first) > 0.9
@@ -106,15 +105,15 @@ def test_the_policy_begins_with_what_was_fine_tuned_and_is_rewarded_by_the_rewar
         assert row["reward"] == pytest.approx(scores_of(classifier, row)[-1], rel=1e-4, abs=1e-4)
 
 
-def test_the_critic_begins_as_the_reward_model(road):
-    assert abs(metrics_of(road[2])[0]["value/mean"]) > 0.05  # a head of its own starts at zero
+def test_critic_starts_from_the_reward_model(stages):
+    assert abs(metrics_of(stages[2])[0]["value/mean"]) > 0.05  # a new head would start at zero
 
 
-def test_the_policy_learns_what_is_preferred(road):
+def test_policy_learns_preferences(stages):
     by_step: dict[int, list[float]] = {}
-    for row in rows_of(road[2]):
+    for row in rows_of(stages[2]):
         by_step.setdefault(row["step"], []).append(digits(row["response"]))
     assert fmean(by_step[1]) < 1.5  # of three characters
     assert fmean(by_step[8]) > fmean(by_step[1]) + 0.5
-    rewards = [step["reward/mean"] for step in metrics_of(road[2])]
+    rewards = [step["reward/mean"] for step in metrics_of(stages[2])]
     assert rewards[-1] > rewards[0] + 0.5

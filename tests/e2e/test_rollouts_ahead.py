@@ -1,4 +1,4 @@
-"""A whole run whose rollouts begin ahead on the devices that its models train on."""
+"""A complete colocated run whose rollouts run ahead of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 STEPS, PROMPTS, SAMPLES = 12, 8, 8
 KEYS = (
     "rollout={max_staleness: 1, kv_cache_on_update: recompute, sleep: true}",
-    "rollout.vllm_overrides={max_num_seqs: 16}",  # so that rollouts are under way when a step has its samples
+    "rollout.vllm_overrides={max_num_seqs: 16}",  # so that rollouts are unfinished when a step has its samples
     "evaluation={every_steps: 6, sets: [{name: greedy, size: 6}]}",
     "checkpoint.every_steps=6",
     f"run.steps={STEPS}",
@@ -28,26 +28,25 @@ def run(series, model, tmp_path_factory) -> Path:
     return train_in(series, tmp_path_factory.mktemp("turns"), model, *KEYS)
 
 
-def test_it_learns_from_each_prompt_once(run):
+def test_each_prompt_is_trained_on_once(run):
     steps = metrics_of(run)
     files = [run / f"rollouts/step_{number:06d}.jsonl" for number in range(1, STEPS + 1)]
     rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    assert [len(of_step) for of_step in rows] == STEPS * [PROMPTS * SAMPLES]
-    assert len({row["prompt_id"] for of_step in rows for row in of_step}) == STEPS * PROMPTS
-    for number, (step, of_step) in enumerate(zip(steps, rows, strict=True), start=1):
-        ages = [number - 1 - run["version"] for row in of_step for run in row["version"]]
+    assert [len(step_rows) for step_rows in rows] == STEPS * [PROMPTS * SAMPLES]
+    assert len({row["prompt_id"] for step_rows in rows for row in step_rows}) == STEPS * PROMPTS
+    for number, (step, step_rows) in enumerate(zip(steps, rows, strict=True), start=1):
+        ages = [number - 1 - run["version"] for row in step_rows for run in row["version"]]
         assert step["weights/version"] == number and step["weights/staleness_max"] == max(ages) <= 1
         assert step["rollout/groups_ahead"] == (PROMPTS if number < STEPS else 0)
-    assert sum(step["weights/mixed_frac"] for step in steps) > 0, "none was under way when weights came"
+    assert sum(step["weights/mixed_frac"] for step in steps) > 0, "no rollout was unfinished during a refit"
     rewards = [step["reward/mean"] for step in steps]
     assert fmean(rewards[-3:]) >= fmean(rewards[:3]) + 0.3
     saved = [json.loads(file.read_text()) for file in sorted(run.glob("checkpoints/step_*/manifest.json"))]
     assert [len(each["content"]["state"]["run"]["under_way"]) for each in saved] == [PROMPTS, 0]
 
 
-def test_engines_stand_still_while_models_train(run):
-    """The rank does all that it does to train between the engine's calls `pause` and `resume`, and no rollout ends
-    meanwhile."""
+def test_engines_pause_while_models_train(run):
+    """The trainer's passes and updates run between the engine's `pause` and `resume`, and no rollout ends meanwhile."""
     spans = read_trace(run / "logs/attempt_1")
     trained = [span for span in spans if span.process == "trainer-0" and span.task in ("keep_log_probs", "update")]
     assert len([span for span in trained if span.task == "update"]) == STEPS
@@ -65,7 +64,7 @@ def test_engines_stand_still_while_models_train(run):
     assert min(line["idle/engines"] for line in metrics_of(run)) > 0
 
 
-def test_an_evaluation_between_is_of_one_version(run):
+def test_evaluations_use_one_weight_version(run):
     evaluated = [line["step"] for line in lines_of(run) if "evaluation/greedy/avg@1" in line]
     assert evaluated == [0, 6, 12]
     for number in evaluated:

@@ -1,4 +1,4 @@
-"""A run that is told to end, as Slurm and a terminal do it, has saved what it can."""
+"""A run interrupted by Slurm or a terminal saves a checkpoint if it can."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def check_saved(run: Run, step: int) -> None:
     checkpoint.verify(checkpoint.files)
     assert (checkpoint.step, len(run.metrics)) == (step, step)
     assert f"checkpoint: {checkpoint.path} is complete" in run.output
-    assert f"ended; step_{step:06d} is saved: go on after it with megarl train " in run.output
+    assert f"the run ended; resume after step_{step:06d} with: megarl train " in run.output
 
 
 def hold_after_a_copy(run: Run, hold: Path) -> None:
-    """Returns while a step is held and the checkpoint of the one before is written, but not complete: the driver has
-    not asked for it yet."""
+    """Wait until a step is held while the previous step's checkpoint is written but not committed by the driver."""
     while True:
         hold.touch()
         run.wait_until_held(hold.parent)
@@ -37,16 +36,16 @@ def hold_after_a_copy(run: Run, hold: Path) -> None:
         run.wait_for_step(done + 1)
 
 
-def test_a_checkpoint_in_host_memory_is_finished_while_a_rank_is_busy(tmp_path: Path) -> None:
-    """A signal in the middle of a step that saves one is that of tests/e2e/test_resume.py."""
+def test_pending_checkpoint_is_finished_while_a_rank_is_busy(tmp_path: Path) -> None:
+    """tests/e2e/test_resume.py covers a signal during a step that saves a checkpoint."""
     recipe, hold = write_recipe(tmp_path), tmp_path / "hold"
 
-    def tell_while_a_rank_is_busy() -> None:
+    def interrupt_while_a_rank_is_busy() -> None:
         run.find("ray::TrainerActor").suspend()
         os.killpg(run.pid, signal.SIGINT)
 
     with Run(recipe, tmp_path, "checkpoint.every_steps=1") as run:
         run.wait_for_step(2)
         hold_after_a_copy(run, hold)
-        check_end(run, tell_while_a_rank_is_busy, 130, INTERRUPTED)
+        check_end(run, interrupt_while_a_rank_is_busy, 130, INTERRUPTED)
     check_saved(run, step=len(run.metrics))

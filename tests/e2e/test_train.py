@@ -1,4 +1,4 @@
-"""Whole runs on tiny random models: the real Megatron ranks, vLLM engine and Ray, started as a user starts them."""
+"""Complete runs on tiny random models with real Megatron ranks, vLLM engines and Ray, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.slow
 OFFLOAD = "actor.offload=[gradients, optimizer]"
 TURNS = (OFFLOAD, "rollout.sleep=true")
-"""Trainers and engines make room for each other."""
+"""Trainers and engines free their memory for each other."""
 REWARD = Path(__file__).with_name("digits.py")
 ROUNDS = ("batch.sampling_rounds=2", f"rewards.functions=[{{function: '{REWARD}:digit_share_of_even_sums'}}]")
-"""Half of the prompts tell nothing: others are sampled in their place."""
+"""Half of the prompts are uninformative, and others are sampled in their place."""
 EVALUATION = (
     "evaluation.sets=[{name: greedy, size: 6}, {name: sampled, size: 5, samples_per_prompt: 4, temperature: 0.8, "
     "top_k: 20, max_new_tokens: 5, success_above: 0.7, every_steps: 5}]"
@@ -49,7 +49,7 @@ METRICS = {
 
 
 def train(folder: Path, model: Path, *overrides: str) -> Path:
-    """Runs `megarl train` to its end. Returns the run folder."""
+    """Run `megarl train` until it finishes. Return the run folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
@@ -59,13 +59,13 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
 
 
 def train_in(series: Series, folder: Path, model: Path, *overrides: str) -> Path:
-    """Does the same in the series. Returns the run folder."""
+    """Train within the series. Return the run folder."""
     series.train(write_recipe(folder, model), *overrides)
     return folder / "runs" / "tiny"
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
-    """Writes the recipe of runs that are kept in folder/runs/tiny."""
+    """Write a recipe whose runs use the folder runs/tiny."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -86,8 +86,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
 
 
 def turns_of(run: Path) -> list[str]:
-    """Returns the tasks of the first trainer rank and the first engine that take or give memory, from the first refit
-    on."""
+    """Return the memory-related tasks of the first trainer rank and the first engine, starting at the first refit."""
     trace = sorted(read_trace(run / "logs/attempt_1"), key=lambda span: span.begin)
     tasks = {
         "trainer-0": {"offload", "onload", "update", "save_checkpoint"},
@@ -102,7 +101,7 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """Returns the metrics of the steps, without those of an evaluation before the first."""
+    """Return the metrics of the steps, without an evaluation before the first."""
     return [line for line in lines_of(run) if line["step"] > 0]
 
 
@@ -114,8 +113,8 @@ def learned(tmp_path_factory) -> Path:
     return train(folder, model, "run.steps=20", "actor.layout.pp=2", profile, "run.token_samples=1", WITH_AGENTS)
 
 
-def test_a_run_can_be_watched(learned):
-    """Driver's phases in the trace, a profile of the rank asked for, and a group whose tokens are listed."""
+def test_run_writes_trace_profile_and_token_details(learned):
+    """The trace has the driver's phases, the requested rank has a profile, and one group lists its tokens."""
     phases = [span for span in read_trace(learned / "logs/attempt_1") if span.process == DRIVER]
     for number in (1, 20):
         [step] = [span for span in phases if span.task == f"step {number}"]
@@ -133,8 +132,8 @@ def test_a_run_can_be_watched(learned):
         assert row["response"] == "".join(text for text in row["tokens"] if text not in special)
 
 
-def test_a_saved_rollout_tells_the_layer_in_which_engine_and_trainer_part(learned, tmp_path):
-    """The engine has another weight in one layer, and the run's own model has none."""
+def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
+    """One weight of the engine's model is changed; the other sides load the run's model."""
     broken, damaged = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
     shutil.copytree(learned / "model", broken)
     [file] = broken.glob("*.safetensors")
@@ -146,13 +145,14 @@ def test_a_saved_rollout_tells_the_layer_in_which_engine_and_trainer_part(learne
     assert len(rollout.response_ids) == row["num_response_tokens"]
     folders = dict.fromkeys(SIDES, learned / "model") | {"engine": broken}
     stages = diagnose(config, rollout.token_ids, folders, tmp_path)
-    [found] = [stage for stage in stages if stage is first_different(stages)]
-    assert (found.name, found.odd) == ("layer 1", "engine")
-    assert "layer 1 is the first that differs" in verdict(stages) and verdict(stages).endswith("look at the engine's")
+    [first] = [stage for stage in stages if stage is first_different(stages)]
+    assert (first.name, first.odd) == ("layer 1", "engine")
+    assert "layer 1 is the first stage that differs" in verdict(stages)
+    assert verdict(stages).endswith("inspect this stage in the engine")
     names = [stage.name for stage in stages]
     assert names == ["embedding", *(f"layer {i}" for i in range(len(names) - 3)), "final norm", "log-probs"]
     before = stages[: names.index("layer 1")]
-    assert all(max(stage.differences.values()) < 1e-5 for stage in before), "the sides compute the same"
+    assert all(max(stage.differences.values()) < 1e-5 for stage in before), "earlier stages differ"
     assert max(stage.differences["trainer", "plain"] for stage in stages) < 1e-4
 
 
@@ -163,7 +163,7 @@ def test_reward_rises(learned):
     assert fmean(rewards[-3:]) >= 0.9
 
 
-def test_every_step_has_its_metrics(learned):
+def test_every_step_has_all_metrics(learned):
     for number, step in enumerate(metrics_of(learned), start=1):
         assert set(step) >= METRICS
         assert step["step"] == step["weights/version"] == number
@@ -172,7 +172,7 @@ def test_every_step_has_its_metrics(learned):
         assert 0 < step["time/rollout"] + step["time/train"] + step["time/refit"] <= step["time/step"]
 
 
-def test_rollouts_carry_the_version_that_sampled_them(learned):
+def test_rollouts_record_the_version_that_sampled_them(learned):
     for number, step in enumerate(metrics_of(learned), start=1):
         [file] = learned.glob(f"rollouts/step_*{number:02}.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -186,8 +186,8 @@ def test_rollouts_carry_the_version_that_sampled_them(learned):
             assert [row["advantage"] for row in group] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-6)
 
 
-def test_exported_model_answers_as_the_engine_did(learned):
-    """transformers loads it, and having learned, it says digits."""
+def test_exported_model_has_learned(learned):
+    """transformers loads the exported model, which now answers with digits."""
     tokenizer = AutoTokenizer.from_pretrained(learned / "model")
     model = AutoModelForCausalLM.from_pretrained(learned / "model")
     ids = tokenizer.apply_chat_template(
@@ -202,7 +202,7 @@ def test_exported_model_answers_as_the_engine_did(learned):
     assert sum(character.isdigit() for character in text) >= 0.5 * len(text) > 0
 
 
-def test_sets_are_evaluated_at_both_ends_and_at_their_intervals(learned):
+def test_sets_are_evaluated_at_start_end_and_intervals(learned):
     names = {"greedy": ["avg@1"], "sampled": ["avg@4", "pass@4", "pass^4", "pass@4_low", "pass@4_high"]}
     for name, estimates in names.items():
         evaluated = [line for line in lines_of(learned) if f"evaluation/{name}/length_mean" in line]
@@ -220,11 +220,11 @@ def test_sets_are_evaluated_at_both_ends_and_at_their_intervals(learned):
     assert "Evaluation: sampled" in report
 
 
-def test_a_set_may_have_an_environment_where_training_has_none(learned):
+def test_evaluation_set_can_have_its_own_environment(learned):
     for line in (lines_of(learned)[0], lines_of(learned)[-1]):
         rows = evaluation_rows(learned, "agents", line["step"])
         assert [len(row["mask"]) for row in rows] == [3, 1] * 3, "two conversations"
-        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_frac"] == 0
+        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_share"] == 0
         values = [row["parts"]["environment"] + row["parts"][f"{REWARD}:digit_share"] for row in rows]
         assert [row["reward"] for row in rows] == pytest.approx(values)
         assert line["evaluation/agents/avg@1"] == pytest.approx(fmean(values))
@@ -235,7 +235,7 @@ def evaluation_rows(run: Path, name: str, step: int) -> list[dict]:
     return [json.loads(line) for line in (run / f"evaluations/{name}/step_{step:06d}.jsonl").read_text().splitlines()]
 
 
-def test_a_greedy_evaluation_says_what_transformers_does(learned):
+def test_greedy_evaluation_equals_transformers(learned):
     tokenizer = AutoTokenizer.from_pretrained(learned / "model")
     model = AutoModelForCausalLM.from_pretrained(learned / "model", dtype=torch.float32)
     rows = evaluation_rows(learned, "greedy", 20)
@@ -246,7 +246,7 @@ def test_a_greedy_evaluation_says_what_transformers_does(learned):
         assert tokenizer.decode(out, skip_special_tokens=True) == row["response"]
 
 
-def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tmp_path):
+def test_evaluate_reproduces_the_final_evaluation(learned, tmp_path):
     recipe, out = learned.parents[1] / "recipe.yaml", tmp_path / "out"
     command = [sys.executable, "-m", "megarl.cli", "evaluate", str(learned / "model"), str(recipe), WITH_AGENTS]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
@@ -261,19 +261,17 @@ def test_evaluating_the_exported_model_gives_what_the_run_ended_with(learned, tm
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"megarl: error: --out {out}: already there, and nothing is overwritten; name another folder\n"
-    )
+    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
 
 
-def test_the_last_checkpoint_converts_to_the_exported_model(learned, tmp_path):
+def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):
     megatron_to_huggingface(learned / "checkpoints/step_000020", tmp_path / "model")
     exported, converted = (load_file(folder / "model/model.safetensors") for folder in (learned, tmp_path))
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
 
 
-def test_vllm_and_transformers_agree_on_a_checkpoint_that_took_another_layout(learned, tmp_path):
+def test_reshaped_checkpoint_agrees_with_transformers(learned, tmp_path):
     reshape(learned / "checkpoints/step_000020", tmp_path / "reshaped", layout_of_files(tp=2))
     megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "model", shard_bytes=50_000)
     assert_log_probs_are_of(learned / "model", sampled(tmp_path / "model"))
@@ -316,7 +314,7 @@ def test_run_folder_is_complete(learned):
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
 )
-def test_other_layouts_run(series, tmp_path, overrides, ranks):
+def test_layouts_train(series, tmp_path, overrides, ranks):
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96, num_layers=4
     )
@@ -329,16 +327,16 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
             [step[f"memory/actor_{part}_offloaded_gb"] for part in ("gradients", "optimizer")] for step in steps
         )
         assert gradients == again > 0 == before
-        assert moments == pytest.approx(gradients, rel=0.1)  # two in float32, shared by two ranks
+        assert moments == pytest.approx(gradients, rel=0.1)  # two float32 moments, sharded over two ranks
         assert [step["rollout/rounds"] for step in steps] == [2, 2]
         rollout = ["offload", "generate", "generate", "sleep"]
         step = [*rollout, "onload", "update", "update", "offload", "refit"]
-        evaluation = ["offload", "generate", "generate", "sleep"]  # of two sets, before the first step and at the end
+        evaluation = ["offload", "generate", "generate", "sleep"]  # two sets, before the first step and at the end
         canaries = ["offload", "generate", "sleep"]
         begin = ["refit", *canaries, *evaluation]
         assert turns_of(run) == [*begin, *step, *step, *evaluation, "save_checkpoint", "offload"]
     if "algorithm.kl.coefficient=0.01" in overrides:
-        # The second update of a step sees a policy that has moved away from the one that sampled, and from the start.
+        # In a step's second update the policy differs from the one that sampled and from the initial one.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
     assert all(("policy/drift_abs_max" in step) == ("batch.prompts_per_update=4" in overrides) for step in steps)
     assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)
@@ -346,8 +344,8 @@ def test_other_layouts_run(series, tmp_path, overrides, ranks):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
-def test_engines_of_fp8_blocks(series, tmp_path, placement):
-    """Read where they lie, and sent. A byte for each element of a matrix, and four for the scale of each block."""
+def test_fp8_block_engines_receive_quantised_weights(series, tmp_path, placement):
+    """Engines read shared weights in place or receive sent ones: a byte per matrix element, four per block's scale."""
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, tied=False
     )
@@ -360,4 +358,4 @@ def test_engines_of_fp8_blocks(series, tmp_path, placement):
     for step in metrics_of(run):
         assert step["refit/gb"] * 1e9 == pytest.approx(blocks * (128**2 + 4) + 2 * others)
         assert step["mismatch/logprob_abs_mean"] < 0.6
-        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.1), "corrected for by default"
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.1), "the default correction has no effect"

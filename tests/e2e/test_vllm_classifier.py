@@ -1,4 +1,4 @@
-"""Reward models in vLLM score the ids that they are given as transformers and as Megatron do."""
+"""Reward models in vLLM give the same scores as in transformers and Megatron."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def config(folder: Path) -> Config:
 
 
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
-    """Returns the scores of SAMPLES by each model; for a process of its own."""
+    """Return each model's scores of SAMPLES. Runs in a separate process."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.classifier import VllmClassifier, classifier_arguments
 
-    # All of them stay: the first one that ends would take the process group with it.
+    # Keep all engines alive, because the first one that ends would destroy the process group.
     engines = [VllmClassifier(classifier_arguments(config(folder), folder)) for folder in folders]
     return [[scores.tolist() for scores in engine.scores(SAMPLES)] for engine in engines]
 
@@ -48,26 +48,26 @@ def vllm_scores(folders: Sequence[Path]) -> list[list[list[float]]]:
         return pool.submit(in_vllm, folders).result(timeout=RUN_S)
 
 
-def test_it_scores_as_megatron_does(reward_model):  # noqa: F811
+def test_classifier_scores_as_megatron(reward_model):  # noqa: F811
     folder, model = reward_model
-    [ours] = vllm_scores([folder])
-    assert ours == [pytest.approx(token_scores(model, sample), rel=0, abs=1e-4) for sample in SAMPLES]
-    assert [sum(own) for own in ours] == pytest.approx(rewards_of(folder), rel=1e-5, abs=1e-4)
+    [all_scores] = vllm_scores([folder])
+    assert all_scores == [pytest.approx(token_scores(model, sample), rel=0, abs=1e-4) for sample in SAMPLES]
+    assert [sum(scores) for scores in all_scores] == pytest.approx(rewards_of(folder), rel=1e-5, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.exhaustive
-def test_every_family_is_scored_as_transformers_does(tmp_path, kind):
-    # Models with experts first: vLLM makes the groups of a process for its first model, and others need fewer.
+def test_every_family_scores_as_transformers(tmp_path, kind):
+    # MoE models first: vLLM creates a process's process groups for its first model, and dense models need fewer.
     names = sorted(MODELS, key=lambda name: not any("experts" in key for key in MODELS[name][1]))
     folders = {name: tmp_path / str(i) for i, name in enumerate(names)}
     models = {}
     for name in names:
         model_type, changes, _ = MODELS[name]
-        # What transformers calls head_dim is, with latent attention, the channels that have positions.
+        # With latent attention transformers' head_dim is the number of rotary channels.
         changes = changes | ({"head_dim": changes["qk_rope_head_dim"]} if model_type == "deepseek_v3" else {})
         trunk = write_tiny_model(tmp_path / "trunk" / folders[name].name, model_type, **SIZES | changes)
         models[name] = write_classifier(folders[name], trunk, kind)
-    for name, ours in zip(names, vllm_scores(list(folders.values())), strict=True):
-        for sample, own in zip(SAMPLES, ours, strict=True):
-            assert own == pytest.approx(token_scores(models[name], sample), rel=0, abs=1e-4), name
+    for name, all_scores in zip(names, vllm_scores(list(folders.values())), strict=True):
+        for sample, scores in zip(SAMPLES, all_scores, strict=True):
+            assert scores == pytest.approx(token_scores(models[name], sample), rel=0, abs=1e-4), name

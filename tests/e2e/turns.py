@@ -1,4 +1,4 @@
-"""An environment and an agent for tests: turns of which some rollouts go wrong."""
+"""An environment and an agent for tests. Some of their rollouts fail."""
 
 from openai import AsyncOpenAI
 
@@ -6,7 +6,7 @@ from megarl.environments import Agent, Environment, Step, Task, Turn
 
 
 class Echo(Environment):
-    """Answers each turn with how many digits it has, and rewards their share. A row's `mode` says what goes wrong."""
+    """Replies to each turn with its number of digits and rewards their share. A row's `mode` selects a failure."""
 
     def __init__(self, marks: str = "!"):
         self._marks, self._mode = marks, ""
@@ -28,7 +28,7 @@ class Echo(Environment):
 
 
 class Client(Agent):
-    """Asks twice in one conversation, and once in another one. A row's `mode` says what goes wrong."""
+    """Sends two requests in one conversation and one in another. A row's `mode` selects a failure."""
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> dict[str, float]:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -1,5 +1,8 @@
-"""An engine without vLLM, which starts in a second. It takes the trainer's weights by the real transports, and its
-tokens are a function of these weights, the seed and the tokens before."""
+"""An engine without vLLM that starts in a second.
+
+It receives the trainer's weights over the real transports. Its tokens are a function of the weights, the seed and the
+previous tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from megarl.resharding.verification import Checksum, Region, check_weights, diff
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 
 TOKEN_S = 0.005
-"""The time that a token takes, as an engine's work would: calls overlap, and may be interrupted."""
+"""Seconds per token. As in a real engine, calls overlap and can be interrupted."""
 
 STOP_PROBABILITY = 0.1
 
 
 class FakeEngine:
-    """Implements megarl.rollout.engine.Engine with one worker for each rank, all of them in this process."""
+    """Implements megarl.rollout.engine.Engine with one worker per rank, all in this process."""
 
     has_lost_a_rank = False
 
@@ -50,7 +53,7 @@ class FakeEngine:
         self._digest = 0
         self._is_paused = False
         self._unfinished: dict[str, int] = {}
-        """The number of tokens of each sample that is not finished."""
+        """Number of tokens of each unfinished sample, by sample id."""
         self._seconds, self._num_steps = 0.0, 0
 
     async def generate(
@@ -61,7 +64,7 @@ class FakeEngine:
 
         async def sample(request: SamplingRequest) -> Sample:
             completion = await self._complete(request.prompt.token_ids.tolist(), request, request.sample_id)
-            made = Sample(
+            sampled = Sample(
                 id=request.sample_id,
                 prompt=request.prompt,
                 response_ids=completion.token_ids,
@@ -71,8 +74,8 @@ class FakeEngine:
                 finish_reason=completion.finish_reason,
                 text=self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True),
             )
-            finished([made])
-            return made
+            finished([sampled])
+            return sampled
 
         return await asyncio.gather(*map(sample, requests))
 
@@ -172,7 +175,7 @@ class FakeEngine:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EngineActor(EngineProcess):
-    """A FakeEngine's process, which has the title of one with vLLM."""
+    """The actor of a FakeEngine. Its process has the same title as one with vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
         return {}

@@ -1,5 +1,7 @@
-"""The command `megarl` whose runs have FakeEngine in place of vLLM: `python -m tests.fakes.megarl train ...`. Runs of
-jobs that it launches with --command do as well."""
+"""The `megarl` command with FakeEngine in place of vLLM: `python -m tests.fakes.megarl train ...`.
+
+Jobs launched with `--command` set to it use FakeEngine as well.
+"""
 
 from __future__ import annotations
 

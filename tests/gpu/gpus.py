@@ -1,7 +1,6 @@
-"""What the tests for GPUs share. Each rank sees a GPU of its own, as in a run.
+"""Helpers for GPU tests. Each rank sees its own GPU, as in a run.
 
-Where there are none, MEGARL_REHEARSAL=1 runs those tests on CPU whose calls are the same there: it shows that a test is
-right before a GPU has it.
+Without GPUs, MEGARL_REHEARSAL=1 runs the tests that make the same calls on CPU, which verifies them beforehand.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ REHEARSES = os.environ.get("MEGARL_REHEARSAL") == "1"
 
 
 def needs_gpus(count: int, can_rehearse: bool = True) -> pytest.MarkDecorator:
-    """Returns the mark of a test for so many GPUs."""
+    """Return the mark of a test that needs `count` GPUs."""
     missing = torch.cuda.device_count() < count and not (REHEARSES and can_rehearse)
     return pytest.mark.skipif(missing, reason=f"needs CUDA devices: {count}, and torch finds fewer")
 
 
 def run_on_gpus(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(store, rank, *args) on a GPU for each rank; returns the results by rank, their tensors in host memory,
-    or raises the first error. The ranks are new processes: a fork has no CUDA where its parent has it."""
+    """Call function(store, rank, *args) on one GPU per rank. Return the results by rank or raise the first error.
+
+    Results must be in host memory. The ranks are spawned, because a forked process cannot use its parent's CUDA.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -71,4 +72,4 @@ def _rank(sender: Connection, store: Path, rank: int, world_size: int, function:
     except BaseException:
         outcome = (False, traceback.format_exc())
     sender.send_bytes(pickle.dumps(outcome))
-    os._exit(0)  # without waiting for peers that have failed
+    os._exit(0)  # do not wait for failed peers

@@ -20,7 +20,7 @@ ROUTED = dict(moe_intermediate_size=256, num_experts_per_tok=2)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", HEADS),
     "experts": ("qwen3_moe", HEADS | ROUTED | dict(num_experts=4, norm_topk_prob=True)),
-    # The sizes of heads are DeepSeek-V3's: kernels know no others.
+    # The head sizes are DeepSeek-V3's, the only ones that the kernels support.
     "latent": (
         "deepseek_v3",
         dict(
@@ -42,6 +42,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Writes the model of this name into the folder, and returns it."""
+    """Write the named model into the folder and return the folder."""
     kind, more = MODELS[name]
     return write_tiny_model(folder, kind, **SIZES | more)

@@ -1,4 +1,4 @@
-"""A process writes a shard of its own from weights of another one on the same GPU, which it reads where they lie."""
+"""A process fills its shard from another process's weights on the same GPU, which it reads in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE, TARGET = huggingface_holder(CONFIG), vllm_holder(CONFIG, 1, 0, replica=0
 
 
 def write(connection: Connection, plan: Plan) -> None:
-    """Whenever it is asked to, with a channel or by the last one: its parameters from those of the other process."""
+    """Fill this process's parameters for each received channel; None repeats the transfer over the last channel."""
     parameters = {name: torch.full(shape, torch.nan, device="cuda") for name, shape in TARGET.shapes.items()}
     addresses = {name: tensor.data_ptr() for name, tensor in parameters.items()}
     transport = None
@@ -40,28 +40,28 @@ def write(connection: Connection, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_a_reader_sees_what_the_owner_has_changed(moving):
-    """Moving: the owner also gives the memory back, for which the reader has closed it, and has it elsewhere then."""
+def test_reader_sees_changed_weights(moving):
+    """With `moving` the owner frees and reallocates the memory after each transfer, once the reader has closed it."""
     flat, weights = flattened(random_checkpoint(CONFIG))
     plan = make_plan([SOURCE], [TARGET])
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=write, args=(theirs, plan))
+    parent, child = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=write, args=(child, plan))
     reader.start()
     try:
         for step, change in enumerate((0.0, 1.5, -0.25)):
             flat.add_(change)
             published = step == 0 or moving
-            ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
-            assert ours.poll(WAIT_S), "no answer"
-            written = ours.recv()
+            parent.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving) if published else None)
+            assert parent.poll(WAIT_S), "no answer"
+            written = parent.recv()
             expected = {name: torch.full(shape, torch.nan) for name, shape in TARGET.shapes.items()}
             host = {name: tensor.cpu() for name, tensor in weights.items()}
             execute(plan.into(TARGET.name), expected, LocalMemory({SOURCE.name: host}))
             for name, tensor in expected.items():
                 assert torch.equal(torch.from_numpy(written[name]), tensor), name
             if moving:
-                give_back_and_take_again(flat)
-        ours.send("end")
+                free_and_reallocate(flat)
+        parent.send("end")
         reader.join(WAIT_S)
         assert reader.exitcode == 0
     finally:
@@ -69,42 +69,44 @@ def test_a_reader_sees_what_the_owner_has_changed(moving):
 
 
 def die(connection: Connection, plan: Plan) -> None:
-    """Kills its own process with the other's weights open."""
+    """Kill this process while it has the other's weights open."""
     parameters = {name: torch.zeros(shape, device="cuda") for name, shape in TARGET.shapes.items()}
     for _ in connection.recv().open(TARGET.name, parameters, plan).deliver(plan.into(TARGET.name).copies):
         torch.cuda.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_reader_that_dies_does_not_keep_what_its_owner_frees():
+def test_dead_reader_does_not_keep_memory_allocated():
     flat, weights = flattened(random_checkpoint(CONFIG))
     before = flat.clone()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, make_plan([SOURCE], [TARGET])))
+    parent, child = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=die, args=(child, make_plan([SOURCE], [TARGET])))
     reader.start()
     try:
-        ours.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
+        parent.send(CudaMemory({SOURCE.name: {TARGET.name: publish(weights)}}, moving=True))
         reader.join(WAIT_S)
         assert reader.exitcode == -signal.SIGKILL
     finally:
         reader.kill()
-    give_back_and_take_again(flat)
+    free_and_reallocate(flat)
     assert torch.equal(flat, before)
 
 
 def flattened(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns a flat tensor on the GPU and the weights as views of it, as the trainer's parameters are."""
+    """Return a flat tensor on the GPU and the weights as views of it, like the trainer's parameters."""
     flat = torch.cat([tensor.flatten() for tensor in weights.values()]).cuda()
     parts = flat.split([tensor.numel() for tensor in weights.values()])
     return flat, {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
 
-def give_back_and_take_again(flat: torch.Tensor) -> None:
-    """Frees the memory of the tensor and fills it again, as megatron/offload.py does."""
+def free_and_reallocate(flat: torch.Tensor) -> None:
+    """Free the tensor's memory and fill it again, as megatron/offload.py does."""
     storage, host, before = flat.untyped_storage(), flat.cpu(), torch.cuda.memory_allocated()
     size = storage.nbytes()
     storage.resize_(0)
     device.release_cache()
-    assert torch.cuda.memory_allocated() <= before - size, "still counted as being read"
+    assert torch.cuda.memory_allocated() <= before - size, (
+        "torch did not free the memory, as if a reader still had it open"
+    )
     storage.resize_(size)
     flat.copy_(host)

@@ -1,4 +1,4 @@
-"""Weights travel over NCCL between processes with a GPU each."""
+"""Refits over NCCL between processes with one GPU each."""
 
 from __future__ import annotations
 
@@ -23,72 +23,78 @@ from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
 BESIDE = 256 * 2**20
-"""Room for what a first exchange takes beside buffers: NCCL's kernels and the transport's own messages."""
+"""Allowance for memory other than buffers in the first exchange: NCCL's kernels and the transport's messages."""
 
 
 def a_case() -> Case:
     return Case(layout_of(), vllm_tp=1, replicas=1, bucket_bytes=1024)
 
 
-class Member:
-    """A rank's transport, on the GPU of its number."""
+class Rank:
+    """A rank and its transport, on the GPU with the rank's number."""
 
     def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.UNPACKED_BYTES_NCCL = 64  # what is larger travels beside the packed message, in the same batch
+        messages.UNPACKED_BYTES_NCCL = (
+            64  # larger tensors are sent separately from the packed message, in the same batch
+        )
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations
         self._writes = case.plan.into(self.holder.name) if self.receives else None
         self.expected = {name: tensor.cuda() for name, tensor in case.weights[self.holder.name].items()}
-        self.own = {name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()}
+        self.weights = {
+            name: torch.full_like(t, torch.nan) if self.receives else t for name, t in self.expected.items()
+        }
         self._port, self._part = port, case.part(rank)
         self.meet(rendezvous)
 
     def meet(self, name: str) -> None:
         rendezvous = Rendezvous("127.0.0.1", self._port, name, 2 * LIMIT_S)
-        self.transport = rendezvous.open(self.holder.name, self.own, self._part)
+        self.transport = rendezvous.open(self.holder.name, self.weights, self._part)
 
     def refit(self, factor: float) -> None:
-        """Carries out a refit of weights that the source has changed by the factor."""
+        """Make a refit. The source has multiplied its weights by the factor."""
         if self.receives:
-            execute(self._writes, self.own, self.transport)
-            assert torch.cuda.current_stream().query(), "reported before all is in its place"
-            wrong = [name for name, own in self.own.items() if not torch.equal(own, factor * self.expected[name])]
+            execute(self._writes, self.weights, self.transport)
+            assert torch.cuda.current_stream().query(), "execute returned before all weights were written"
+            wrong = [
+                name for name, weight in self.weights.items() if not torch.equal(weight, factor * self.expected[name])
+            ]
             assert not wrong
         else:
             self.transport.send()
-            for tensor in self.own.values():
-                tensor.mul_(2)  # exact; whoever still read them would see it
+            for tensor in self.weights.values():
+                tensor.mul_(2)  # exact, and an unfinished send would transfer the changed values
 
 
 def refit_twice(connection: Connection, rank: int, port: int) -> None:
-    member = Member(rank, port)
+    member = Rank(rank, port)
     for factor in (1, 2):
         member.refit(factor)
     connection.send("done")
     connection.recv()
 
 
-def dies_in_the_second(connection: Connection, rank: int, port: int) -> None:
-    member = Member(rank, port)
+def die_in_the_second_refit(connection: Connection, rank: int, port: int) -> None:
+    member = Rank(rank, port)
     member.refit(1)
     for _ in member.transport.deliver(()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def goes_on_without(connection: Connection, rank: int, port: int) -> None:
-    """The other dies in the second refit, and a third is with one that is new."""
-    member = Member(rank, port)
+def continue_without_peer(connection: Connection, rank: int, port: int) -> None:
+    """Lose the peer in the second refit, and make a third one with its replacement."""
+    member = Rank(rank, port)
     member.refit(1)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"^megatron:0: with vllm:0.0: "):
-        for _ in range(2):  # all of the second may have left before it died
+        for _ in range(2):  # the second refit may have been sent completely before the peer died
             member.transport.send()
     assert time.monotonic() - begun < 6 * LIMIT_S
-    for tensor in member.own.values():
+    for tensor in member.weights.values():
         tensor.div_(2)
-    torch.cuda.synchronize()  # nothing of the lost exchange occupies the GPU
+    torch.cuda.synchronize()  # would hang if the aborted exchange still occupied the GPU
     connection.send("lost")
     connection.recv()
     member.meet("second")
@@ -97,15 +103,15 @@ def goes_on_without(connection: Connection, rank: int, port: int) -> None:
     connection.recv()
 
 
-def comes_later(connection: Connection, rank: int, port: int) -> None:
-    member = Member(rank, port, "second")
+def join_later(connection: Connection, rank: int, port: int) -> None:
+    member = Rank(rank, port, "second")
     member.refit(1)
     connection.send("done")
     connection.recv()
 
 
-def measures_the_first(connection: Connection, rank: int, port: int) -> None:
-    member = Member(rank, port)
+def measure_first_refit(connection: Connection, rank: int, port: int) -> None:
+    member = Rank(rank, port)
     messages_of = member.transport._layouts.values()
     assert max(len(layout.unpacked) + bool(layout.packed) for layout in messages_of) > 1, "no batch has two messages"
     before, _ = torch.cuda.mem_get_info()
@@ -122,12 +128,12 @@ class Processes:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self, function, rank: int) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=function, args=(theirs, rank, self._store.port))
+        parent, child = self._context.Pipe()
+        process = self._context.Process(target=function, args=(child, rank, self._store.port))
         process.start()
-        theirs.close()  # so that its end is seen
+        child.close()  # so that recv fails when the process ends
         self._started.append(process)
-        return ours
+        return parent
 
     def end(self) -> None:
         for process in self._started:
@@ -136,9 +142,9 @@ class Processes:
 
 @pytest.fixture
 def processes():
-    own = Processes()
-    yield own
-    own.end()
+    started = Processes()
+    yield started
+    started.end()
 
 
 def answer(connection: Connection) -> str:
@@ -146,30 +152,30 @@ def answer(connection: Connection) -> str:
     return connection.recv()
 
 
-def test_all_has_arrived_when_it_is_said(processes):
-    """All has left when the source goes on, too."""
+def test_weights_have_arrived_when_execute_returns(processes):
+    """The source may also change its weights as soon as send returns."""
     connections = [processes.start(refit_twice, rank) for rank in range(2)]
     for connection in connections:
         assert answer(connection) == "done"
 
 
-def test_two_ranks_have_one_communicator_and_it_fits(processes, monkeypatch, tmp_path):
-    """NCCL's log has a line for each that a process creates."""
+def test_two_ranks_use_one_communicator_within_its_budget(processes, monkeypatch, tmp_path):
+    """NCCL logs a line for each communicator that a process creates."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT")
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
-    connections = [processes.start(measures_the_first, rank) for rank in range(2)]
+    connections = [processes.start(measure_first_refit, rank) for rank in range(2)]
     for connection in connections:
         assert answer(connection) <= buffer_bytes(between=0, near=1) + BESIDE
     logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
     assert [log.count("Init COMPLETE") for log in logs] == [1, 1]
 
 
-def test_a_member_that_dies_is_named_and_the_others_go_on(processes):
-    source = processes.start(goes_on_without, 0)
-    processes.start(dies_in_the_second, 1)
+def test_dead_rank_is_named_and_others_continue(processes):
+    source = processes.start(continue_without_peer, 0)
+    processes.start(die_in_the_second_refit, 1)
     assert answer(source) == "lost"
-    engine = processes.start(comes_later, 1)
+    engine = processes.start(join_later, 1)
     source.send("go on")
     for connection in (source, engine):
         assert answer(connection) == "done"

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs, started as a user starts them: on one that engine and trainer share, on two, and on eight."""
+"""Complete runs on one shared GPU, on two, and on eight, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.gpu.models import write_model
 from tests.tiny_model import write_tiny_model
 
 NEAR, NEAR_IN_FP8 = 0.05, 0.6
-"""The bounds of the mean difference of trainer's and engine's log-probs, in nats a token: in bfloat16, and of an engine
-that has its layers in fp8."""
+"""Bounds of the mean difference between the trainer's and the engine's log-probs in nats per token: with bfloat16 and
+with fp8 engines."""
 
 COLOCATED = ("cluster.placement=colocated", "rollout.sleep=true")
 MIB = 2**20
@@ -42,12 +42,12 @@ RUNS = {
     "8B": (8, (*COLOCATED, *OF_8B, "actor.layout={tp: 2, sequence_parallel: true, dp: 4}")),
     "8B, another layout": (8, (*COLOCATED, *OF_8B, "actor.layout={tp: 4, sequence_parallel: true, pp: 2}")),
 }
-"""The GPUs that a run is for, and its keys."""
+"""Number of GPUs and config overrides of each run."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_rule_for_gpus_refuses_these_runs(tmp_path, monkeypatch, name):
-    """Needs none: a rehearsal on CPU does not ask these rules."""
+def test_gpu_rules_accept_these_runs(tmp_path, monkeypatch, name):
+    """This test needs no GPU. It covers the rules for GPUs, which a rehearsal on CPU does not check."""
     count, keys = RUNS[name]
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(device, "num_gpus", lambda: count)
@@ -56,7 +56,7 @@ def test_no_rule_for_gpus_refuses_these_runs(tmp_path, monkeypatch, name):
 
 
 def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> Path:
-    """Runs `megarl train` to its end. Returns the run's folder."""
+    """Run `megarl train` until it finishes. Return the run folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -64,8 +64,7 @@ def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> P
 
 
 def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR) -> list[dict]:
-    """Three steps in bfloat16, after each of which checksums of all of the engine's weights are compared with the
-    trainer's. Returns their metrics."""
+    """Make three steps in bfloat16, each with a refit verified by checksums. Return their metrics."""
     keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
     steps = metrics_of(train(folder, write_model(folder / "model", name), *keys))
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
@@ -84,9 +83,12 @@ def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR)
     ],
 )
 @needs_gpus(1, can_rehearse=False)
-def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
-    """The engine sleeps, wakes, takes weights, and samples by CUDA graphs unless it is eager: these have the addresses
-    of the weights that were there first. What stays on the GPU is read again, what has moved is published anew."""
+def test_engine_and_trainer_share_a_gpu(tmp_path, name, offload, eager):
+    """The engine sleeps, wakes, receives weights and samples.
+
+    Unless eager it uses CUDA graphs, which refer to the initial addresses of the weights. The trainer publishes
+    parameters again if offloading has moved them.
+    """
     steps = train_verified(
         *(tmp_path, name, *RUNS["in turns"][1]),
         *(f"actor.offload={offload}", f"rollout.vllm_overrides={{enforce_eager: {eager}}}"),
@@ -94,18 +96,18 @@ def test_engine_and_trainer_take_turns_on_a_gpu(tmp_path, name, offload, eager):
     assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps)
     parts = offload.strip("[]").split(", ") if offload != "[]" else []
     assert all(steps[-1][f"memory/actor_{part}_offloaded_gb"] > 0 for part in parts)
-    # As far as the key says, all is away in the rollout, nothing in the update, gradients and optimizer in the refit.
-    away, back = (["offload"], ["onload"]) if parts else ([], [])
-    present = [*away, *(back if "parameters" in parts else [])]
-    step = [*away, "generate", "sleep", *back, "update", *present, "refit"]
-    canaries = [*away, "generate", "sleep", *(back if "parameters" in parts else [])]
+    # The listed parts are offloaded during rollouts, none during updates, and all but parameters during refits.
+    offloads, onloads = (["offload"], ["onload"]) if parts else ([], [])
+    before_refit = [*offloads, *(onloads if "parameters" in parts else [])]
+    step = [*offloads, "generate", "sleep", *onloads, "update", *before_refit, "refit"]
+    canaries = [*offloads, "generate", "sleep", *(onloads if "parameters" in parts else [])]
     begin = ["refit", *canaries]
     assert turns_of(tmp_path / "runs" / "tiny")[: len(begin) + 3 * len(step)] == [*begin, *step, *step, *step]
 
 
 @needs_gpus(1, can_rehearse=False)
-def test_rollouts_ahead_stand_still_on_a_gpu_while_models_train(tmp_path):
-    """What is under way when the engine sleeps loses its keys and values, and goes on when it has them again."""
+def test_rollouts_ahead_survive_engine_sleep(tmp_path):
+    """Unfinished rollouts lose their keys and values when the engine sleeps, and continue after recomputing them."""
     few = "rollout.vllm_overrides={max_num_seqs: 16}"
     keys = ("run.steps=4", "model.dtype=bfloat16", "rollout.verify_refit=always", few)
     run = train(tmp_path, write_model(tmp_path / "model", "dense"), *keys, *RUNS["in turns, rollouts ahead"][1])
@@ -117,26 +119,28 @@ def test_rollouts_ahead_stand_still_on_a_gpu_while_models_train(tmp_path):
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
 @needs_gpus(1, can_rehearse=False)
-def test_an_engine_of_fp8_blocks_takes_them_in_place(tmp_path, name):
-    """The kernels that vLLM chooses read what was sent as it is."""
+def test_fp8_block_engine_receives_weights_in_place(tmp_path, name):
+    """vLLM's kernels use the received tensors without repacking."""
     steps = train_verified(tmp_path, name, *RUNS["fp8 blocks"][1], near=NEAR_IN_FP8)
-    assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps), "vLLM's loader stages"
+    assert all(step["refit/gb"] > 0 and step["refit/staging_mib"] == 0 for step in steps), (
+        "weights were staged by vLLM's loader"
+    )
 
 
 @needs_gpus(2)
-def test_an_engine_over_two_gpus_reads_weights_of_both(tmp_path):
+def test_tp2_engine_reads_weights_of_both_gpus(tmp_path):
     steps = train_verified(tmp_path, "dense", *RUNS["an engine over two"][1])
     assert all(step["refit/gb"] > 0 for step in steps)
 
 
 @needs_gpus(2)
-def test_weights_are_sent_to_an_engine_on_another_gpu(tmp_path):
+def test_weights_are_sent_to_another_gpu(tmp_path):
     steps = train_verified(tmp_path, "experts", *RUNS["sent"][1])
     assert all(step["refit/sent_gb"] > 0 for step in steps)
 
 
 @needs_gpus(2)
-def test_a_killed_rank_ends_the_run_and_frees_its_gpus(tmp_path):
+def test_killed_rank_ends_run_and_frees_gpus(tmp_path):
     recipe = write_endless_recipe(tmp_path)
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
     with Run(recipe, tmp_path, *RUNS["killed"][1]) as run:
@@ -150,8 +154,8 @@ def test_a_killed_rank_ends_the_run_and_frees_its_gpus(tmp_path):
 
 @needs_gpus(8, can_rehearse=False)
 @pytest.mark.timeout(3600)
-def test_a_model_of_8b_on_eight_gpus_goes_on_in_another_layout(tmp_path):
-    """Random weights of Qwen3-8B's sizes. The phases of a step and the peak of the GPUs' memory are printed."""
+def test_8b_model_resumes_in_another_layout_on_eight_gpus(tmp_path):
+    """The model has Qwen3-8B's sizes and random weights. The test prints the times and peak memory of each step."""
     sizes = dict(
         vocab_size=151936,
         hidden_size=4096,

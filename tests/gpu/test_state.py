@@ -1,4 +1,4 @@
-"""The state of a rank on a GPU: what offload frees, and an optimizer that goes on from a checkpoint."""
+"""A rank's state on a GPU: memory freed by offloading, and resuming the optimizer from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 GRANULE = 2 * 2**20
-"""The allocator of torch takes and gives back multiples of it."""
+"""Torch's allocator reserves and releases multiples of this many bytes."""
 
 FRACTION = 1e-2
-"""How far the update after a load may be from that of the process that went on, of its size: kernels of attention's
-backward pass add in no fixed order."""
+"""Allowed relative difference between the update after loading and the uninterrupted one. Attention's backward kernels
+are not deterministic."""
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +36,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def update(worker: ActorWorker, config: Config, seed: int) -> dict[str, torch.Tensor]:
-    """Makes a step of one update. Returns the weights after it."""
+    """Make a step with one update. Return the weights after it."""
     worker.update(local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]))
     worker.end_step()
     return {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
 
 
-def free_and_take_again(store, rank: int, config: Config, folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns for each part the bytes that it says it frees, those that torch has less, and those that the device has
-    more."""
+def offload_and_onload(store, rank: int, config: Config, folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Offload each part of the state. Return the bytes reported as freed, freed in torch, and freed on the device."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     update(worker, config, 0)
-    offload, found = Offload(worker.chunks, worker.optimizer), {}
+    offload, freed = Offload(worker.chunks, worker.optimizer), {}
     for part in PARTS:
         torch.cuda.empty_cache()
         allocated, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
-        said = offload.move_out(part)
-        found[part] = said, allocated - torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] - free
+        reported = offload.move_out(part)
+        freed[part] = reported, allocated - torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] - free
         offload.move_in(part)
     update(worker, config, 1)
-    found["parameters of the model"] = sum(weight.numel() for weight in worker.parameters().values()), 0, 0
-    return found
+    freed["parameters of the model"] = sum(weight.numel() for weight in worker.parameters().values()), 0, 0
+    return freed
 
 
 @needs_gpus(1, can_rehearse=False)
-def test_offload_frees_what_it_says(folder):
-    [found] = run_on_gpus(1, free_and_take_again, config_of(folder, "model.dtype=bfloat16"), folder)
-    num_parameters = found["parameters of the model"][0]
+def test_offload_frees_the_reported_bytes(folder):
+    [freed] = run_on_gpus(1, offload_and_onload, config_of(folder, "model.dtype=bfloat16"), folder)
+    num_parameters = freed["parameters of the model"][0]
     for part, per_parameter in zip(PARTS, BYTES["bfloat16"], strict=True):
-        said, of_torch, of_device = found[part]
-        assert said == pytest.approx(per_parameter * num_parameters, rel=0.1), part
-        assert of_torch >= said and of_device >= said - 2 * GRANULE, (part, found[part])
+        reported, by_torch, on_device = freed[part]
+        assert reported == pytest.approx(per_parameter * num_parameters, rel=0.1), part
+        assert by_torch >= reported and on_device >= reported - 2 * GRANULE, (part, freed[part])
 
 
-def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path) -> tuple:
-    """Saves after the first update, with the optimizer's state away. Returns the checkpoint's files, the weights then,
-    and those after the second update."""
+def save_and_continue(store, rank: int, config: Config, folder: Path, hidden: Path) -> tuple:
+    """Save after the first update with an offloaded optimizer, and make a second update.
+
+    Returns:
+        The checkpoint's files, and the weights after the first and the second update.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before = update(worker, config, 0)
     worker.offload(("optimizer",))
@@ -80,8 +82,8 @@ def save_and_go_on(store, rank: int, config: Config, folder: Path, hidden: Path)
     return worker.finish_checkpoint(hidden), before, update(worker, config, 1)
 
 
-def load_and_go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> tuple:
-    """Returns the weights of a checkpoint, and those after one more update."""
+def load_and_continue(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> tuple:
+    """Load a checkpoint. Return its weights and those after one more update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.load_checkpoint(checkpoint)
     loaded = {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
@@ -89,16 +91,16 @@ def load_and_go_on(store, rank: int, config: Config, folder: Path, checkpoint: C
 
 
 @needs_gpus(1)
-def test_the_optimizer_goes_on_from_a_checkpoint(folder, tmp_path):
-    """Its first update after a load is the one of the process that saved: with moments that begin anew it would be
+def test_optimizer_resumes_from_a_checkpoint(folder, tmp_path):
+    """The first update after loading equals the saving process's next one. With moments reset to zero it would be
     several times as large."""
     config = config_of(folder, "model.dtype=bfloat16", "actor.optimizer.lr=0.01", "actor.offload=[optimizer]")
     checkpoints = Checkpoints(tmp_path)
     hidden = checkpoints.begin(1)
     (hidden / "actor").mkdir()
-    [(files, before, after)] = run_on_gpus(1, save_and_go_on, config, folder, hidden)
+    [(files, before, after)] = run_on_gpus(1, save_and_continue, config, folder, hidden)
     checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, files)
-    [(loaded, later)] = run_on_gpus(1, load_and_go_on, config, folder, checkpoint)
+    [(loaded, later)] = run_on_gpus(1, load_and_continue, config, folder, checkpoint)
     assert all(torch.equal(loaded[name], before[name]) for name in before)
     moved = sum(float((after[name] - before[name]).square().sum()) for name in before)
     apart = sum(float((after[name] - later[name]).square().sum()) for name in before)
@@ -118,13 +120,13 @@ SIZES = dict(
 NUM_DOCUMENTS, PROMPT, RESPONSE = 16, 128, 384
 
 
-def peak_of_an_update(store, rank: int, config: Config, folder: Path) -> int:
-    """Returns the bytes that torch has at the peak of a second update, of one microbatch."""
+def peak_memory_of_an_update(store, rank: int, config: Config, folder: Path) -> int:
+    """Return torch's peak memory in bytes during a second update with one microbatch."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     prompts = [Prompt(f"{i}", "", (7 + i,) * PROMPT) for i in range(NUM_DOCUMENTS)]
-    every, run = (True,) * RESPONSE, (VersionRun(0, RESPONSE),)
-    drawn = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, every, run, "stop", "") for p in prompts]
-    samples = [TrainingSample(sample, 1.0, Baseline(0.5), 0.1) for sample in drawn]
+    mask, run = (True,) * RESPONSE, (VersionRun(0, RESPONSE),)
+    sampled = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, mask, run, "stop", "") for p in prompts]
+    samples = [TrainingSample(sample, 1.0, Baseline(0.5), 0.1) for sample in sampled]
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         worker.update(LocalBatch(samples, [tuple(range(NUM_DOCUMENTS))]))
@@ -133,12 +135,12 @@ def peak_of_an_update(store, rank: int, config: Config, folder: Path) -> int:
 
 
 @needs_gpus(1, can_rehearse=False)
-def test_an_update_takes_the_memory_that_the_plan_says(tmp_path):
-    """Transformer Engine's layers keep less than the plan's, which are torch's."""
+def test_update_takes_the_planned_memory(tmp_path):
+    """Transformer Engine's layers may keep less than the plan, which assumes torch's layers."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES)
     tokens, rows = NUM_DOCUMENTS * (PROMPT + RESPONSE), NUM_DOCUMENTS * RESPONSE
     keys = ("model.dtype=bfloat16", f"actor.tokens_per_microbatch={tokens}", "rollout.context_length=512")
     config = config_of(folder, *keys, f"rollout.max_new_tokens={RESPONSE}")
-    [peak] = run_on_gpus(1, peak_of_an_update, config, folder)
-    form = rank_memory(read_config(folder), config.actor.layout, 0, 2, tokens, rows, 1).total
-    assert 0.7 * form <= peak <= 1.15 * form, (peak, form)
+    [peak] = run_on_gpus(1, peak_memory_of_an_update, config, folder)
+    planned = rank_memory(read_config(folder), config.actor.layout, 0, 2, tokens, rows, 1).total
+    assert 0.7 * planned <= peak <= 1.15 * planned, (peak, planned)

@@ -1,8 +1,7 @@
-"""Updates in bfloat16 on GPUs, through Transformer Engine where it is installed, against plain torch in float32 on the
-CPU.
+"""bfloat16 updates on GPUs, with Transformer Engine if installed, compared with plain torch in float32 on the CPU.
 
-Tolerances are those of bfloat16: the products of Transformer Engine's layers round float32 to TF32, too, whatever torch
-is told.
+The tolerances suit bfloat16. float32 would not be more accurate, because Transformer Engine's matrix products round it
+to TF32 regardless of torch's settings.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from tests.packing import documents
 from tests.parity import Outcome, RankResult, canonical, config_of, plain_training, random_groups, train
 
 Gradients = Mapping[str, torch.Tensor]
-"""Whole tensors, under their Hugging Face names."""
+"""Whole tensors by their Hugging Face names."""
 
 UPDATES = [random_groups(0)]
 WHOLE, WORST = 0.05, 0.15
 WHOLE_IN_FP8 = 0.3
-"""Bounds of the gradient's distance from the reference, relative to its norm, and of a tensor's largest difference,
-relative to its largest number. bfloat16 on CPU has up to 0.03 and 0.09 of them here."""
+"""Bounds of the gradient's distance from the reference relative to its norm, and of a tensor's largest difference
+relative to its largest value. bfloat16 on CPU reaches 0.03 and 0.09."""
 
 LAYOUTS = {
     "DP2": ("dense", "dp: 2"),
@@ -58,7 +57,7 @@ def references(models: dict[str, Path]) -> dict[str, Expected[Outcome]]:
 
 
 def train_and_fetch(store, rank: int, config: Config, folder: Path, packing: dict[str, Any]) -> RankResult:
-    """Trains, and fetches what is compared into host memory, in float32."""
+    """Train, and copy the gradients and weights to host memory in float32."""
     result = train(store, rank, config, folder, UPDATES, **packing)
     fetched = {
         what: {name: tensor.float().cpu() for name, tensor in getattr(result, what).items()}
@@ -74,26 +73,26 @@ def gradients(folder: Path, layout: str, *overrides: str, **packing: Any) -> Gra
 
 
 def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
-    """Returns what WHOLE and WORST bound."""
-    # Experts count as one tensor: a token between two of them may go to the other one, and be half of what it has.
+    """Return the relative distance of all gradients and the largest relative error of a tensor."""
+    # Stack the experts: a token near a routing boundary may choose another expert, and be half of that one's tokens.
     pairs = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
     for name in ours.keys() & theirs.keys():
         pairs[re.sub(r"experts\.\d+", "experts", name)].append((ours[name], theirs[name].detach()))
-    tensors = [tuple(map(torch.stack, zip(*of_one, strict=True))) for of_one in pairs.values()]
+    tensors = [tuple(map(torch.stack, zip(*same_name, strict=True))) for same_name in pairs.values()]
     squares = sum(float((one - other).square().sum()) for one, other in tensors)
     norm = sum(float(other.square().sum()) for _, other in tensors) ** 0.5
     return squares**0.5 / norm, max(relative_error(one, other) for one, other in tensors)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1)) for name in MODELS])
-def test_gradients_are_those_of_plain_torch(models, references, name):
+def test_gradients_equal_plain_torch(models, references, name):
     whole, worst = distances(gradients(models[name], ""), references[name].plain.gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1)) for name in MODELS])
-def test_shared_prompts_have_the_gradients_of_own_ones(models, references, name):
-    """Transformer Engine's attention takes the ones, ours the others; both are as far from plain torch as bfloat16."""
+def test_shared_and_repeated_prompts_have_equal_gradients(models, references, name):
+    """Repeated prompts use Transformer Engine's attention, shared ones megarl's. Both match plain torch to bfloat16."""
     shared, apart = (gradients(models[name], "", shares_prompts=shares) for shares in (True, False))
     for one, other in ((shared, apart), (apart, references[name].plain.gradients)):
         whole, worst = distances(one, other)
@@ -101,7 +100,7 @@ def test_shared_prompts_have_the_gradients_of_own_ones(models, references, name)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=needs_gpus(2)) for name in LAYOUTS])
-def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
+def test_gradients_on_two_gpus_equal_plain_torch(models, references, layout):
     name, keys = LAYOUTS[layout]
     whole, worst = distances(gradients(models[name], keys), references[name].plain.gradients)
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
@@ -110,7 +109,7 @@ def test_two_gpus_have_the_gradients_of_plain_torch(models, references, layout):
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ("tensorwise", "blockwise")]
 )
-def test_gradients_in_fp8_are_near_and_not_those_of_bfloat16(models, references, recipe):
+def test_fp8_gradients_are_close_but_differ_from_bfloat16(models, references, recipe):
     expected = references["dense"].plain.gradients
     whole, _ = distances(gradients(models["dense"], "", f"actor.fp8={recipe}"), expected)
     without, _ = distances(gradients(models["dense"], ""), expected)
@@ -122,7 +121,7 @@ ATTENTIONS = {
     "Qwen2.5-1.5B": (12, 2, 128, 128),
     "DeepSeek-V3, a rank of eight": (16, 16, 192, 128),
 }
-"""Heads of queries, and of keys and values; channels of a head of queries and keys, and of values."""
+"""Query heads, key-value heads, and the head dims of keys and values."""
 
 PACKS = {
     "a block and part of one": [(100, [30, 60])],
@@ -132,7 +131,7 @@ PACKS = {
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ATTENTIONS])
-def test_attention_of_shared_prompts_at_the_sizes_of_models(name, pack):
+def test_shared_attention_at_model_sizes(name, pack):
     check_attention(*ATTENTIONS[name], *documents(PACKS[pack]), device="cuda")
 
 
@@ -145,7 +144,7 @@ def check_attention(
     boundaries: torch.Tensor,
     device: str,
 ) -> None:
-    """Compares bfloat16 with one mask over the pack of the same numbers in float64 on CPU."""
+    """Compare bfloat16 attention with masked attention over the whole pack in float64 on CPU."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = int(tokens.max()) + 1
     sizes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
@@ -167,12 +166,12 @@ HEADS = {
     "Llama-3.1-8B": (4096, 128256, 8192),
     "one token and part of a tile": (2048, 33333, 4097),
 }
-"""Hidden size, vocabulary and tokens."""
+"""Hidden size, vocabulary size and number of tokens."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in HEADS])
-def test_head_in_bfloat16_at_the_sizes_of_models(name):
-    """Against full logits of the same numbers in float32, on the same device."""
+def test_bfloat16_head_at_model_sizes(name):
+    """Compare the head with full float32 logits of the same inputs on the same device."""
     torch.backends.cuda.matmul.allow_tf32 = False
     check_sizes(*HEADS[name], device="cuda")
 
@@ -185,22 +184,22 @@ def check_sizes(hidden_size: int, vocabulary: int, num_tokens: int, device: str)
     )
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator, device=device)
     gradient = torch.randn(num_tokens, 2, generator=generator, device=device)
-    found = []
+    results = []
     for dtype, head in ((torch.bfloat16, log_prob_and_entropy), (torch.float32, plain_log_prob_and_entropy)):
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
         values = head(*leaves, targets=targets, temperature=1.0, vocab_size=vocabulary)
         values = values if isinstance(values, torch.Tensor) else torch.stack(values, -1)
         (values * gradient).sum().backward()
-        found.append((values.detach(), *(leaf.grad.float() for leaf in leaves)))
-    (ours, *own), (theirs, *expected) = found
-    assert relative_error(ours, theirs) <= 1e-4
-    assert all(relative_error(one, other) <= 2e-2 for one, other in zip(own, expected, strict=True))
+        results.append((values.detach(), *(leaf.grad.float() for leaf in leaves)))
+    (outputs, *grads), (expected, *expected_grads) = results
+    assert relative_error(outputs, expected) <= 1e-4
+    assert all(relative_error(one, other) <= 2e-2 for one, other in zip(grads, expected_grads, strict=True))
 
 
 @pytest.mark.parametrize(
     "dtype", [pytest.param(dtype, marks=needs_gpus(1, can_rehearse=False)) for dtype in (torch.float32, torch.bfloat16)]
 )
-def test_head_on_its_kernels_equals_full_logits(dtype):
+def test_head_kernels_equal_full_logits(dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         check(dtype, *case, device="cuda")

@@ -1,4 +1,4 @@
-"""A user's mistakes are told in one line each that names them, before anything starts, and leave nothing."""
+"""Tests that user errors are reported in one line each before anything starts, without leaving files."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Commands run in this process, and Ray does not start."""
+    """Run commands in this process and prevent Ray from starting."""
     monkeypatch.setattr(supervisor, "supervised", lambda *_: nullcontext(tmp_path / "scratch"))
     monkeypatch.setattr("megarl.train.Session", None)
 
 
 def error_lines(command: str, recipe: Path, root: Path, overrides: str, capfd: pytest.CaptureFixture) -> list[str]:
-    """Returns the lines of stderr of a command that is refused, with FOLDER for the recipe's folder and
+    """Run a command that fails with a user error. Return the lines of stderr, with FOLDER for the recipe's folder and
     RUNS for run.folder."""
     folder = str(recipe.parent)
     arguments = overrides.replace("FOLDER", folder).split("  ")
@@ -97,9 +97,9 @@ CASES = [
     ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step do not divide by 3"]),
     (
         "rollout.max_new_tokens=64",
-        ["rollout.max_new_tokens=64: 0 of rollout.context_length=64 tokens are left for the"],
+        ["rollout.max_new_tokens=64: 64 - 64 = 0 of rollout.context_length=64 tokens are left for the"],
     ),
-    ("rewards.functions=[]", ["rewards.functions=[]: nothing would reward the samples; list a function such as"]),
+    ("rewards.functions=[]", ["rewards.functions=[]: samples would have no reward. Fix: list a function such as"]),
     (
         "rewards.functions=[{funktion: exact_match}]",
         [
@@ -121,7 +121,7 @@ CASES = [
         ["model.path=FOLDER/no_model: has no config.json. Fix: use the folder that contains"],
     ),
     ("model.path=FOLDER/damaged", ["FOLDER/damaged/config.json: invalid JSON"]),
-    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported; the known ones are"]),
+    ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported. Fix: use"]),
     (
         "model.path=package:no-such-package",
         ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
@@ -135,10 +135,10 @@ CASES = [
     ),
     ("actor.layout.pp=3", ["actor.layout.pp=3: 2 layers do not tile the stages: 2 layers over 3 stages"]),
     ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
-    ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; near to it"]),
+    ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"]),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
-        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings); set"],
+        ["rollout.context_length=512: the model has 256 positions (max_position_embeddings). Fix: set"],
     ),
     (
         "rollout.context_length=512",
@@ -180,10 +180,10 @@ CASES = [
         rewards("FOLDER/missing_import.py:f"),
         ["rewards.functions: importing FOLDER/missing_import.py raised ModuleNotF"],
     ),
-    (rewards("FOLDER/leaves.py:f"), ["rewards.functions: FOLDER/leaves.py:f: importing it ended the process"]),
+    (rewards("FOLDER/leaves.py:f"), ["rewards.functions: FOLDER/leaves.py:f: the import ended the process"]),
     (
         rewards("FOLDER/crashes.py:f"),
-        ["rewards.functions: FOLDER/crashes.py:f: importing it ended the process (exit st"],
+        ["rewards.functions: FOLDER/crashes.py:f: the import ended the process (exit st"],
     ),
     (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
     (
@@ -200,28 +200,32 @@ CASES = [
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
-        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer), too many p"],
+        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer): too many p"],
     ),
     # folders and checkpoints
-    ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: it cannot be written (Not a directory"]),
-    ("run.folder=/proc/runs", ["run.folder=/proc/runs: it cannot be written"]),
-    ("run.name=latest", ["run.name=latest: this name is the link to the newest run; choose another one"]),
-    ("resume=FOLDER/none", ["resume=FOLDER/none: there is no such folder; give never, auto or the folder of a checkp"]),
+    ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),
+    ("run.folder=/proc/runs", ["run.folder=/proc/runs: not writable"]),
+    ("run.name=latest", ["run.name=latest: reserved for the link to the newest run. Fix: choose another run.name."]),
+    ("resume=FOLDER/none", ["resume=FOLDER/none: no such folder. Fix: set it to never, auto or a checkpoint folder"]),
     ("resume=FOLDER/no_model", ["FOLDER/no_model: manifest.json is missing"]),
     ("checkpoint.every_steps=1  checkpoint.keep=100000000", ["checkpoint.keep=100000000: RUNS/tiny/checkpoints has "]),
     # several at once
     (
         f"{rewards('FOLDER/good.py:g')}  data.source=FOLDER/torn.jsonl  run.folder=/proc/runs",
-        ["run.folder=/proc/runs: it", "rewards.functions: FOLDER/good.py has", "FOLDER/torn.jsonl:2: invalid JSON"],
+        [
+            "run.folder=/proc/runs: not writable",
+            "rewards.functions: FOLDER/good.py has",
+            "FOLDER/torn.jsonl:2: invalid JSON",
+        ],
     ),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "lines"), CASES, ids=[overrides[:60] for overrides, _ in CASES])
-def test_is_refused_before_anything_starts(
+def test_user_error_is_reported_before_anything_starts(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, overrides: str, lines: list[str]
 ) -> None:
-    said = error_lines("train", recipe, tmp_path / "runs", overrides, capfd)
-    for line, start in zip(said, lines, strict=True):
+    errors = error_lines("train", recipe, tmp_path / "runs", overrides, capfd)
+    for line, start in zip(errors, lines, strict=True):
         assert line.startswith(f"megarl: error: {start}")
-    assert not list(tmp_path.iterdir()), "something is left"
+    assert not list(tmp_path.iterdir()), "the command left files"

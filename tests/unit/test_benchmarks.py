@@ -1,4 +1,4 @@
-"""The benchmark scripts start, and their arithmetic holds. What they measure is not tested."""
+"""Tests that the benchmark scripts start and that their arithmetic is correct. Measurements are not tested."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "\n    run_benchma
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_explains_itself(script):
+def test_script_prints_help(script):
     done = run_script(FOLDER / script, "--help", cwd=FOLDER)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage:" in done.stdout
 
 
-def test_operations_of_an_update_are_six_for_each_weight_and_token_and_those_of_attention():
+def test_flops_are_six_per_weight_and_token_plus_attention():
     plan = json.loads(output_of("mfu.py", "--dry-run"))
     assert plan["tokens_per_microbatch"] == 8192
-    layers, head, tokens = 1_310_195_712, 151936 * 1536, 4 * 8192  # weights of matrices in Qwen2.5-1.5B
+    layers, head, tokens = 1_310_195_712, 151936 * 1536, 4 * 8192  # matrix weights of Qwen2.5-1.5B
     pairs = 32 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
     assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
 
 
 @pytest.mark.slow
-def test_the_training_step_of_a_gpu_is_measured():
+def test_gpu_training_step_is_measured():
     [step] = json.loads(output_of("h100.py", "--only", "steps", "--sizes", "small").splitlines()[-1])
     assert (step["device"], step["tokens_per_microbatch"]) == ("CPU", 1024)
     flops = step["flops_per_update"]
@@ -60,10 +60,10 @@ def test_head_is_measured_against_full_logits(tmp_path):
         assert result["share_of_logits"][side] == result[side]["extra_bytes"] / (50 * 3000 * 4)
 
 
-def test_an_update_of_samples_that_share_what_they_begin_with_keeps_its_target():
+def test_shared_prefix_updates_meet_their_target():
     recorded = figures.result("shared_prefixes")["cases"]
     assert recorded.keys() == shared_prefixes.CASES.keys()
-    # A prompt and a response each; and a prompt, five parts of each rollout, and the branch.
+    # One prompt with a response per sample; and one prompt with five parts per rollout and a branch.
     tokens = dict(zip(recorded, [512 + 8 * 128, 256 + 4 * 5 * 64 + 64], strict=True))
     for name, case in recorded.items():
         samples = shared_prefixes.CASES[name](1.0, random.Random(0))
@@ -73,7 +73,7 @@ def test_an_update_of_samples_that_share_what_they_begin_with_keeps_its_target()
         assert case["ratio_of_seconds"] <= 0.4
 
 
-def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():
+def test_mixed_lengths_have_the_requested_median_and_maximum():
     code = "from training_case import mixed_lengths; import json; print(json.dumps(mixed_lengths(1000, 5, 400)))"
     lengths = json.loads(output_of("-c", code))
     responses = sorted(response for _, response in lengths)
@@ -83,7 +83,7 @@ def test_mixed_lengths_have_the_median_and_the_longest_that_are_asked_for():
 
 
 @pytest.mark.slow
-def test_driver_is_measured_with_the_figures_that_are_shown(tmp_path, monkeypatch):
+def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     sizes = ["--prompts", "16", "--samples-per-prompt", "4", "--tokens", "100", "--ranks", "8"]
     output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
     output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
@@ -94,7 +94,7 @@ def test_driver_is_measured_with_the_figures_that_are_shown(tmp_path, monkeypatc
     )
 
 
-def test_driver_of_1024_ranks_keeps_its_targets():
+def test_driver_of_1024_ranks_meets_its_targets():
     step, start = figures.result("driver"), figures.result("start")
     assert (step["prompts"] * step["samples_per_prompt"], step["ranks"], start["ranks"]) == (16384, 1024, 1024)
     assert sum(step["driver"]["cpu_seconds"].values()) <= 3
@@ -107,8 +107,8 @@ def test_driver_of_1024_ranks_keeps_its_targets():
     assert most <= 1.1 * fewest  # memory grows with samples, not with tokens
 
 
-def test_a_small_update_changes_as_many_parameters_as_its_step_is_of_their_cells(tmp_path):
-    """Adam's first step is the learning rate, for every element whose gradient is not tiny."""
+def test_share_of_changed_parameters_follows_step_and_ulp(tmp_path):
+    """Adam's first step equals the learning rate for every element whose gradient is not tiny."""
     rate = 1e-5
     language = lost_updates.Language(0)
     lost_updates.write_model(tmp_path, language, updates=5, hidden=64, layers=1, seed=0)
@@ -119,11 +119,11 @@ def test_a_small_update_changes_as_many_parameters_as_its_step_is_of_their_cells
     weights = torch.cat([weight.flatten() for weight in tensors]).abs()
     infinity = torch.tensor(torch.inf, dtype=torch.bfloat16)
     cells = torch.nextafter(weights, infinity).double() - weights.double()
-    of_cell = (rate / cells).clamp(max=1)
+    step_in_cells = (rate / cells).clamp(max=1)
     for option in ("dithered", "stochastic rounding", "stochastic rounding, no main weights"):
-        assert changed[option] == pytest.approx(float(of_cell.mean()), rel=0.1), option
-    half_finer = (of_cell * 8 > 0.5).double().mean()  # float16 has three bits more, above its subnormals
-    assert changed["copies"] == pytest.approx(float((of_cell > 0.5).double().mean()), rel=0.1)
+        assert changed[option] == pytest.approx(float(step_in_cells.mean()), rel=0.1), option
+    half_finer = (step_in_cells * 8 > 0.5).double().mean()  # float16 has three bits more, above its subnormals
+    assert changed["copies"] == pytest.approx(float((step_in_cells > 0.5).double().mean()), rel=0.1)
     assert changed["float16"] == pytest.approx(float(half_finer), rel=0.1)
 
 
@@ -132,8 +132,8 @@ def changed_shares(store, rank, options, folder, batch, rate) -> list[float]:
 
 
 @pytest.mark.parametrize("rate", [1e-5, 1e-6])
-def test_no_option_has_learned_more_than_megarls_own(rate):
-    """Reads the recorded result, of five models and languages. Seeds differ by a percent or two."""
+def test_dithered_updates_learn_the_most(rate):
+    """Check the recorded result of five models and languages. Seeds differ by one or two percent."""
     runs = {run["option"]: run["learned"] for run in figures.result("lost_updates")["runs"] if run["lr"] == rate}
     learned = {option: sum(values) / len(values) for option, values in runs.items()}
     assert {len(values) for values in runs.values()} == {5}
@@ -142,7 +142,7 @@ def test_no_option_has_learned_more_than_megarls_own(rate):
     assert learned["copies"] < 0.8 * learned["dithered"]
 
 
-def test_stochastic_rounding_keeps_the_mean_and_takes_a_neighbour():
+def test_stochastic_rounding_is_unbiased_and_returns_neighbours():
     torch.manual_seed(0)
     values = torch.tensor([0.1, -0.1, 3.01, 1.0, 2.0**-20 * 1.003])
     rounded = lost_updates.stochastically_rounded(values.expand(20000, -1))

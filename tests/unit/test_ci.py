@@ -1,4 +1,4 @@
-"""`.ci/run` and `make test-all`, in a repository with a `make` that only prints its arguments."""
+"""Tests of `.ci/run` and `make test-all` in a repository whose `make` only prints its arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Repository:
         self.commit(".ci/verified", self.git("rev-parse", "HEAD") + "\n")
 
     def ci(self) -> list[list[str]]:
-        """Returns the arguments of each call of make."""
+        """Return the arguments of each call of make."""
         make = self._bin / "make"
         make.write_text('#!/bin/sh\necho "$@"\n')
         make.chmod(0o755)
@@ -66,7 +66,7 @@ class Repository:
         return due
 
     def test_all(self, passes: bool = True) -> str:
-        """Runs `make test-all` with a recursive make that passes or fails."""
+        """Run `make test-all` with a recursive make that passes or fails."""
         done = subprocess.run(
             [shutil.which("make"), "test-all", f"MAKE={'true' if passes else 'false'}"],
             cwd=self.folder,
@@ -83,11 +83,11 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-def test_everything_is_due_without_a_verified_commit(repository: Repository) -> None:
+def test_all_parts_are_due_without_a_verified_commit(repository: Repository) -> None:
     assert repository.due() == PARTS
 
 
-def test_everything_is_due_if_the_verified_commit_is_unknown(repository: Repository) -> None:
+def test_all_parts_are_due_if_the_verified_commit_is_unknown(repository: Repository) -> None:
     repository.commit(".ci/verified", "0123456789abcdef0123456789abcdef01234567\n")
     assert repository.due() == PARTS
 
@@ -105,7 +105,7 @@ def test_everything_is_due_if_the_verified_commit_is_unknown(repository: Reposit
         ("tools/environment/cpu-py311.lock", PARTS),
     ],
 )
-def test_a_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
+def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
     repository.verify()
     assert repository.due() == []
     repository.commit(path)
@@ -120,7 +120,7 @@ def test_each_commit_runs_a_share_by_its_hash(repository: Repository) -> None:
 
 
 def test_paths_of_the_table_exist() -> None:
-    """A renamed folder would silently be covered by no part."""
+    """Otherwise, changes in a renamed folder would trigger no part."""
     named = re.findall(r"(?:megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
     assert len(named) > 8
     assert not [path for path in named if not (ROOT / path).exists()]
@@ -131,7 +131,7 @@ def test_all_parts_are_in_test_all() -> None:
     assert set(targets) == {*ALWAYS, *PARTS, "soak"} - {"test-cluster"}, "soak includes test-cluster"
 
 
-def test_all_writes_the_commit_only_if_it_passes_on_a_clean_tree(repository: Repository) -> None:
+def test_all_records_the_commit_if_it_passes_on_a_clean_tree(repository: Repository) -> None:
     assert repository.test_all(passes=False) == ""
     (repository.folder / "new.py").touch()
     assert repository.test_all() == ""

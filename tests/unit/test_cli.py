@@ -29,14 +29,14 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`train` runs in this process, so that it can be watched."""
+    """Run `train` in this process so that tests can observe it."""
     monkeypatch.setattr(supervisor, "supervised", lambda *_: nullcontext(tmp_path))
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A folder with a config.json alone."""
+    """A folder with only a config.json."""
     sizes = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8, vocab_size=100)
     config = {"model_type": "llama", "max_position_embeddings": 512, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -44,21 +44,23 @@ def model(tmp_path: Path) -> str:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `megarl ARGUMENTS`, run in this process."""
+    """Run `megarl ARGUMENTS` in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
     with pytest.raises(SystemExit) as exit:
         cli.main()
     return exit.value.code
 
 
-def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_prints_the_resolved_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3", "actor.optimizer.lr=-0") == 2
     assert "actor.optimizer.lr=0: expected more than 0" in capsys.readouterr().err
     assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3") == 0
     assert capsys.readouterr().out == dump(load(QUICKSTART, ["run.steps=3"]))
 
 
-def test_config_explain(
+def test_config_explain_prints_the_batch_arithmetic(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_with_config: Path
 ) -> None:
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
@@ -66,7 +68,7 @@ def test_config_explain(
     assert "x dp 2 = world size" in capsys.readouterr().out
 
 
-def test_config_explain_says_whether_the_keys_fit_the_model(
+def test_config_explain_checks_keys_against_the_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
     def explained(*overrides: str) -> tuple[int, str, str]:
@@ -75,7 +77,7 @@ def test_config_explain_says_whether_the_keys_fit_the_model(
         return code, out.splitlines()[-1], err
 
     even = "actor.layout.last_stage_layers=null"
-    assert explained(even) == (0, f"model       model.path={model}: the keys fit its config.json", "")
+    assert explained(even) == (0, f"model       model.path={model}: config.json fits the recipe", "")
     code, _, error = explained(even, "actor.layout.pp=40")
     assert code == 2
     assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
@@ -88,17 +90,19 @@ def test_config_explain_says_whether_the_keys_fit_the_model(
     assert explained(even, "algorithm.advantage.estimator=gae", "critic.layout.tp=3")[0] == 2
 
 
-def test_config_explain_of_a_model_that_is_not_here(
+def test_config_explain_handles_missing_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=/no/model") == 2
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, as it is not a folder on this")
+    assert last.startswith("model       model.path=nobody/no-model: not checked, because it is not a folder on this")
 
 
-def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_algorithms_lists_all_names_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "algorithms") == 0
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("  grpo: (r_i − mean(r)) / (std(r) + std_epsilon)")
@@ -114,17 +118,17 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, *OBJECTIVES])
-def test_one_algorithm_with_the_lines_that_choose_it(
+def test_algorithms_prints_recipe_lines_for_one_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     assert run(monkeypatch, "algorithms", name) == 0
-    said, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe ")
+    description, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe ")
     spec = (ESTIMATORS | OBJECTIVES)[name]
-    assert spec.formula in said and spec.paper in said
+    assert spec.formula in description and spec.paper in description
     lines = lines.partition("\n\n")[2]
     recipe = tmp_path / "recipe.yaml"
     values = []
-    for text in (lines, lines.replace("# ", "")):  # without its options, and with all of them
+    for text in (lines, lines.replace("# ", "")):  # with default options, and with all options set
         recipe.write_text("base: base.yaml\n" + text)
         algorithm = load(recipe, ["model.path=m", "data.source=rows.jsonl"]).algorithm
         chosen = algorithm.advantage if name in ESTIMATORS else algorithm.objective
@@ -133,7 +137,7 @@ def test_one_algorithm_with_the_lines_that_choose_it(
     assert values[0] == values[1] == spec.options
 
 
-def test_init(
+def test_init_writes_a_valid_recipe_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache_with_config: Path
 ) -> None:
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
@@ -148,7 +152,9 @@ def test_init(
     )
 
 
-def test_no_algorithm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_algorithm_raises_with_suggestions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "algorithms", "GRP0") == 2
     line = "megarl: error: GRP0: not an estimator or objective; did you mean grpo?\n"
     assert capsys.readouterr().err == line
@@ -156,12 +162,12 @@ def test_no_algorithm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "; choose from policy_gradient, " in capsys.readouterr().err
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
 
 
-def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_returns_the_exit_code_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Config, Path]] = []
     replace(monkeypatch, "train", main=lambda config, scratch: seen.append((config, scratch)) or 7)
     keys = ["run.steps=3", f"run.folder={tmp_path}"]
@@ -169,7 +175,7 @@ def test_train_exits_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch, t
     assert seen == [(load(QUICKSTART, keys), tmp_path)]
 
 
-def test_train_has_the_grace_time_of_its_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_uses_checkpoint_grace_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[float] = []
     replace(monkeypatch, "train", main=lambda config, scratch: 0)
     monkeypatch.setattr(supervisor, "supervised", lambda grace_s: seen.append(grace_s) or nullcontext(tmp_path))
@@ -177,11 +183,13 @@ def test_train_has_the_grace_time_of_its_checkpoints(monkeypatch: pytest.MonkeyP
     assert seen == [280]
 
 
-def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_reshard_prints_plan_and_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
     arguments = ["reshard", "--model", model, "--from", "tp=2,dp=2", "--to", "vllm:tp=1,replicas=4", "--nodes-of", "4"]
     assert run(monkeypatch, *arguments, "--bandwidth", "inter=50GB/s,intra=400GB/s", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == [
+    summary = json.loads(capsys.readouterr().out)
+    assert list(summary) == [
         "bytes_total",
         "bytes_wasted",
         "bytes_by_link",
@@ -198,8 +206,8 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         "ranks_destination",
         "plan_hash",
     ]
-    assert (found["bytes_wasted"], found["written_once"]) == (0, True)
-    assert sum(found["bytes_by_link"].values()) == found["bytes_total"]
+    assert (summary["bytes_wasted"], summary["written_once"]) == (0, True)
+    assert sum(summary["bytes_by_link"].values()) == summary["bytes_total"]
     assert run(monkeypatch, *arguments) == 0
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
@@ -208,7 +216,9 @@ def test_reshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
-def test_reshard_of_a_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_reshard_previews_the_refit_of_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
     keys = [f"model.path={model}", "actor.layout={tp: 2, pp: 1, last_stage_layers: null}", "rollout.tp=2"]
     arguments = ["reshard", QUICKSTART, *keys]
     assert run(monkeypatch, *arguments) == 0
@@ -220,7 +230,8 @@ def test_reshard_of_a_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert run(monkeypatch, *arguments, "--to", "hf") == 2
     assert "--to: " in capsys.readouterr().err
     assert run(monkeypatch, "reshard", "--from", "tp=2") == 2
-    assert capsys.readouterr().err == "megarl: error: --model: it is missing; give --model, --from, --to, or a recipe\n"
+    expected = "megarl: error: --model: missing. Fix: pass --model, --from, --to, or a recipe.\n"
+    assert capsys.readouterr().err == expected
 
 
 SETS = "evaluation.sets=[{name: a}]"
@@ -229,16 +240,16 @@ SETS = "evaluation.sets=[{name: a}]"
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ([], "evaluation.sets=[]: there is nothing to evaluate; list some in the recipe"),
+        ([], "evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe."),
         (
             [SETS, "cluster.nodes=2"],
-            "cluster.nodes=2: megarl evaluate has this machine alone; set cluster.nodes=1, and",
+            "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: already there, and nothing is overwritten; name another folder"),
+        ([SETS, "--out", "FOLDER"], "--out FOLDER: already exists. Fix: choose another folder."),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )
-def test_evaluate_says_what_is_wrong_before_anything_starts(
+def test_evaluate_reports_errors_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], line: str
 ) -> None:
     keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
@@ -253,7 +264,7 @@ def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == "runs/latest/report.html\n"
 
 
-def test_user_errors_are_lines_without_a_traceback(
+def test_user_errors_are_printed_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(config: Config, scratch: Path) -> int:
@@ -293,7 +304,7 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
         ["reshard", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
     ],
 )
-def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: str) -> None:
+def test_command_is_fast_and_has_no_heavy_imports(arguments: list[str], model: str) -> None:
     code = (
         "import atexit, json, sys\n"
         "atexit.register(lambda: print('\\n' + json.dumps(list(sys.modules))))\n"
@@ -310,16 +321,16 @@ def test_command_is_quick_and_loads_nothing_heavy(arguments: list[str], model: s
 
 
 def cpu_seconds_of_children() -> float:
-    """Unlike the clock, it does not grow while other processes have the machine."""
+    """Return the CPU time of child processes, which other load on the machine does not affect."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
-    """Puts a stand-in in the place of the module megarl.NAME."""
-    stand_in = SimpleNamespace(**functions)
-    monkeypatch.setitem(sys.modules, f"megarl.{name}", stand_in)
-    monkeypatch.setattr(megarl, name, stand_in, raising=False)
+    """Replace the module megarl.NAME with a fake that has these functions."""
+    fake = SimpleNamespace(**functions)
+    monkeypatch.setitem(sys.modules, f"megarl.{name}", fake)
+    monkeypatch.setattr(megarl, name, fake, raising=False)
 
 
 PLAN_MODEL = dict(
@@ -353,18 +364,18 @@ def planned_model(tmp_path: Path) -> str:
     return f"model.path={folder}"
 
 
-def test_plan_needs_none_of_the_libraries_that_a_run_needs(planned_model: str, tmp_path: Path) -> None:
+def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB"]
     command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html"), "--simulate"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n1  " in done.stdout and "most of it" in done.stdout
+    assert "\n1  " in done.stdout and "mostly" in done.stdout
     assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
 
 
-def test_plan_writes_a_recipe_that_is_the_plan(
+def test_plan_emits_a_recipe_with_the_planned_layout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "planned.yaml")
@@ -380,18 +391,20 @@ def test_plan_writes_a_recipe_that_is_the_plan(
         line for line in first.splitlines() if line.startswith("time")
     ]
     assert run(monkeypatch, *command) == 2
-    assert "already there, and nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
 
-def test_plan_as_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str) -> None:
+def test_plan_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
+) -> None:
     keys = (planned_model, "data.source=arithmetic")
     assert run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", *keys, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["gpus"], len(found["plans"])) == ("8xH100-80GB", 5)
-    seconds = [plan["step_seconds"] for plan in found["plans"]]
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["gpus"], len(planned["plans"])) == ("8xH100-80GB", 5)
+    seconds = [plan["step_seconds"] for plan in planned["plans"]]
     assert seconds == sorted(seconds)
-    for plan in found["plans"]:
+    for plan in planned["plans"]:
         assert sum(plan["phase_seconds"].values()) == pytest.approx(plan["step_seconds"])
         assert all(0 < sum(parts.values()) <= 80 * 2**30 for parts in plan["gpu_bytes"].values())
 
@@ -405,10 +418,10 @@ def test_plan_as_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             ("rollout.replicas=2",),
             "rollout.replicas=2: colocated, each GPU has a rank of the actor and one of an engine",
         ),
-        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe's ranks are on 16 GPUs; give --gpus 16xH100-80GB"),
+        (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe needs 16 GPUs. Fix: use --gpus 16xH100-80GB"),
     ],
 )
-def test_plan_refuses_a_recipe_that_cannot_fit(
+def test_plan_raises_for_a_layout_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     planned_model: str,
@@ -423,7 +436,7 @@ def test_plan_refuses_a_recipe_that_cannot_fit(
     assert problem in error.splitlines()[0] and error.startswith("megarl: error: ")
 
 
-def test_plan_says_how_many_gpus_are_enough(
+def test_plan_suggests_a_sufficient_number_of_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
 ) -> None:
     recipe = str(ROOT / "configs" / "base.yaml")

@@ -1,4 +1,4 @@
-"""`megarl convert`: its arguments and its output."""
+"""Tests of the arguments and output of `megarl convert`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLI = ROOT / "megarl" / "cli.py"
 
 
 def convert(*arguments: str | Path) -> str:
-    """Run the command in this process, which stays as it is, and return its output."""
+    """Run the command in this process without its process setup, and return its output."""
     with patch("megarl.convert.prepare_process"):
         return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_and_back(model, tmp_path):
+def test_round_trip_preserves_all_tensors(model, tmp_path):
     shown = convert("megatron-to-hf", "--checkpoint", model / "checkpoint", "--out", tmp_path / "back")
     before = {name: t for path in (model / "hf").glob("*.safetensors") for name, t in load_file(path).items()}
     after = load_file(tmp_path / "back" / "model.safetensors")
@@ -47,22 +47,22 @@ def test_there_and_back(model, tmp_path):
     assert "written" in shown and "verified" in shown and "back: 0.000 GB of tensors" in shown
 
 
-def test_another_layout_without_reading_back(model, tmp_path):
+def test_reshape_without_verification(model, tmp_path):
     arguments = ("--checkpoint", model / "checkpoint", "--out", tmp_path / "new", "--pp", 2, "--first-stage-layers", 1)
     shown = convert("reshape", *arguments, "--no-verify", "--dtype", "float32")
     assert "verified" not in shown
-    found = json.loads(convert("inspect", tmp_path / "new", "--json"))
-    assert found["model"] == "llama" and len(found["files"]) == 2 and found["companions"] == []
-    assert found["tensors"]["decoder.layers.3.mlp.linear_fc1.weight"] == [[36, 12], "float32", 2]
+    description = json.loads(convert("inspect", tmp_path / "new", "--json"))
+    assert description["model"] == "llama" and len(description["files"]) == 2 and description["companions"] == []
+    assert description["tensors"]["decoder.layers.3.mlp.linear_fc1.weight"] == [[36, 12], "float32", 2]
 
 
-def test_what_a_person_sees_of_a_checkpoint(model):
+def test_inspect_prints_a_readable_summary(model):
     shown = convert("inspect", model / "checkpoint")
     assert "llama\n" in shown and "GB in 6 files" in shown
     assert "  decoder.layers.0.self_attention.linear_qkv.weight  [24, 12]  bfloat16  in 3\n" in shown
 
 
-def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
+def test_inspect_names_the_initial_model_of_a_run(model, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.begin(1)
     folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
@@ -70,7 +70,7 @@ def test_a_runs_checkpoint_names_the_model_that_it_began_with(model, tmp_path):
     assert ": actor of a run after step 1, started from org/model\n" in convert("inspect", folder)
 
 
-def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
+def test_errors_are_one_line_and_name_options(model, tmp_path):
     arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
     done = run_script(CLI, "convert", "hf-to-megatron", *arguments, cwd=ROOT)
     expected = "megarl: error: --tp=2: 3 num_key_value_heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3\n"
@@ -81,7 +81,7 @@ def test_errors_are_one_line_in_the_words_of_the_options(model, tmp_path):
 
 
 def with_command(body: str) -> str:
-    """A script that runs the tool with another command, of these lines."""
+    """Return a script that adds a command with this body to `megarl convert` and runs it."""
     lines = "\n    ".join(body.splitlines())
     return f"""
 import os, signal, sys
@@ -94,7 +94,7 @@ cli.main()
 """
 
 
-def test_a_termination_unwinds_what_is_under_way(tmp_path):
+def test_sigterm_unwinds_the_command(tmp_path):
     stuck = """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -106,8 +106,8 @@ finally:
     assert (done.returncode, done.stdout, done.stderr) == (143, "tidied up\n", "")
 
 
-def test_no_compiler_is_loaded():
-    """The program runs in a process of its own, as the one that runs the tests has the compiler; and Megatron's import
+def test_convert_does_not_load_the_compiler():
+    """The command runs in a separate process, because the test process has loaded the compiler. Importing Megatron
     prints nothing."""
     loaded = """
 import megarl.megatron.checkpoint.conversion

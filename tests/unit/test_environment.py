@@ -1,5 +1,5 @@
-"""The environment's build finds the CPU build of torch, or says in one line what to set. Python and pip are stubs: the
-first makes a folder with the second in it, which knows the indexes that the test gives it."""
+"""Tests that the environment's build finds the CPU build of torch, or prints one line with the remedy. Python and pip
+are stubs. The test sets the indexes that have torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ exit 1
 
 @pytest.fixture
 def build(tmp_path):
-    """Returns what builds with the indexes that have torch: its end, the calls of pip, and the environment's folder."""
+    """Return a function that runs the build, given the indexes that have torch. It returns the finished process, the
+    calls of pip and the environment's folder."""
     for name, stub in (("python", PYTHON), ("pip", PIP)):
         (tmp_path / name).write_text(stub)
         (tmp_path / name).chmod(0o755)
@@ -51,7 +52,7 @@ def build(tmp_path):
     return run
 
 
-def test_torch_comes_from_the_indexes_that_pip_is_configured_with(build):
+def test_configured_indexes_are_tried_first(build):
     done, calls, venv = build("configured", PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any("--index-url" in call for call in calls)
@@ -59,14 +60,14 @@ def test_torch_comes_from_the_indexes_that_pip_is_configured_with(build):
     assert venv.is_dir()
 
 
-def test_torch_comes_from_pytorchs_index_where_those_have_none(build):
+def test_pytorch_index_is_the_fallback(build):
     done, calls, venv = build(PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
     assert [call.endswith(f"--index-url {PYTORCH} {TORCH}") for call in calls] == [False, True, False, False]
     assert venv.is_dir()
 
 
-def test_one_line_says_what_to_set_where_no_index_has_torch(build):
+def test_missing_torch_build_prints_a_one_line_remedy(build):
     done, calls, venv = build()
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
@@ -75,7 +76,7 @@ def test_one_line_says_what_to_set_where_no_index_has_torch(build):
     assert not venv.exists()
 
 
-def test_another_python_is_refused_before_anything_is_made(build, tmp_path):
+def test_unsupported_python_is_rejected_first(build, tmp_path):
     (tmp_path / "python").write_text("#!/usr/bin/env bash\nexit 1\n")
     done, calls, venv = build("configured")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The import rules of the package, enforced on its source: imports go down only, heavy libraries stay in their room."""
+"""Enforces the package's import rules: imports go down only, and each heavy library has one owner."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ LAYERS = (
     ("convert.py", "train.py", "finetune.py"),
     ("cli.py",),
 )
-"""The rooms from the bottom to the top, as folders and files of megarl/. A module may import its own layer and those
-below; the longest path that matches it counts. The config is above algorithms, whose SPECs are its options."""
+"""The layers from bottom to top, as folders and files of megarl/. A module may import its own layer and lower ones. The
+longest matching path counts. The config is above algorithms, because their SPECs define its options."""
 
-STRANGERS = {
+FORBIDDEN = {
     ("megatron", "rollout"),
     ("rollout", "megatron"),
     ("rewards", "environments"),
     ("train", "planner"),
     ("finetune", "planner"),
 }
-"""Pairs of rooms of which the first does not import the second, although its layer would allow it."""
+"""Pairs (importer, imported) that are forbidden although the layers would allow them."""
 
 OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
-"""Library -> the only room that imports it."""
+"""Maps each library to the only top-level package that imports it."""
 
 HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
 
@@ -77,7 +77,7 @@ LIGHT = (
     "planner",
     "launch",
 )
-"""The parts that import nothing heavy at module level, but for TENSOR_RESHARDING."""
+"""The parts without heavy imports at module level, except for TENSOR_RESHARDING."""
 
 DEVICE_FILES = (
     "megarl/core/device.py",
@@ -89,22 +89,21 @@ DEVICE_FILES = (
 
 
 def violations(file: str, source: str) -> list[str]:
-    """Returns the breaches of the rules in a file. `file` is its path from the root, such as
-    megarl/ops/linear_head.py."""
+    """Return the rule violations in a file. `file` is its path from the root, such as megarl/ops/linear_head.py."""
     module = module_of(file)
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
     tree = ast.parse(source)
-    found: list[tuple[int, str]] = []
+    problems: list[tuple[int, str]] = []
     if layer(module) is None:
-        found.append((1, f"{module} belongs to no layer"))
+        problems.append((1, f"{module} belongs to no layer"))
     for line, target in imports(ast.walk(tree), package):
-        found += [(line, problem) for problem in import_problems(module, target)]
+        problems += [(line, problem) for problem in import_problems(module, target)]
     if is_light(module):
-        at_start = imports(run_at_import(tree), package)
-        found += [(line, f"loads {name} at module level") for line, name in at_start if name.split(".")[0] in HEAVY]
+        top_level = imports(run_at_import(tree), package)
+        problems += [(line, f"loads {name} at module level") for line, name in top_level if name.split(".")[0] in HEAVY]
     if not any(fnmatch(file, pattern) for pattern in DEVICE_FILES):
-        found += [(line, f"names a device: {text}") for line, text in devices(tree, package)]
-    return [f"{file}:{line}: {problem}" for line, problem in found]
+        problems += [(line, f"names a device: {text}") for line, text in devices(tree, package)]
+    return [f"{file}:{line}: {problem}" for line, problem in problems]
 
 
 def import_problems(module: str, target: str) -> Iterator[str]:
@@ -115,12 +114,12 @@ def import_problems(module: str, target: str) -> Iterator[str]:
         return
     if (layer(module) or 0) < layer(target):
         yield f"{target} is in a layer above"
-    if (room(module), room(target)) in STRANGERS:
+    if (room(module), room(target)) in FORBIDDEN:
         yield f"{target}: the rooms do not import each other"
 
 
 def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of everything imported; `from a import b` gives a.b."""
+    """Yield (line, absolute name) of every import. `from a import b` yields a.b."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -130,12 +129,12 @@ def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]
 
 
 def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes outside of functions and of `if TYPE_CHECKING` blocks."""
+    """Yield the nodes outside functions and `if TYPE_CHECKING` blocks."""
     return run(tree, in_functions=False)
 
 
 def run(tree: ast.AST, in_functions: bool = True) -> Iterator[ast.AST]:
-    """The nodes outside of `if TYPE_CHECKING` blocks."""
+    """Yield the nodes outside `if TYPE_CHECKING` blocks."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not in_functions:
             continue
@@ -146,7 +145,7 @@ def run(tree: ast.AST, in_functions: bool = True) -> Iterator[ast.AST]:
 
 
 def devices(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of literals such as "cuda:0" or "nccl", of every `.cuda`, and of imports from torch.cuda."""
+    """Yield (line, text) of literals such as "cuda:0" or "nccl", of every `.cuda`, and of imports from torch.cuda."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = set(re.split("[:,]", node.value))
@@ -168,17 +167,17 @@ def room(module: str) -> str:
 
 
 def place(module: str) -> str:
-    """Its place in the table: a path in megarl/, such as ops/linear_head. A folder in it ends where a name does."""
+    """Return the module's path in megarl/, such as ops/linear_head."""
     return module.removeprefix("megarl").removeprefix(".").replace(".", "/")
 
 
 def is_in(module: str, part: str) -> bool:
-    """part: a folder or file of megarl/."""
+    """Return whether the module is in `part`, a folder or file of megarl/."""
     return f"{place(module)}/".startswith(part.removesuffix(".py") + "/")
 
 
 def layer(module: str) -> int | None:
-    """Its height from 0, the package itself included; None for a name that LAYERS does not know."""
+    """Return the module's layer from 0, None if LAYERS does not list it."""
     if module == "megarl":
         return 0
     known = [(len(part), height) for height, parts in enumerate(LAYERS) for part in parts if is_in(module, part)]
@@ -191,35 +190,35 @@ def is_light(module: str) -> bool:
     return module == "megarl" or any(is_in(module, part) for part in LIGHT)
 
 
-def test_the_rules_name_nothing_that_is_not_there() -> None:
+def test_paths_in_the_rules_exist() -> None:
     named = [part for parts in LAYERS for part in parts]
     assert [part for part in (*named, *LIGHT, *TENSOR_RESHARDING) if not (ROOT / "megarl" / part).exists()] == []
     assert [pattern for pattern in DEVICE_FILES if not any(fnmatch(file, pattern) for file in FILES)] == []
 
 
-def test_the_root_holds_only_what_a_reader_opens_first() -> None:
-    in_the_root = {path.name for path in (ROOT / "megarl").glob("*.py")}
-    assert in_the_root == {"__init__.py", "cli.py", "convert.py", "train.py", "finetune.py"}
+def test_root_contains_only_the_entry_points() -> None:
+    root_files = {path.name for path in (ROOT / "megarl").glob("*.py")}
+    assert root_files == {"__init__.py", "cli.py", "convert.py", "train.py", "finetune.py"}
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_source_keeps_the_import_rules(file: str) -> None:
+def test_source_follows_the_import_rules(file: str) -> None:
     assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
 
 
-def test_no_file_imports_itself_through_others() -> None:
-    """Imports inside functions count, because they are how circles hide; imports for type checking alone do not."""
+def test_there_are_no_circular_imports() -> None:
+    """Imports inside functions count, because they can hide circles. Imports for type checking do not count."""
     assert circles({file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}) == []
 
 
 def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Returns the groups of modules that import each other, directly or through others. sources: text by path."""
+    """Return the modules of a circular import, directly or through other modules. `sources` maps paths to text."""
     modules = {module_of(file): file for file in sources}
     graph = TopologicalSorter()
     for module, file in modules.items():
         package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
         targets = (target for _, target in imports(run(ast.parse(sources[file])), package))
-        graph.add(module, *{found for target in targets if (found := known(target, modules)) not in (None, module)})
+        graph.add(module, *{name for target in targets if (name := known(target, modules)) not in (None, module)})
     try:
         graph.prepare()
     except CycleError as error:
@@ -228,14 +227,14 @@ def circles(sources: Mapping[str, str]) -> list[list[str]]:
 
 
 def known(target: str, modules: Collection[str]) -> str | None:
-    """Returns the module that an imported name is, or is in."""
+    """Return the module that an imported name refers to or is defined in."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None
 
 
 PLANTED = [
-    # file, source, what the checker must say
+    # file, source, expected problem
     ("megarl/ops/a.py", "import megarl.train", "megarl.train is in a layer above"),
     ("megarl/ops/a.py", "from megarl import cluster", "megarl.cluster is in a layer above"),
     ("megarl/ops/a.py", "def f():\n    from megarl.cluster.session import Session", "in a layer above"),
@@ -282,10 +281,9 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("file", "source", "problem"), PLANTED)
-def test_checker_sees_a_planted_violation(file: str, source: str, problem: str) -> None:
-    found = violations(file, source)
-    assert len(found) == 1
-    assert found[0].startswith(f"{file}:") and problem in found[0]
+def test_checker_detects_a_planted_violation(file: str, source: str, problem: str) -> None:
+    [violation] = violations(file, source)
+    assert violation.startswith(f"{file}:") and problem in violation
 
 
 @pytest.mark.parametrize(
@@ -304,7 +302,7 @@ def test_checker_sees_a_planted_violation(file: str, source: str, problem: str) 
         ("megarl/ops/a.py", '"""On cuda: nccl, on CPU: gloo."""\nfrom megarl import __version__, device'),
     ],
 )
-def test_checker_accepts_what_is_allowed(file: str, source: str) -> None:
+def test_checker_accepts_allowed_imports(file: str, source: str) -> None:
     assert violations(file, source) == []
 
 
@@ -316,14 +314,14 @@ CIRCLE = {
 }
 
 
-def test_circles_are_found_in_functions_too() -> None:
+def test_circles_through_functions_are_detected() -> None:
     assert circles(CIRCLE) == [["megarl.data.a", "megarl.data.b", "megarl.data.c"]]
     for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarl.data.a"
     assert circles({**CIRCLE, "megarl/data/c.py": for_types}) == []
 
 
-def test_light_modules_load_nothing_heavy() -> None:
-    """Nothing heavy comes in through what they import either, which the source of one file cannot tell."""
+def test_light_modules_have_no_heavy_transitive_imports() -> None:
+    """The source of a single file does not show transitive imports."""
     modules = [module_of(file) for file in FILES if is_light(module_of(file))]
     assert {"megarl", "megarl.cli", "megarl.config.load"} <= set(modules)
     code = (
@@ -336,8 +334,8 @@ def test_light_modules_load_nothing_heavy() -> None:
     assert HEAVY.isdisjoint(loaded)
 
 
-def test_the_process_of_rewards_starts_without_torch() -> None:
-    """Its users' functions may want it; its own start would take twice as long."""
+def test_reward_process_starts_without_torch() -> None:
+    """Importing torch would double its startup time. Custom reward functions may still import it."""
     code = "import sys, megarl.cluster.groups.rewards; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
@@ -351,20 +349,20 @@ DISTRIBUTIONS = {
     "triton": "torch",
     "yaml": "pyyaml",
 }
-"""The distributions that bring packages of another name, by package."""
+"""Maps packages to their distributions where the names differ."""
 
 
 OTHER_PYTHONS = {"megarl/environments/sessions/verifiers_program.py"}
-"""Programs that are run by a Python of their own, which has what they import."""
+"""Programs that run in a separate Python environment with their own dependencies."""
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = ("run", "gpu", "rewards", "trackers")
-    requirements = [*project["dependencies"], *(name for extra in wanted for name in extras[extra])]
+    names = ("run", "gpu", "rewards", "trackers")
+    requirements = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}
-    strangers = packages - {"megarl"} - sys.stdlib_module_names
-    assert {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in strangers} - declared == set()
+    third_party = packages - {"megarl"} - sys.stdlib_module_names
+    assert {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in third_party} - declared == set()

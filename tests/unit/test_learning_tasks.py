@@ -1,4 +1,4 @@
-"""The measures of the learning runs: optima and scores that are known, and puzzles that have one solution."""
+"""Tests of the learning tasks: known optima and scores, and puzzles with a unique solution."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_token_s
     ids=["reverse", "forward"],
 )
 @pytest.mark.parametrize("beta", [0.3, 2.0])
-def test_the_optimum_is_where_gradient_ascent_ends(optimum, divergence, beta):
+def test_closed_form_optimum_equals_gradient_ascent(optimum, divergence, beta):
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(3, 6, dtype=torch.float64, generator=generator).log_softmax(-1)
     rewards = torch.randn(6, dtype=torch.float64, generator=generator)
@@ -38,7 +38,7 @@ def test_the_optimum_is_where_gradient_ascent_ends(optimum, divergence, beta):
     torch.testing.assert_close(optimum(reference, rewards, beta).exp(), logits.detach().softmax(-1), rtol=0, atol=1e-5)
 
 
-def test_a_token_has_its_score_whatever_comes_before(tmp_path):
+def test_token_scores_are_independent_of_context(tmp_path):
     write_token_scorer(tmp_path, [7, 11])
     model = AutoModelForTokenClassification.from_pretrained(tmp_path)
     ids = torch.tensor([[3, 7, 50, 11, 11, 127, 7]])
@@ -47,8 +47,8 @@ def test_a_token_has_its_score_whatever_comes_before(tmp_path):
     torch.testing.assert_close(scores, torch.tensor([0.0, 1, 0, 1, 1, 0, 1]), rtol=0, atol=1e-5)
 
 
-def test_of_all_that_can_be_supposed_of_a_puzzle_its_solution_alone_fits():
-    """The solution is that of reasoning-gym, and the reward is the one that the runs have."""
+def test_only_the_solution_of_a_puzzle_fits():
+    """The solution is reasoning-gym's, and the reward function is the one used in the runs."""
     for puzzle in puzzles(40, seed=3):
         thoughts = {roles: thought(puzzle.statements, roles) for roles in product((True, False), repeat=len(PEOPLE))}
         assert all(text.endswith((FITS, NOT)) for text in thoughts.values())

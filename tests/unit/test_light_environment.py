@@ -1,5 +1,5 @@
-"""What looks at recipes and machines works where nothing is installed but the core: megarl from a wheel, and links to
-its own dependencies and to those that they ask for."""
+"""Tests that inspection commands work with only the core dependencies. megarl is installed from a wheel, with links to
+its transitive dependencies."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "megarl", "configs", "launc
 
 
 def closure() -> set[str]:
-    """Returns the names of the distributions that pip would install for megarl without extras."""
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    waiting, found = [(Requirement(line), "") for line in asked], set()
-    while waiting:
-        requirement, extra = waiting.pop()
+    """Return the names of the distributions that pip would install for megarl without extras."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pending, visited = [(Requirement(line), "") for line in dependencies], set()
+    while pending:
+        requirement, extra = pending.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
-        for wanted in ("", *requirement.extras):
-            if (requirement.name, wanted) in found:
+        for requested in ("", *requirement.extras):
+            if (requirement.name, requested) in visited:
                 continue
-            found.add((requirement.name, wanted))
+            visited.add((requirement.name, requested))
             try:
-                needs = distribution(requirement.name).requires or []
-            except PackageNotFoundError:  # for another system or Python
+                requires = distribution(requirement.name).requires or []
+            except PackageNotFoundError:  # only for other systems or Python versions
                 continue
-            waiting += [(Requirement(line), wanted) for line in needs]
-    return {name for name, _ in found}
+            pending += [(Requirement(line), requested) for line in requires]
+    return {name for name, _ in visited}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def build_wheel(source: Path) -> Path:
-    """Returns megarl's wheel, built in a folder to which the checkout is copied: a build leaves files where it runs."""
+    """Build megarl's wheel and return it. The checkout is copied first, because the build leaves files behind."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -77,45 +77,45 @@ def build_wheel(source: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with the config.json of a model."""
+    """A folder with a model's config.json."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-7B"]))
     return tmp_path
 
 
 def megarl(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of megarl, with RECIPES for the folder of its recipes, and FOLDER for the one that it runs in."""
-    places = {"RECIPES": site / "megarl" / "config" / "recipes", "FOLDER": cwd}
-    for word, place in places.items():
-        arguments = [argument.replace(word, str(place)) for argument in arguments]
+    """Run a megarl command. RECIPES in its arguments stands for the recipe folder, FOLDER for the working directory."""
+    folders = {"RECIPES": site / "megarl" / "config" / "recipes", "FOLDER": cwd}
+    for placeholder, path in folders.items():
+        arguments = [argument.replace(placeholder, str(path)) for argument in arguments]
     return run(site, "-m", "megarl.cli", *arguments, cwd=cwd)
 
 
 def run(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # Runs may not lie in the folder of temporary files, which that of the tests may be in.
+    # A run folder must not be inside the temporary directory, but the tests' folder may be.
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
-    command = [sys.executable, "-S", *command]  # without the site's packages
+    command = [sys.executable, "-S", *command]  # without site-packages
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S)
 
 
-def test_nothing_else_is_there(site, tmp_path):
+def test_heavy_packages_are_absent(site, tmp_path):
     code = f"import importlib.util; print([n for n in {ABSENT} if importlib.util.find_spec(n)])"
     assert run(site, "-c", code, cwd=tmp_path).stdout == "[]\n"
     code = "import megarl; print(megarl.__file__)"
     assert run(site, "-c", code, cwd=tmp_path).stdout == f"{site}/megarl/__init__.py\n"
 
 
-def test_the_wheel_has_what_the_checkout_has(site):
-    """Every file of the package, and the recipes and the script of a job, which are beside it in the checkout."""
+def test_wheel_contains_package_recipes_and_job_script(site):
+    """The recipes and the job script are outside the package in the checkout."""
     expected = files(ROOT / "megarl")
     expected |= {f"config/recipes/{name}": text for name, text in files(CONFIGS).items()}
     expected["launch/slurm.sbatch"] = (ROOT / "launch" / "slurm.sbatch").read_bytes()
-    found = files(site / "megarl")
-    assert found.keys() == expected.keys()
-    assert [name for name in found if found[name] != expected[name]] == []
+    installed = files(site / "megarl")
+    assert installed.keys() == expected.keys()
+    assert [name for name in installed if installed[name] != expected[name]] == []
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Returns the contents of a folder's files by their paths in it, without bytecode and what only documents it."""
+    """Return the contents of a folder's files by relative path, without bytecode and Markdown files."""
     paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".pyc"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
@@ -136,28 +136,28 @@ PLAN = ("plan", "RECIPES/h100/qwen2.5-7b-8xh100-grpo.yaml", "--gpus", "8xH100-80
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_commands_that_look(site, folder, arguments):
+def test_inspection_commands_succeed(site, folder, arguments):
     done = megarl(site, *arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
 
-def test_a_plan_says_what_its_page_needs_before_anything_is_written(site, folder):
+def test_plan_html_requires_matplotlib_before_writing(site, folder):
     done = megarl(site, *PLAN, "--html", "page.html", "--emit", "recipe.yaml", cwd=folder)
-    line = "megarl: error: --html page.html: it needs matplotlib; pip install 'megarl[run]'\n"
+    line = "megarl: error: --html page.html: requires matplotlib. Fix: pip install 'megarl[run]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [file.name for file in folder.iterdir()] == ["config.json"]
 
 
-def test_init_writes_a_recipe_that_can_be_shown(site, tmp_path):
+def test_init_writes_a_loadable_recipe(site, tmp_path):
     assert megarl(site, "init", cwd=tmp_path).returncode == 0
     [recipe] = tmp_path.glob("*.yaml")
     done = megarl(site, "config", "show", recipe.name, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == dump(load(recipe))  # here base.yaml is the checkout's
+    assert done.stdout == dump(load(recipe))  # in this process, base.yaml is the checkout's
 
 
-def test_the_doctor_says_what_is_missing(site, tmp_path):
+def test_doctor_lists_missing_packages(site, tmp_path):
     done = megarl(site, "doctor", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "to be changed: torch, megatron-core, vllm, ray, transformers" in done.stdout
+    assert "problems: torch, megatron-core, vllm, ray, transformers" in done.stdout

@@ -1,4 +1,4 @@
-"""No test has a time limit of its own beside those of tests/timing.py."""
+"""Checks that all time limits of tests are defined in tests/timing.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LIMITS = [
 ]
 
 
-def test_every_limit_is_in_one_file() -> None:
+def test_time_limits_are_defined_in_one_file() -> None:
     files = [file for file in (ROOT / "tests").rglob("*.py") if file.name not in ("timing.py", "test_timing.py")]
-    found = [
+    offending = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in files
         for line in file.read_text().splitlines()
         if any(re.search(limit, line) for limit in LIMITS)
     ]
-    assert found == []
+    assert offending == []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -214,7 +214,7 @@ class EngineGroup(VllmGroup):
         refit replaces as a whole need not be kept, but vLLM's own loader may leave some of them as they are."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
-    def _switch(self, call: RemoteCall[None, Any, Unpack[Ts]], applies: bool, *arguments: Unpack[Ts]) -> Pending[None]:
+    def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
         """Run a method by which engines give up or take back their devices, if it applies to this run."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
@@ -396,7 +396,7 @@ class EngineGroup(VllmGroup):
         """Compare every engine's weights with checksums, see Engine.differing; by name."""
         return self._run_on_each(self._differing, share(expected))
 
-    def _run_on_each(self, call: RemoteCall[T, Any, Unpack[Ts]], *arguments: Unpack[Ts]) -> Pending[dict[str, T]]:
+    def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
         """Run a method on every engine. The result has the return values of those that are not lost, by name."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:

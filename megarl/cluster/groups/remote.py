@@ -34,11 +34,11 @@ class RemoteMethod:
 @overload
 def remote(
     timeout: TimeoutKind, phase: str | None = None
-) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, list[T], Unpack[Ts]]]: ...
+) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, list[T], *Ts]]: ...
 @overload
 def remote(
     timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list[T]], R]
-) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, R, Unpack[Ts]]]: ...
+) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, R, *Ts]]: ...
 def remote(timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list], Any] = list) -> Any:
     """Declare a method of a WorkerGroup that runs in the group's processes.
 
@@ -53,45 +53,45 @@ def remote(timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[li
     return lambda function: Declaration(RemoteMethod(function.__name__.lstrip("_"), timeout, phase), join, function)
 
 
-class Declaration(Generic[T, R, Unpack[Ts]]):
+class Declaration(Generic[T, R, *Ts]):
     """A remote method in the class of a group. Accessed on a group, it is the group's RemoteCall."""
 
     def __init__(self, method: RemoteMethod, join: Callable[[list[T]], R], function: Callable[[Any, Unpack[Ts]], T]):
         self.method, self.join, self.function = method, join, function
 
-    def __get__(self, group: WorkerGroup, owner: type) -> RemoteCall[T, R, Unpack[Ts]]:
+    def __get__(self, group: WorkerGroup, owner: type) -> RemoteCall[T, R, *Ts]:
         return RemoteCall(self.method, self.join, group)
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteCall(Generic[T, R, Unpack[Ts]]):
+class RemoteCall(Generic[T, R, *Ts]):
     """A remote method of one group. Calling it runs the method in every process of the group."""
 
     method: RemoteMethod
     join: Callable[[list[T]], R]
     group: WorkerGroup
 
-    def __call__(self, *arguments: Unpack[Ts]) -> Pending[R]:
+    def __call__(self, *arguments: *Ts) -> Pending[R]:
         """Run the method with the same arguments in every process."""
         return self.on_each([arguments] * len(self.group.actors))
 
-    def on_each(self, arguments: Iterable[tuple[Unpack[Ts]]]) -> Pending[R]:
+    def on_each(self, arguments: Iterable[tuple[*Ts]]) -> Pending[R]:
         """Run the method in every process with that process's own arguments."""
         calls = {}
         for (name, actor), own in zip(self.group.actors.items(), arguments, strict=True):
             calls[name] = self._submitter(actor)(self.method.name, *own)
         return self.group.read(self.method, calls).then(self.join)
 
-    def on_first(self, *arguments: Unpack[Ts]) -> Pending[T]:
+    def on_first(self, *arguments: *Ts) -> Pending[T]:
         """Run the method in the first process only."""
         name, actor = next(iter(self.group.actors.items()))
         return self.group.read(self.method, {name: self.on(actor, *arguments)}).then(lambda values: values[0])
 
-    def start(self, *arguments: Unpack[Ts]) -> dict[str, ray.ObjectRef]:
+    def start(self, *arguments: *Ts) -> dict[str, ray.ObjectRef]:
         """Start the method in every process. Return the calls by process name, for the caller to submit."""
         return {name: self.on(actor, *arguments) for name, actor in self.group.actors.items()}
 
-    def on(self, actor: ActorHandle, *arguments: Unpack[Ts]) -> ray.ObjectRef:
+    def on(self, actor: ActorHandle, *arguments: *Ts) -> ray.ObjectRef:
         """Start the method on one actor."""
         return self._submitter(actor)(self.method.name, *arguments)
 

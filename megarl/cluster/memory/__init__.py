@@ -1,1 +1,1 @@
-"""The memory that models and engines need on GPUs and hosts, in closed form."""
+"""Memory of models and engines on GPUs and hosts, in closed form."""

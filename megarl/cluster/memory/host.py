@@ -1,4 +1,4 @@
-"""The host memory that a run without a GPU needs at the least."""
+"""Lower bound on the host memory of a run without GPUs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from megarl.config.schema import Config
 
 
 def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
-    """Returns the bytes that models and engines hold all the time, by what they are for. Activations, keys and values
-    and the processes' own memory come on top, so that a machine with less than the sum cannot run it.
+    """Return the bytes that models and engines always hold, by purpose.
 
-    policy   the actor's model without the heads that only its trainer has, as engines hold it
+    Activations, KV caches and the processes' own memory come on top, so a machine with less than the sum cannot run it.
+
+    Args:
+        policy: the actor's model as engines hold it, without the heads that only its trainer has.
     """
     num_bytes = item_bytes(config)
     parts: dict[str, int] = {}
@@ -33,6 +35,6 @@ def least_host_bytes(config: Config, models: Models, policy: ModelParameters) ->
         layout, actor = config.actor.layout, models.actor
         matrices = sum(actor.of_stage(layout, stage).matrices for stage in range(layout.pp))
         parts["actor: fp8 copy for the engines"] = layout.tp * layout.cp * layout.dp * matrices
-    if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # how much less is not known here
+    if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # otherwise the size is unknown
         parts["engines: weights"] = rollout.replicas * rollout.tp * policy.engine_bytes(config)
     return parts

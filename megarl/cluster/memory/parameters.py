@@ -1,4 +1,4 @@
-"""The sizes of a model's shards, each computed once however many layouts ask for it."""
+"""Sizes of a model's shards, cached across layouts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from megarl.resharding.piece import Holder
 
 
 class ModelParameters:
-    """The shards of one model: what its trainer's ranks and its engine's hold. Ranks of a pipeline stage hold as many
-    parameters each, and neither context nor data parallelism changes how many."""
+    """The shard sizes of one model on trainer and engine ranks.
+
+    All ranks of a pipeline stage hold the same number of parameters, whatever the context and data parallelism.
+    """
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
-        """lora: the adapters that are trained beside the model, if any are."""
+        """lora: the adapters that are trained in place of the model, None without adapters."""
         self._lora = lora
         self.hf_config = hf_config
         self.shape = ModelShape.of(hf_config)
@@ -31,7 +33,7 @@ class ModelParameters:
         self._engines: dict[tuple, int] = {}
 
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
-        """Returns what each rank of a pipeline stage holds. Raises UserError where the model does not divide."""
+        """Return the parameters of each rank of a pipeline stage. Raises UserError if the model does not divide."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
         kinds = tuple(self.shape.has_experts(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
@@ -47,7 +49,7 @@ class ModelParameters:
         return self._layers[key]
 
     def engine_bytes(self, config: Config) -> int:
-        """Returns the bytes of the weights of an engine's rank."""
+        """Return the bytes of an engine rank's weights."""
         key = (config.rollout.tp, config.model.dtype, config.rollout.has_whole_experts, config.rollout.quantization)
         if key not in self._engines:
             self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
@@ -55,7 +57,7 @@ class ModelParameters:
 
 
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
-    """Returns the holder of a rank of an engine, in the format that it has weights in."""
+    """Return the holder of an engine rank, in the engine's weight format."""
     rollout = config.rollout
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
     return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
@@ -65,8 +67,9 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
 class Models:
     """The models of a run.
 
-    trained   those that it trains, by their role
-    reward    config.json of its reward model, None without one
+    Attributes:
+        trained: the trained models by role.
+        reward: config.json of the reward model, None without one.
     """
 
     trained: Mapping[Role, ModelParameters]
@@ -79,9 +82,12 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
     ) -> Models:
-        """
-        trained   config.json of each model that the run trains, with its head
-        lora      the actor's adapters, None where it is trained itself
+        """Create the models from their configs.
+
+        Args:
+            trained: config.json of each trained model, including its head.
+            reward: config.json of the reward model, None without one.
+            lora: the actor's adapters, None without adapters.
         """
         adapters = {"actor": lora}
         models = {role: ModelParameters(hf_config, adapters.get(role)) for role, hf_config in trained.items()}

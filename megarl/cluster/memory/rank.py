@@ -1,4 +1,4 @@
-"""The peak memory of one trainer rank in closed form."""
+"""Peak memory of one trainer rank in closed form."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 ROUTER = ".mlp.router."
-"""The part of a name that tells a router's."""
+"""Part of the names of router parameters."""
 
 
 def item_bytes(config: Config) -> int:
-    """Returns the bytes of a parameter and of an activation in a run's dtype."""
+    """Return the bytes of a parameter and of an activation in the run's dtype."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The bytes that a rank needs at once: in the backward pass of the second update, when Adam has its state.
+    """Peak bytes of a rank: those in the backward pass of the second update, when Adam's state exists.
 
-    weights       P · b: parameters of the rank, the vocabulary's padding included, of b bytes. With adapters of A
-                  parameters, (P + M) · b + A · 4: the matrices M that have one are there merged, too
-    gradients     P · 4, or A · 4: the float32 buffer that they are accumulated and reduced in
-    optimizer     P / d · 8, with weights of 2 bytes P / d · 12: Adam's two moments and the main weight, over the
-                  d = dp · cp data-parallel ranks; of experts over the d = tp · cp · dp / (etp · ep) that have the same.
-                  Of adapters, which are float32, A / d · 8
-    activations   outputs that the layers keep of the microbatches whose backward pass is still to come
-    head          hidden states of the scored rows, their gradient, and a tile of the head; on the last stage
+    Attributes:
+        weights: P · b for P parameters of b bytes, including the vocabulary's padding. With A adapter parameters,
+            (P + M) · b + A · 4, because the adapted matrices M are also kept merged.
+        gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
+        optimizer: P / d · 8, or P / d · 12 for weights of 2 bytes: Adam's two moments and the main weights, sharded
+            over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
+            hold the same ones. Adapters are float32 and take A / d · 8.
+        activations: outputs that the layers keep for microbatches whose backward pass has not run yet.
+        head: hidden states of the scored rows, their gradient, and a tile of the head; on the last stage only.
     """
 
     weights: int
@@ -54,15 +55,16 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """The parameters that a rank holds.
+    """Parameter counts of a rank.
 
-    count      all of them, the vocabulary's padding included
-    experts    those of routed experts
-    matrices   those that layers multiply activations with, but for routers
-    layers     for each of its layers, whether it has experts
-    is_last    whether it has the final norm, so that its stage is the last
-    adapters   parameters of its adapters, which alone are trained then; None without adapters
-    expert_adapters   those beside experts, but for what all experts of a layer share
+    Attributes:
+        count: all parameters, including the vocabulary's padding.
+        experts: parameters of routed experts.
+        matrices: elements of the layers' weight matrices, without routers.
+        layers: whether each of its layers has experts.
+        is_last: whether it has the final norm, which is on the last stage.
+        adapters: parameters of its adapters, None without adapters. Only these are trained then.
+        expert_adapters: adapter parameters of experts, without factors that all experts of a layer share.
     """
 
     count: int
@@ -82,7 +84,7 @@ class RankParameters:
         return self.experts if self.adapters is None else self.expert_adapters
 
     def weight_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of the weights, of num_bytes each: see RankMemory."""
+        """Return the bytes of the weights. num_bytes: bytes of an element; see RankMemory."""
         if self.adapters is None:
             return self.count * num_bytes
         return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
@@ -120,11 +122,15 @@ def rank_memory(
     recompute: Recompute = "none",
     lora: Lora | None = None,
 ) -> RankMemory:
-    """Returns the peak memory of a rank with the layers of `megatron/layer_spec.py` (those of Transformer Engine keep
-    less), as if the router sent every expert as many tokens.
+    """Return the peak memory of a rank.
 
-    num_bytes              bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16)
-    num_tokens, num_rows   tokens and scored rows of one microbatch of a replica
+    The layers are those of `megatron/layer_spec.py` (Transformer Engine's keep less), and the router is assumed to
+    balance the experts.
+
+    Args:
+        num_bytes: bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16).
+        num_tokens: tokens of one microbatch of a replica.
+        num_rows: scored rows of one microbatch of a replica.
     """
     shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
     stage = rank // (layout.tp * layout.cp * layout.dp)
@@ -142,7 +148,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Returns the peak memory of a rank of a pipeline stage, which holds these parameters; see `rank_memory`."""
+    """Return the peak memory of a rank of a pipeline stage. held: its parameters; see `rank_memory` for the others."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
@@ -155,23 +161,27 @@ def stage_memory(
 
 
 def range_size(layout: Layout, held: RankParameters) -> int:
-    """Returns the parameters that a rank updates, P / d: see RankMemory."""
-    others = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
-    return others + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+    """Return the number of parameters that a rank updates, P / d: see RankMemory."""
+    dense = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
+    return dense + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Returns the bytes that a rank writes into a checkpoint, P / d · (b + 12): the weights that it updates, of b
-    bytes, and in float32 their main weights and Adam's two moments."""
-    own = num_bytes if held.adapters is None else FLOAT32
-    return range_size(layout, held) * (own + 3 * FLOAT32)
+    """Return the bytes that a rank writes into a checkpoint, P / d · (b + 12).
+
+    These are the weights that it updates (b bytes each), and their main weights and Adam moments in float32.
+    """
+    weight_bytes = num_bytes if held.adapters is None else FLOAT32
+    return range_size(layout, held) * (weight_bytes + 3 * FLOAT32)
 
 
 def forward_bytes(
     shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Returns the bytes that a pass without a backward pass needs on a rank: all that one layer makes, at most, its
-    input and its output, and the head on the last stage."""
+    """Return the bytes of a forward-only pass on a rank.
+
+    These are the activations, input and output of the largest layer, and the head on the last stage.
+    """
     rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
     layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
     hidden = 2 * shape.hidden * num_bytes / sequence
@@ -182,15 +192,15 @@ def forward_bytes(
 def layer_bytes(
     shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
 ) -> float:
-    """Returns the bytes that a layer keeps of one token until its backward pass.
+    """Return the bytes that a layer keeps for one token until its backward pass.
 
-    With h hidden, b bytes:
+    With hidden size h and b bytes per element:
 
-        norms       (4h + 2) · 4    input and normalised input of both, in float32, and their scales
-        linear in   2h · b          of attention's first layers; of gate and up, or of the router
+        norms       (4h + 2) · 4    input and normalized input of both norms in float32, and their scales
+        linear in   2h · b          inputs of attention's projections and of the MLP or router
 
-    Tensor parallelism divides attention and MLP, sequence parallelism the rest. Context parallelism shares out tokens,
-    but keys and values of all of them are gathered.
+    Tensor parallelism divides attention and MLP, sequence parallelism the rest. Context parallelism divides the tokens,
+    but all keys and values are gathered.
     """
     sequence = layout.tp if layout.sequence_parallel else 1
     norms = ((4 * shape.hidden + 2) * FLOAT32) / sequence
@@ -204,12 +214,12 @@ def layer_bytes(
 
 
 def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in attention. With q and k rows of query and of key, d the head's dimension:
+    """Return the bytes of a token in attention, with q query rows, k key rows and head dimension d.
 
-    (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output layer; cosines
-                                      and sines; the kernel's log-sum-exp
-    2 (q + k) · 4 + 2 · heads · 4     where queries and keys have norms, as of norms above; in float32 their inputs
-                                      are parts of what the first layer gave, kept whole: another (q + k) · 4
+    (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
+                                      cosines and sines; the kernel's log-sum-exp
+    2 (q + k) · 4 + 2 · heads · 4     norms of queries and keys, if the model has them. In float32 their inputs are
+                                      views of the first projection's output, which is kept: another (q + k) · 4
     """
     rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
@@ -220,34 +230,38 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in latent attention. With q rows of the query, v of the values, p channels of a head
-    that have positions, r the ranks of both latents:
+    """Return the bytes of a token in latent attention.
 
-    (2r + 2) · 4 + r · b              the latents' norms, and the linear layers after them; in float32 the key's
-                                      channels with positions come along: p · 4
-    (4q + v + 4p) · b + heads · 4     as above, with values as wide as keys, and the output cut to their width
+    With q query rows, v value rows, p channels per head with a rotary embedding, and r the sum of the latents' ranks:
+
+    (2r + 2) · 4 + r · b              the latents' norms and the inputs of the projections after them; in float32 also
+                                      the key channels with a rotary embedding: p · 4
+    (4q + v + 4p) · b + heads · 4     as in `_attention`, with values padded to the width of keys, and the output
+                                      truncated to the width of values
     """
     latent, sequence = shape.latent, layout.tp if layout.sequence_parallel else 1
     ranks = (latent.query_rank or 0) + latent.kv_rank
-    along = latent.position_dim if num_bytes == FLOAT32 else 0
-    latents = (2 * ranks + 2 + along) * FLOAT32 + ranks * num_bytes
+    position_channels = latent.position_dim if num_bytes == FLOAT32 else 0
+    latents = (2 * ranks + 2 + position_channels) * FLOAT32 + ranks * num_bytes
     rows = (2 * shape.query * (1 + layout.cp) + shape.value) / layout.tp + 4 * latent.position_dim
     return latents / sequence + rows * num_bytes + shape.heads / layout.tp * FLOAT32
 
 
 def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in an MLP of f rows, 3f · b: gate and up, and the activation's output."""
+    """Return the bytes of a token in an MLP with f rows, 3f · b: gate, up, and the activation's output."""
     return 3 * shape.intermediate * num_bytes / layout.tp
 
 
 def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Returns the bytes of a token in a mixture of e experts of f rows, a of them active, and s rows of shared experts:
+    """Return the bytes of a token in a mixture of experts.
 
-        a (h + 4f) · b    tokens as they were sent to the experts; as of an MLP, and its output once weighted
-        3s · b            as of an MLP
-        9e + 20a          the router's scores, twice, and its choice as a mask; as numbers, twice, with their scores
+    With e experts of f rows, a of them active, and s rows of shared experts:
 
-    The ranks that share a sequence share out its tokens; those that share an expert gather what is sent to it.
+        a (h + 4f) · b    dispatched tokens; the experts' MLPs and their weighted activations
+        3s · b            the shared experts' MLP
+        9e + 20a          the router's scores (twice) and selection mask; the selected indices and scores (twice)
+
+    Ranks that share a sequence split its tokens; ranks that share an expert gather the expert's tokens.
     """
     experts = shape.experts
     sent = experts.active * shape.hidden * layout.expert_tp / layout.tp
@@ -257,10 +271,10 @@ def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
-    """Returns the layers that hold activations at once on a pipeline stage of num_layers, counted for each microbatch.
+    """Return the number of (layer, microbatch) pairs whose activations a pipeline stage of num_layers holds at once.
 
-    One forward, one backward: a stage is ahead by as many microbatches as there are stages from it to the end.
-    Interleaved, by 2 · (stages after it) + (vpp − 1) · pp + 1 of its chunks (Narayanan et al., arXiv:2104.04473).
+    In the 1F1B schedule, a stage runs ahead by one microbatch for itself and each later stage. In the interleaved
+    schedule, it runs ahead by 2 · (later stages) + (vpp − 1) · pp + 1 chunks (Narayanan et al., arXiv:2104.04473).
     """
     if layout.vpp == 1:
         return num_layers * min(layout.pp - stage, num_microbatches)
@@ -269,7 +283,7 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
 
 
 def _layers(names: Iterable[str]) -> list[bool]:
-    """Returns for each layer that the parameters belong to whether it has experts."""
+    """Return, for each layer that the named parameters belong to, whether it has experts."""
     layers: dict[str, bool] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
@@ -280,19 +294,26 @@ def _layers(names: Iterable[str]) -> list[bool]:
 
 
 def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Returns the bytes of a stage's layers, of which `has_experts` says whether each has experts. Where layers are
-    recomputed, one of them has all that it would keep otherwise."""
+    """Return the bytes of the activations of a stage's layers.
+
+    With recomputation, one layer at a time holds all activations that it would otherwise keep.
+
+    Args:
+        has_experts: whether each layer has experts.
+    """
     if not has_experts:
         return 0
     kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
     whole = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in has_experts]
-    recomputed = max(one - other for one, other in zip(whole, kept, strict=True))
+    recomputed = max(full - reduced for full, reduced in zip(whole, kept, strict=True))
     return round(rank_tokens * (sum(kept) / len(kept) * in_flight + recomputed))
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
-    """Returns the bytes of the last stage after its layers. The final norm keeps as much as any; one tile of float32
-    logits exists at a time, and its gradient, which is written over them where it is of float32, too."""
+    """Return the bytes of the last stage after its layers: the final norm, the scored rows and one tile of logits.
+
+    Only one tile of float32 logits exists at a time. Its gradient overwrites it if it is float32, too.
+    """
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])

@@ -1,8 +1,8 @@
-"""The memory of a GPU beside tensors of models and the KV cache: an item for each cause, with its source.
+"""GPU memory besides model tensors and KV cache: one item for each cause, with its source.
 
-None of it can be asked for before a run, and vLLM does not measure it either where the size of the KV cache is given
-(gpu_worker.py: kv_cache_memory_bytes): without room for it, a run fails in the middle of a rollout. Where NCCL's and
-vLLM's sources give sizes, the items are computed from them; what is measured elsewhere, or an assumption, says so.
+None of it can be measured before a run, and vLLM does not measure it if the size of the KV cache is given
+(gpu_worker.py: kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed
+from the sources of NCCL and vLLM where possible; measurements by others and assumptions are marked.
 """
 
 from __future__ import annotations
@@ -23,52 +23,51 @@ from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNE
 MIB, GIB = 2**20, 2**30
 
 MOST_SEQUENCES = 1024
-"""The sequences that vLLM samples for at once by default on GPUs with 70 GiB or more."""
+"""Default number of concurrent sequences in vLLM on GPUs with 70 GiB or more."""
 
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
 WORKSPACE = "engine: experts' workspace"
 SENT = "actor: fp8 copy for the engines"
-"""The names of the items."""
+"""Names of the items."""
 
 CONTEXT = 426 * MIB
-"""A process's CUDA context on a GPU, before it has computed anything: measured by others with torch 2.10 for CUDA 13 on
-an RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
+"""A process's CUDA context on a GPU before its first computation. Measured by others with torch 2.10 for CUDA 13 on an
+RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
 
 KERNELS = 0.25 * GIB
-"""The bytes that a process that computes adds to its context: kernels, which load when they are first used, and the
-workspaces of cuBLAS. An assumption."""
+"""Growth of a process's context through computation: lazily loaded kernels and cuBLAS workspaces. An assumption."""
 
 FRAGMENT_BYTES = GIB
-"""The bytes that a trainer's allocator holds at the peak beyond its tensors. An assumption."""
+"""Bytes that a trainer's allocator reserves beyond its tensors at the peak. An assumption."""
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
-"""The rings of a communicator, inside a node and over several. Issue 1453 shows 16 over nodes of H100s. 24 inside one
-are an assumption: with as many connections of trees, which are no longer made unless they are used, they come to the
-0.5 GiB that issue 964 measured of two A100s."""
+"""Number of rings of a communicator, inside a node and over several nodes. NCCL's issue 1453 shows 16 over nodes of
+H100s. 24 inside a node are an assumption: together with as many tree connections, which NCCL now creates lazily, they
+take the 0.5 GiB that issue 964 measured on two A100s."""
 
 EXCHANGE_CHANNELS_OVER_NODES = 2
-"""The channels between two ranks of a node that send to each other, if the communicator has ranks elsewhere (issue
-1189)."""
+"""Number of channels between two ranks of a node if the communicator also has ranks on other nodes (issue 1189)."""
 
 MULTICAST = 16 * 2 * 8 * 128 * 1024
-"""NVLink SHARP's buffers for each rank of the node: 16 channels, both ways, 8 steps of NCCL_NVLS_CHUNKSIZE (nvls.cc:
-ncclNvlsBufferSetup)."""
+"""NVLink SHARP's buffers for each rank of the node: 16 channels in both directions, 8 steps of NCCL_NVLS_CHUNKSIZE
+(nvls.cc: ncclNvlsBufferSetup)."""
 
 CAPTURED = 512
-"""The largest batch that vLLM captures graphs for by default, below Blackwell (config/vllm.py)."""
+"""Largest batch that vLLM captures CUDA graphs for by default, before Blackwell (config/vllm.py)."""
 
 GRAPH_SETS = 2
-"""The sets of graphs: of whole steps that decode, and of the pieces between attention, for steps with prompts."""
+"""Number of graph sets: full graphs for decoding steps, and piecewise graphs between attention for steps with
+prompts."""
 
 LAYER_GRAPH = 0.38 * MIB
-"""The bytes of a captured graph for each layer: vLLM logged 0.21 GiB for 35 graphs of the 16 layers of Llama-3.2-1B
-(vllm-project/vllm, pull request 11349). What graphs take also depends on kernels and driver: an estimate, in the 1 to
-3 GiB that vLLM has warned of."""
+"""Bytes of a captured graph per layer: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B with 16 layers
+(vllm-project/vllm, pull request 11349). An estimate, because the size also depends on kernels and driver; totals are in
+vLLM's documented range of 1 to 3 GiB."""
 
 
 def together(*items: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of items of several processes, by their names; none for what nobody has."""
+    """Return the sums of several processes' items by name, without items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
     return {name: size for name, size in sums.items() if size}
@@ -81,12 +80,12 @@ def gpu_reserve(
     reward: ModelShape | None,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Returns the items that a GPU has all the time: of its processes, and of those that read its weights from other
-    GPUs.
+    """Return the permanent items of a GPU: of its processes, and of processes on other GPUs that read its weights.
 
-    held     each trained model with a rank on the GPU, and the rank's matrices, see RankParameters
-    engine   the model of the engine with a rank there, None without one
-    reward   likewise of the reward model
+    Args:
+        held: shape of each trained model with a rank on the GPU, and the rank's matrices (see RankParameters).
+        engine: shape of the model of an engine with a rank on the GPU, None without one.
+        reward: shape of a reward model with a rank on the GPU, None without one.
     """
     sends = not config.is_offline and weights_travel(config, gpus_per_node)
     items = [
@@ -106,17 +105,17 @@ def gpu_reserve(
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
-    """Returns the items of a rank of a model in Megatron. They stay when its parameters are moved away."""
+    """Return the items of a Megatron rank. They stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
-    """Returns the bytes of the communicators that every step uses: one is made when it is first used, and the
-    connections of an algorithm when that is (NCCL_RUNTIME_CONNECT).
+    """Return the bytes of the communicators that every step uses.
 
-    Of all ranks there are two, for errors and for the norm of gradients, which carry numbers only. Expert-parallel
-    ranks exchange tokens, each with each; neighbouring pipeline stages exchange activations.
+    NCCL creates a communicator, and the connections of an algorithm, at its first use (NCCL_RUNTIME_CONNECT). Two
+    communicators span all ranks, for errors and for the gradient norm, and carry only scalars. Expert-parallel ranks
+    exchange tokens with all others; neighbouring pipeline stages exchange activations.
     """
     groups = parallel_groups(layout, has_experts=shape.experts is not None)
     exchanged = {"ep": layout.ep, "pp": 2}
@@ -128,8 +127,7 @@ def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int
 
 
 def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, int]]:
-    """Returns Megatron's groups of more than one rank that every step uses, by their names there: ranks, and how far
-    they lie apart."""
+    """Return (ranks, stride) of Megatron's process groups with more than one rank that every step uses, by name."""
     tp, cp, dp, ep, etp = layout.tp, layout.cp, layout.dp, layout.ep, layout.expert_tp
     stage = tp * cp * dp
     groups = {"tp": (tp, 1), "cp": (cp, tp), "dp_cp": (dp * cp, tp), "pp": (layout.pp, stage)}
@@ -139,10 +137,9 @@ def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, i
 
 
 def _collective(ranks: int, stride: int, gpus_per_node: int) -> float:
-    """Returns the bytes of a communicator of ranks that lie `stride` apart, by which tensors are gathered and
-    reduced."""
-    here = _in_node(ranks, stride, gpus_per_node)
-    return _rings(ranks, stride, gpus_per_node) + (MULTICAST * here if here > 2 else 0)
+    """Return the bytes of a communicator for collectives. stride: distance between neighbouring ranks."""
+    local = _in_node(ranks, stride, gpus_per_node)
+    return _rings(ranks, stride, gpus_per_node) + (MULTICAST * local if local > 2 else 0)
 
 
 def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
@@ -152,40 +149,47 @@ def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
 
 
 def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
-    """Returns the bytes that a communicator of ranks that lie `stride` apart has for what they send to each other.
-    peers: how many of them a rank sends to."""
-    here = _in_node(ranks, stride, gpus_per_node)
-    if here == ranks:
-        return min(peers, here) * EXCHANGE_CHANNELS * CONNECTION
-    near = min(peers, here) if here > 1 else 0
+    """Return the bytes of a communicator for sends between ranks.
+
+    Args:
+        stride: distance between neighbouring ranks.
+        peers: number of ranks that a rank sends to.
+    """
+    local = _in_node(ranks, stride, gpus_per_node)
+    if local == ranks:
+        return min(peers, local) * EXCHANGE_CHANNELS * CONNECTION
+    near = min(peers, local) if local > 1 else 0
     return near * EXCHANGE_CHANNELS_OVER_NODES * CONNECTION + NETWORK_BUFFERS
 
 
 def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    """Returns how many of the ranks are on a node."""
+    """Return the number of ranks on one node."""
     return min(ranks, max(1, gpus_per_node // stride))
 
 
 def _fp8_copies(settings: Placed, matrices: int) -> float:
-    """Returns the bytes of the copies that Transformer Engine casts weights into and keeps (module/base.py:
-    _fp8_workspaces), one for products in rows and one in columns, with mxfp8 a scale for each 32 elements. They are no
-    parameters, and stay when those are moved away. disable_parameter_transpose_cache makes them anew each time."""
+    """Return the bytes of Transformer Engine's cached fp8 copies of the weights (module/base.py: _fp8_workspaces).
+
+    There is a row-wise and a column-wise copy, with mxfp8 also a scale for each 32 elements. They are not parameters,
+    so they stay when parameters are offloaded. With disable_parameter_transpose_cache they are not cached.
+    """
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
     return 2 * matrices * (33 / 32 if settings.fp8 == "mxfp8" else 1)
 
 
 def _readers_reserve(config: Config, gpus_per_node: int) -> dict[str, float]:
-    """Returns the contexts of engines' ranks on other GPUs that read the actor's weights on a GPU (cuda_memory.py)."""
+    """Return the CUDA contexts of engine ranks on other GPUs that read the actor's weights (cuda_memory.py)."""
     return {} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)}
 
 
 def _num_readers(config: Config, gpus_per_node: int) -> int:
-    """Returns how many ranks of engines read a rank of the actor from other GPUs of its node, at most: none where each
-    rank has all parameters; one for each stage where tensors are cut alike, but for the vocabulary's padding.
+    """Return the maximum number of engine ranks that read an actor rank from other GPUs of its node.
 
-    Otherwise a rank needs so many of the node's slices of the model, and each is read by as many ranks on average;
-    replicas take turns, and some give to twice as many. GPUs that are no engine's may be read by all of the node.
+    It is 0 if each actor rank holds all parameters, and the number of stages if both shard tensors in the same way
+    (apart from the vocabulary's padding). Otherwise an engine rank needs several of the node's shards, and each shard
+    is read by as many ranks on average. Replicas take turns as sources, so some serve twice as many. GPUs without an
+    engine may be read by all engine ranks of the node.
     """
     layout, tp = config.actor.layout, config.rollout.tp
     on_node = min(gpus_per_node, config.rollout.replicas * tp)
@@ -200,22 +204,28 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Returns the items of an engine's rank that stay while it sleeps: vLLM's sleep mode releases what its own
-    allocator has, weights and KV cache, and graphs only by sleep_mode_offload_cudagraph."""
+    """Return the items of an engine rank that stay while it sleeps.
+
+    vLLM's sleep mode releases weights and KV cache, which its own allocator holds; it releases CUDA graphs only with
+    sleep_mode_offload_cudagraph.
+    """
     rollout = config.rollout
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
-    """Returns the bytes of the communicators over which a rank of the actor sends weights, or one of an engine has them
-    and hands them on: on each node, what several ranks want is sent to one of them. `megarl reshard` counts those of a
-    plan."""
+    """Return the bytes of the communicators with which an actor rank sends weights, or an engine rank receives and
+    forwards them.
+
+    Shards that several ranks of a node need are sent to one of them, which forwards them. `megarl reshard` counts the
+    communicators of a plan.
+    """
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
         return buffer_bytes(between=0, near=others)
     near = min(gpus_per_node, engines) - 1 if is_engine else 0
-    if config.is_colocated:  # one for each bit of a node's number, of the trainer's rank and of the engine's
+    if config.is_colocated:  # one for each bit of a node's index, for the trainer rank and for the engine rank
         return buffer_bytes(2 * (nodes - 1).bit_length(), near)
     return buffer_bytes(1, near)
 
@@ -247,7 +257,10 @@ def _engine_process(
 
 
 def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
-    """Returns how many graphs vLLM captures: of batches of 1, 2, 4, then of multiples of 8, from 256 on of 16."""
+    """Return the number of CUDA graphs that vLLM captures.
+
+    By default it captures batches of 1, 2 and 4, multiples of 8 below 256, and multiples of 16 from 256 on.
+    """
     compilation = overrides.get("compilation_config")
     compilation = compilation if isinstance(compilation, Mapping) else {}
     if overrides.get("enforce_eager") or str(compilation.get("cudagraph_mode", "")).upper() == "NONE":
@@ -260,15 +273,15 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Returns what an engine's rank has beside from when it wakes, to take weights, until it sleeps: what vLLM has set
-    aside at its start for experts (worker/workspace.py)."""
+    """Return the additional items of an engine rank while it is awake: vLLM's workspace for experts
+    (worker/workspace.py)."""
     rollout = config.rollout
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
     return {WORKSPACE: size} if size else {}
 
 
 def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Returns what an engine's rank has beside, for its largest batch, while it samples."""
+    """Return the additional items of an engine rank while it samples its largest batch."""
     rollout = config.rollout
     tokens = batched_tokens(rollout)
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
@@ -279,27 +292,30 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def most_sequences(rollout: Rollout) -> int:
-    """Returns the sequences that an engine samples for at once, at most."""
+    """Return the maximum number of sequences that an engine samples at once."""
     return min(rollout.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), batched_tokens(rollout))
 
 
 def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
-    """Returns the numbers that a batch of prompts has at once in the layer with most; layers take turns. For each
-    token, with h hidden, in vLLM's layers:
+    """Return the number of elements that exist at once in the largest of vLLM's layers for a batch of prompts.
+
+    For each token, with hidden size h:
 
         2h                  the residual and the layer's input
-        h + (2q + 2k) / tp  attention: query, key, value and the kernel's output, and the output layer's; latent
-                            attention has keys as wide as queries, q, and values of v: (3q + 2v) / tp
-        h + 3f / tp         an MLP of f rows: gate and up, the activation, and its output
+        h + (2q + 2k) / tp  attention: query, key, value, the kernel's output and the output projection's; in latent
+                            attention keys have q rows and values v: (3q + 2v) / tp
+        h + 3f / tp         an MLP with f rows: gate and up, the activation, and the output
     """
     attention = 2 * (shape.query + shape.key) if shape.latent is None else 3 * shape.query + 2 * shape.value
     return tokens * (3 * shape.hidden + max(attention, 3 * shape.intermediate) / tp)
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Returns the numbers of the workspaces of a active experts, of f rows on a rank: for each token a · (max(h, 2f) +
-    max(h, f)), the outputs of both products, and the activation between them (experts/triton_moe.py:
-    workspace_shapes)."""
+    """Return the number of elements in the workspaces of a active experts with f rows on a rank.
+
+    For each token, a · (max(h, 2f) + max(h, f)): the outputs of both products and the activation between them
+    (experts/triton_moe.py: workspace_shapes).
+    """
     if shape.experts is None:
         return 0
     rows = shape.experts.intermediate / (1 if overrides.get("enable_expert_parallel") else tp)
@@ -307,12 +323,11 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
 
 
 def _copies_of_logits(tp: int, changed: bool) -> float:
-    """Returns how many float32 rows of the whole vocabulary there are for each sequence at once.
+    """Return the number of float32 rows of the whole vocabulary that exist at once for each sequence.
 
-    Gathering has the rank's own part, what is gathered, and that in the order of the vocabulary
-    (cuda_communicator.py: all_gather); sampling has the logits, and a copy where they are changed: where the
-    temperature is not 1 or candidates are cut (worker/gpu/sample/sampler.py). Log-probs are read from these without a
-    copy (logprob.py).
+    The all-gather needs the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py:
+    all_gather). Sampling needs the logits, and a copy if it changes them, with a temperature other than 1, top-k or
+    top-p (worker/gpu/sample/sampler.py). Log-probs are read from them without a copy (logprob.py).
     """
     gathering = 1.0 if tp == 1 else 2 + 1 / tp
     return max(gathering, 2.0 if changed else 1.0)

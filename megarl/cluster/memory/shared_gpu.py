@@ -1,4 +1,4 @@
-"""The memory of a GPU that models and an engine share, in closed form."""
+"""Memory of a GPU that models and an engine share, in closed form."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a GPU in one phase of a step.
+    """The memory load of a GPU in one phase of a step.
 
-    phase    the phase, in words
-    parts    what is there at once -> bytes
-    remedy   what to do if it is too much
+    Attributes:
+        phase: description of the phase.
+        parts: bytes on the GPU at the same time, by description.
+        remedy: how to fix an overfull GPU.
     """
 
     phase: str
@@ -39,7 +40,7 @@ class Load:
     @property
     def arithmetic(self) -> str:
         """The parts and their sum in GiB."""
-        parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.parts.items())
+        parts = " + ".join(f"{size / GIB:.1f} ({name})" for name, size in self.parts.items())
         return f"{parts} = {self.total / GIB:.1f} GiB"
 
 
@@ -51,11 +52,12 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
 ) -> Load:
-    """Returns the fullest of the phases in which the engine is awake. For training, when it sleeps, see rank_memory.
+    """Return the fullest phase in which the engine is awake. For training, while it sleeps, see rank_memory.
 
-    hf_config   config.json of the actor, as its engines have it
-    trained     config.json of each model that the run trains, with its head
-    reward      config.json of the reward model, if there is one
+    Args:
+        hf_config: config.json of the actor as its engines load it.
+        trained: config.json of each trained model, including its head.
+        reward: config.json of the reward model, None without one.
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
@@ -74,7 +76,7 @@ def _reserve(
     gpu: int,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Returns what the processes with a rank on a GPU hold there beside tensors."""
+    """Return the bytes besides tensors that the processes with a rank on a GPU hold there."""
     spans = device_spans(config)
     held = {}
     for role, model_config in trained.items():
@@ -88,8 +90,11 @@ def _reserve(
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
-    """Returns what of a model's states is on the GPU while another model or an engine computes there. states: bytes by
-    the names that the key `offload` has for them."""
+    """Return the states of a model that stay on the GPU while another model or an engine computes there.
+
+    Args:
+        states: bytes of the states by their names in the key `offload`.
+    """
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
 
 
@@ -100,28 +105,31 @@ def engine_loads(
     always: Mapping[str, float],
     sampling: Mapping[str, float],
 ) -> list[Load]:
-    """Returns the loads of the phases in which the engine is awake: while it takes weights, while each model but the
-    actor is saved, and last while it samples. In the first, and in a save, nothing but a model's weights is back that
-    may leave (TrainedModels.stage_actor_for_sync, Saver.save); they leave before the KV cache wakes.
+    """Return the loads of the phases in which the engine is awake.
 
-    models     the states of each trained model with a rank on the GPU, by the names that the key `offload` has for them
-    engine     bytes of the engine's weights
-    always     parts -> bytes of what is there in all of them
-    sampling   parts -> bytes of what is there beside while it samples
+    These are the refit, the saves of all models but the actor, and sampling. For a refit or a save, only the model's
+    weights return from host memory (TrainedModels.stage_actor_for_sync, Saver.save), and they are offloaded again
+    before the KV cache wakes.
+
+    Args:
+        models: states of each trained model with a rank on the GPU, by their names in the key `offload`.
+        engine: bytes of the engine's weights.
+        always: bytes on the GPU in all these phases, by description.
+        sampling: additional bytes while the engine samples, by description.
     """
 
-    def beside(present: Role) -> dict[str, float]:
-        """Returns what is there while this model's weights are."""
-        there = {}
+    def resident_with(loaded: Role) -> dict[str, float]:
+        """Return the bytes on the GPU while this model's weights are loaded."""
+        resident = {}
         for role, states in models.items():
             kept = staying(config, role, states)
-            parts = [part for part in states if part in kept or (role == present and part == "parameters")]
+            parts = [part for part in states if part in kept or (role == loaded and part == "parameters")]
             if parts:
                 names = ", ".join(parts).replace("parameters", "weights")
-                there[f"{role}: {names}"] = sum(states[part] for part in parts)
-        return {**there, "engine: weights": engine, **always}
+                resident[f"{role}: {names}"] = sum(states[part] for part in parts)
+        return {**resident, "engine: weights": engine, **always}
 
-    remedy = "give the layouts more tp, pp or ep, or offload gradients and optimizer"
+    remedy = "increase tp, pp or ep of the layouts, or offload gradients and optimizer"
     phases: dict[Role, str] = {"actor": "while the engine takes weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
@@ -132,40 +140,43 @@ def engine_loads(
     }
     rollout = {**stay, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return [
-        *(Load(phase, beside(role), remedy) for role, phase in phases.items()),
+        *(Load(phase, resident_with(role), remedy) for role, phase in phases.items()),
         Load(
             "while the engine samples",
             rollout | always | sampling,
-            "lower rollout.kv_cache_gib, or move more by actor.offload",
+            "lower rollout.kv_cache_gib, or add parts to actor.offload",
         ),
     ]
 
 
 def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
-    """Returns the bytes of the messages of a refit that sends something, of which each process holds two
-    (rollout.refit_bucket_mib). Colocated, a GPU has those of a rank that sends and of one that receives."""
+    """Return the bytes of a refit's message buckets (rollout.refit_bucket_mib); empty if the refit sends nothing.
+
+    Each process holds two buckets. A colocated GPU has those of a sender and of a receiver.
+    """
     if not weights_travel(config, gpus_per_node):
         return {}
-    given = config.rollout.refit_bucket_mib
-    bucket = min(engine_bytes / 64, 256 * 2**20) if given is None else given * 2**20
+    bucket_mib = config.rollout.refit_bucket_mib
+    bucket = min(engine_bytes / 64, 256 * 2**20) if bucket_mib is None else bucket_mib * 2**20
     return {"refit: buckets": bucket * (4 if config.is_colocated else 2)}
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Returns the bytes of a model's states by the names that the key `offload` has for them, as far as they are
-    certain; none where no rank of the model is on the GPU."""
+    """Return the bytes of a model's states whose sizes are certain, by their names in the key `offload`.
+
+    The result is empty if no rank of the model is on the GPU.
+    """
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
-    if settings.frozen or extra.optimizer or extra.ddp:  # all of which can make the others smaller
+    if settings.frozen or extra.optimizer or extra.ddp:  # each of these can make the other states smaller
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
 
 def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
-    """Returns the bytes of the reward model, none if its parameters are offloaded: it is away while it does not
-    score."""
+    """Return the bytes of the reward model; empty if its parameters are offloaded while it does not score."""
     settings, span = config.reward_model, device_spans(config)[NAMES["reward_model"]]
     if gpu not in span or settings.offload:
         return {}
@@ -176,7 +187,7 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """Returns the bytes of the engine's weights, 0 for one that quantises: it is not known here how."""
+    """Return the bytes of the engine's weights, 0 if vLLM quantizes them, because their size is unknown then."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
@@ -185,6 +196,6 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
-    """Returns the memory of a rank between two steps, when there are no activations."""
+    """Return the memory of a rank between two steps, without activations."""
     num_bytes = item_bytes(config)
     return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)

@@ -1,1 +1,1 @@
-"""The other machines of a run: how they join it, and what the driver hears of them."""
+"""The other nodes of a run: how they join it and report to the driver."""

@@ -13,15 +13,17 @@ from megarl.core.errors import UserError
 
 POLL_S = 0.2
 VERDICT_S = 30.0
-"""The time in which Ray finds out that a node is lost, by its health checks: see session.HEALTH_CHECKS."""
+"""Time in which Ray's health checks detect a lost node: see session.HEALTH_CHECKS."""
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Returns the reports of the first `count` other nodes, in the order of their names, once Ray has them all.
+    """Wait for `count` other nodes to join Ray, and return their reports in the order of their names.
 
-    Raises UserError for a node that cannot join, and RunFailure where some are missing in time.
+    Raises:
+        UserError: a node cannot join.
+        RunFailure: a node failed, or nodes are missing after timeout_s.
     """
-    deadline, told = time.monotonic() + timeout_s, set[str]()
+    deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = rendezvous.reports()
         if problems := [report for report in reports if report.problem is not None]:
@@ -30,8 +32,8 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
         addresses = alive_nodes()
         joined = [report for report in reports if report.address in addresses]
         for report in joined:
-            if report.name not in told:
-                told.add(report.name)
+            if report.name not in announced:
+                announced.add(report.name)
                 print(
                     f"node {report.name}: joined, {report.address}, {report.cores} cores, {report.gpus} GPUs",
                     flush=True,
@@ -44,23 +46,25 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
 
 
 def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, timeout_s: float, folder: str) -> str:
-    there = ", ".join(report.name for report in joined) or "none"
-    began = [report.name for report in reports if report not in joined]
-    on_the_way = f"; {', '.join(began)} began to, see their ray-*.log in the logs" if began else ""
+    names = ", ".join(report.name for report in joined) or "none"
+    joining = [report.name for report in reports if report not in joined]
+    joining_text = f"; {', '.join(joining)} tried to join, see their ray-*.log in the logs" if joining else ""
     return (
-        f"nodes: of {count} other nodes {len(joined)} joined in cluster.timeouts.start={timeout_s:g} s ({there})"
-        f"{on_the_way}; run megarl join {folder} on each of the others"
+        f"nodes: {len(joined)} of {count} other nodes joined within cluster.timeouts.start={timeout_s:g} s ({names})"
+        f"{joining_text}. Fix: run megarl join {folder} on each of the others"
     )
 
 
 def alive_nodes() -> Mapping[str, str]:
-    """Returns Ray's ids of the nodes that it has, by their addresses."""
+    """Return the Ray ids of the alive nodes by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Returns the names of those of these nodes that Ray has lost, as soon as it knows of one, for which a lost process
-    is the first sign."""
+    """Return the names of the nodes that Ray has lost.
+
+    A lost process is often the first sign of a lost node, so wait up to patience_s seconds for Ray to detect one.
+    """
     deadline = time.monotonic() + patience_s
     while nodes:
         addresses = alive_nodes()

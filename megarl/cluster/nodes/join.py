@@ -1,5 +1,4 @@
-"""The part of a run on each of its nodes but the first: `megarl join` starts Ray there, by which the driver starts
-processes, and ends with the run."""
+"""`megarl join`, which runs on every node but the first: it starts Ray there for the driver and ends with the run."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from megarl.core.errors import UserError
 
 POLL_S = 0.5
 MARGIN_S = 15.0
-"""The seconds that the driver may need after its grace time to end the run."""
+"""Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""The seconds that a connection to the first node may take, and those without one after which that node is lost."""
+"""Timeout of a connection to the first node, and the time without a connection after which that node counts as lost."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
-    """Takes part in the run of this folder. Returns the exit status: 0 once the run's driver has ended its part."""
+    """Join the run of this folder. Return the exit status: 0 if the driver ended the run, 1 after a failure."""
     try:
         join(NodeRendezvous(folder / NODES), scratch, timeout_s)
     except RunFailure as failure:
@@ -42,13 +41,18 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
 
 
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
-    """Takes part in a run until its driver ends it. scratch: a folder for files that are not needed after the run.
+    """Take part in a run until its driver ends it.
 
-    A signal that ends the run is left to the driver, which may save first: this node stays until it has, or until
-    checkpoint.grace_s is over. Raises KeyboardInterrupt then.
+    A signal to this node does not end it at once, because the driver may save first. The node stays until the driver
+    has ended the run or checkpoint.grace_s has passed.
 
-    Raises UserError where this node cannot join, or nobody invites it in time, and RunFailure where it loses the first
-    node, or Ray ends here.
+    Args:
+        scratch: folder for temporary files of the run.
+
+    Raises:
+        UserError: this node cannot join, or there is no invitation in time.
+        RunFailure: the first node is lost, or Ray ended on this node.
+        KeyboardInterrupt: a signal ended the run.
     """
     while True:
         invitation = _await_invitation(rendezvous, timeout_s)
@@ -59,11 +63,11 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
-        processes.end_descendants()  # the run's next attempt has begun
+        processes.end_descendants()  # the run's next attempt has started
 
 
 def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
-    """Lends this node to one attempt of the run, until its driver withdraws the invitation or begins another."""
+    """Take part in one attempt of the run, until its driver withdraws the invitation or starts another attempt."""
     report = _report(invitation)
     rendezvous.report(report)
     if report.problem is not None:
@@ -98,21 +102,21 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
 
 
 class FirstNode:
-    """Watches the first node. Ray alone would wait for minutes for a machine that has vanished without a word."""
+    """A watch on the first node. Ray alone would wait minutes for a machine that disappeared."""
 
     def __init__(self, invitation: Invitation):
         self._invitation = invitation
         self._answered_at = time.monotonic()
 
     def answers(self) -> bool:
-        """Returns whether Ray has answered there in the last LOST_S seconds."""
+        """Return whether Ray on the first node has accepted a connection in the last LOST_S seconds."""
         if _reaches(self._invitation):
             self._answered_at = time.monotonic()
         return time.monotonic() - self._answered_at < LOST_S
 
 
 def _reaches(invitation: Invitation) -> bool:
-    """Returns whether Ray answers there."""
+    """Return whether the invitation's Ray accepts connections."""
     with suppress(OSError):
         socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S).close()
         return True
@@ -120,29 +124,29 @@ def _reaches(invitation: Invitation) -> bool:
 
 
 def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitation:
-    """Waits for an invitation whose Ray answers: one of an attempt that was killed may have been left behind."""
+    """Wait for an invitation whose Ray answers, because a killed attempt may have left a stale invitation."""
     deadline = time.monotonic() + timeout_s
     while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
             raise UserError(
-                f"no run of several nodes has begun here in {timeout_s:g} s; start megarl train with cluster.nodes, "
-                "and give its folder, on a file system that all nodes share"
+                f"no run on several nodes started in this folder within {timeout_s:g} s. Fix: start megarl train with "
+                "cluster.nodes, and pass its run folder, on a file system that all nodes share"
             )
         time.sleep(POLL_S)
     return invitation
 
 
 def _report(invitation: Invitation) -> Report:
-    """Returns what this node has, and whether it can join."""
+    """Return this node's report: its resources, and why it cannot join, if so."""
     name, gpus, address = own_name(), device.num_gpus(), address_towards(invitation.host)
     problem = None
     if address == invitation.host:
         problem = f"node {name}: megarl train runs on it, as the first node; run megarl join on the others only"
     elif differing := invitation.differing():
-        told = ", ".join(f"{package} is {here}, there {there}" for package, (there, here) in differing.items())
-        problem = f"node {name}: other versions than on the first node: {told}; install the same"
+        versions = ", ".join(f"{package} {local}, not {first}" for package, (first, local) in differing.items())
+        problem = f"node {name}: versions differ from the first node: {versions}. Fix: install the same versions"
     elif gpus < invitation.gpus:
-        problem = f"node {name}: {gpus} GPUs, and the run takes {invitation.gpus} of each node; leave this node out"
+        problem = f"node {name}: {gpus} GPUs, but the run uses {invitation.gpus} per node. Fix: leave this node out"
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 
@@ -156,10 +160,10 @@ def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]
         "address": f"{invitation.host}:{invitation.port}",
         "node-ip-address": report.address,
         "num-cpus": report.cores,
-        "num-gpus": 0,  # the driver's placement, not Ray, says who has which
+        "num-gpus": 0,  # the driver, not Ray, assigns GPUs
         "object-store-memory": invitation.object_store,
         "object-spilling-directory": scratch / "spilled",
         "temp-dir": scratch,
     }
-    words = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block", "--disable-usage-stats"]
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--block", "--disable-usage-stats"]

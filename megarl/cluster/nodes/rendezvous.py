@@ -1,10 +1,11 @@
-"""The folder in a run's folder by which its nodes meet. Every node sees it, as all of a run's files are on a shared
-file system; it is read and written by name only, each file whole, so that it needs no locks.
+"""The rendezvous of a run's nodes: a folder inside the run's folder, on a file system that all nodes share.
 
-    invitation.json   of the driver: where its Ray is, and what whoever joins it needs
-    node-ADDRESS.json of the node with this address: what it has, and the highest memory of its processes so far
-    stacks.json       of the driver: the log files in which it wants stacks
-    lost.json         of the driver: the nodes that it has lost
+Files are replaced as a whole and found by name, so no locks are needed.
+
+    invitation.json     written by the driver: the address of its Ray, and what other nodes need to join
+    node-ADDRESS.json   written by the node with this address: its resources and peak memory
+    stacks.json         written by the driver: log files that should receive stack traces
+    lost.json           written by the driver: lost nodes
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
-"""The distributions whose versions are the same on all nodes, beside Python's and megarl's."""
+"""Distributions whose versions must agree on all nodes, besides those of Python and megarl."""
 
 NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lost.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The things that another node needs.
+    """The information that another node needs to join.
 
-    id            tells it from those of earlier attempts, which may have been left behind
-    host          the address of the first node
-    port          of Ray's GCS there
-    token         opens that Ray; so nobody but the run's user may read the file
-    versions      of the first node's packages
-    gpus          those that each node has for the run
-    object_store  the bytes of Ray's store on each node
-    logs          the folder for the logs of the run's processes
-    grace_s       the time that the run has to end by itself after a signal
+    Attributes:
+        id: distinguishes it from stale invitations of earlier attempts.
+        host: address of the first node.
+        port: port of Ray's GCS on the first node.
+        token: authentication token of Ray; therefore only the run's user may read the file.
+        versions: package versions of the first node.
+        gpus: number of GPUs that the run uses on each node.
+        object_store: bytes of Ray's object store on each node.
+        logs: folder for the logs of the run's processes.
+        grace_s: seconds in which the run may end by itself after a signal.
     """
 
     id: str
@@ -61,19 +63,20 @@ class Invitation:
     grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
-        """Returns the packages with other versions here than on the first node: (there, here)."""
-        here = installed_versions(PACKAGES)
-        return {name: (v, here.get(name)) for name, v in self.versions.items() if here.get(name) != v}
+        """Return the packages whose versions differ from the first node's: (first node, this node)."""
+        local = installed_versions(PACKAGES)
+        return {name: (v, local.get(name)) for name, v in self.versions.items() if local.get(name) != v}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The things that a node says of itself.
+    """A node's report to the driver.
 
-    invitation   the id of the one that it answers
-    peak_gb      the highest memory of its processes so far, 10⁹ bytes: (RSS, PSS), see MemorySampler
-    problem      why it does not join, None where it does
-    is_failure   whether that is no error of the user
+    Attributes:
+        invitation: id of the invitation that it answers.
+        peak_gb: peak memory of its processes so far in 10⁹ bytes: (RSS, PSS), see MemorySampler.
+        problem: why it does not take part, None if it does.
+        is_failure: whether the problem is a failure of the run, not a user error.
     """
 
     name: str
@@ -87,41 +90,39 @@ class Report:
 
 
 class NodeRendezvous:
-    """The folder, as the driver and as the other nodes use it."""
+    """The rendezvous folder, used by the driver and by the other nodes."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def invite(self, invitation: Invitation) -> None:
-        """Begins a new rendezvous, in which nothing of an earlier attempt is left."""
+        """Start a new rendezvous and remove all files of earlier attempts."""
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.glob("*.json"):
             file.unlink()
-        _write(
-            self._folder / STACKS, {"number": 0, "files": []}
-        )  # a file system may remember for long that there is none
+        _write(self._folder / STACKS, {"number": 0, "files": []})  # network file systems cache the absence of a file
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
-        """Ends the rendezvous: the others end their part of the run."""
+        """End the rendezvous, upon which the other nodes leave the run."""
         (self._folder / INVITATION).unlink(missing_ok=True)
 
     def invitation(self) -> Invitation | None:
-        found = _read(self._folder / INVITATION)
-        # Another version of megarl may know other things of it; versions are compared before they are used.
-        return (
-            None if found is None else Invitation(**{field.name: found.get(field.name) for field in fields(Invitation)})
-        )
+        content = _read(self._folder / INVITATION)
+        if content is None:
+            return None
+        # Another version of megarl may have other fields; versions are compared before the fields are used.
+        return Invitation(**{field.name: content.get(field.name) for field in fields(Invitation)})
 
     def report(self, report: Report) -> None:
         _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Returns what the nodes say that have answered the invitation, in the order of their names' numbers: n2 comes
-        before n10."""
+        """Return the reports that answer the current invitation, in the natural order of the nodes' names (n2 before
+        n10)."""
         invitation = self.invitation()
-        found = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
-        reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in found]
+        contents = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
+        reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in contents]
         answers = [report for report in reports if invitation is not None and report.invitation == invitation.id]
         return sorted(answers, key=lambda report: (_natural(report.name), report.address))
 
@@ -129,22 +130,22 @@ class NodeRendezvous:
         _write(self._folder / LOST, {"names": list(names)})
 
     def lost(self) -> list[str]:
-        """Returns the names of the nodes that the driver has lost, for which its run has ended."""
+        """Return the names of lost nodes that ended the driver's run."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def ask_for_stacks(self, files: Sequence[Path]) -> None:
-        """Makes the other nodes have their processes write stacks, where these are the processes' logs."""
-        asked = _read(self._folder / STACKS) or {"number": 0}
-        _write(self._folder / STACKS, {"number": asked["number"] + 1, "files": [str(file) for file in files]})
+        """Request stack traces from the other nodes' processes that log to these files."""
+        request = _read(self._folder / STACKS) or {"number": 0}
+        _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
     def wanted_stacks(self) -> tuple[int, list[Path]]:
-        """Returns the number of the last request for stacks, 0 where there was none, and its log files."""
-        asked = _read(self._folder / STACKS) or {"number": 0, "files": []}
-        return asked["number"], [Path(file) for file in asked["files"]]
+        """Return the number of the last request for stack traces (0: none so far) and its log files."""
+        request = _read(self._folder / STACKS) or {"number": 0, "files": []}
+        return request["number"], [Path(file) for file in request["files"]]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key by which numbers in names sort by their size."""
+    """Return a sort key that orders numbers inside names by value."""
     words = "".join(c if c.isdigit() else f" {c} " for c in name).split()
     return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 

@@ -1,1 +1,1 @@
-"""The operating system's view of a run: its processes, their logs, memory and shared memory, and their end."""
+"""Supervision of a run's processes: signals, logs, memory, shared memory, and clean-up."""

@@ -1,4 +1,4 @@
-"""The signals that end a run, as the driver takes them: at once, or at its next safe point if that is near."""
+"""Signals that end a run: the driver ends at once, or at its next safe point within a grace period."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from contextlib import contextmanager
 from itertools import count
 
 REPEAT_S = 1.0
-"""The time in which a second signal is the same as the first: who signals all processes of a run reaches the driver
-twice, directly and by its parent."""
+"""Time in which a second signal counts as the same as the first. A signal to all processes of a run reaches the driver
+twice: directly and through its parent."""
 
 
 class Interrupts:
-    """The signals of one process. The first raises KeyboardInterrupt, and those that follow nothing more, so that they
-    do not interrupt the clean-up. Inside `grace` the run has a time to end by itself."""
+    """The signal handling of one process.
+
+    The first signal raises KeyboardInterrupt. Later signals are ignored, so that they do not interrupt the clean-up.
+    Inside `grace`, the run has a grace period to end by itself.
+    """
 
     def __init__(self) -> None:
         self._driver = self._parent = 0
         self._number_of_signal = count()
-        """Tells the first one, also where a second signal is handled in the middle of its handler."""
+        """Identifies the first signal, even if a second one interrupts its handler."""
         self._told_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
-        """Whether the first signal lets the body of `grace` go on."""
+        """Whether the body of `grace` continues after the first signal."""
         self._can_cut_short = False
-        """Whether a later signal, or the end of the grace time, raises KeyboardInterrupt."""
+        """Whether a later signal, or the end of the grace period, raises KeyboardInterrupt."""
 
     @property
     def is_told(self) -> bool:
-        """Whether a signal has told the run to end."""
+        """Whether a signal to end the run has arrived."""
         return self._told_at is not None
 
     @property
     def left_s(self) -> float:
-        """The rest of the grace time: after a second signal, none."""
+        """Seconds left of the grace period; 0 after a second signal."""
         return max(0.0, self._told_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
 
     def listen(self, signals: Iterable[int]) -> None:
-        """Takes these signals from now on. Forked processes that go on with its code end by theirs as any other."""
+        """Handle these signals from now on. Processes forked later keep the default action."""
         self._driver, self._parent = os.getpid(), os.getppid()
         for number in signals:
             signal.signal(number, self._hear)
@@ -48,8 +51,14 @@ class Interrupts:
 
     @contextmanager
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
-        """Gives the body so many seconds from the first signal to its end; then, or at a second signal, it gets a
-        KeyboardInterrupt. is_awaited: the first signal does not interrupt it, but sets is_told, which it looks at."""
+        """Give the body a grace period after the first signal.
+
+        When the period is over, or at a second signal, KeyboardInterrupt is raised in the body.
+
+        Args:
+            seconds: length of the grace period.
+            is_awaited: whether the body continues after the first signal and checks is_told itself.
+        """
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:
             yield
@@ -58,7 +67,7 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def expire(self) -> None:
-        """Ends the grace time, for a thread that has found out that it is of no use."""
+        """End the grace period early. May be called from any thread."""
         os.kill(self._driver, signal.SIGALRM)
 
     def _hear(self, number: int, _) -> None:
@@ -77,14 +86,14 @@ class Interrupts:
         self._told_at = time.monotonic()
         if self._can_cut_short and self._grace_s > 0:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-            if self._is_awaited and os.getppid() == self._parent:  # else the signal says that the parent is lost
-                # Not by print, whose buffer the interrupted code may be just writing to.
+            if self._is_awaited and os.getppid() == self._parent:  # else the signal means that the parent is lost
+                # Do not use print: the interrupted code may be writing to its buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
-                line = f"interrupted; saves after the step under way, if within {grace}; a second signal ends the run"
+                line = f"interrupted; saves after the current step, if within {grace}; a second signal ends the run"
                 os.write(1, f"{line} at once\n".encode())
                 return
         raise KeyboardInterrupt
 
 
 interrupts = Interrupts()
-"""Those of the driver, where `listen` was called."""
+"""Signal handling of this process; active only where `listen` has been called."""

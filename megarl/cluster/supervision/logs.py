@@ -1,4 +1,4 @@
-"""The log files of a run, one for each process."""
+"""Log files of a run's processes, one for each process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.core import stacks
 
 
 def log_to(path: Path) -> None:
-    """Sends standard output and error of this process, its libraries' included, to the file from now on."""
+    """Redirect this process's standard output and error, including those of native libraries, to the file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: texts may hold what UTF-8 cannot carry
+    sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: texts may contain lone surrogates
     faulthandler.enable()
     stacks.write_on_request()

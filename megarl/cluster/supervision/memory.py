@@ -1,4 +1,4 @@
-"""The peak memory of a run, sampled over all of its processes."""
+"""Peak memory of a run, sampled over all its processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ INTERVAL_S = 2.0
 
 
 class MemorySampler:
-    """A thread that reads the memory of this process and its descendants every INTERVAL_S seconds, until it is
-    closed."""
+    """A thread that samples the memory of this process and its descendants every INTERVAL_S seconds until it exits."""
 
     def __init__(self) -> None:
         self._peak = (0.0, 0.0)
@@ -19,7 +18,7 @@ class MemorySampler:
         threading.Thread(target=self._sample, name="memory", daemon=True).start()
 
     def peak_gb(self) -> tuple[float, float]:
-        """Returns the highest sums so far, in 10⁹ bytes: (RSS, PSS)."""
+        """Return the peak sums so far in 10⁹ bytes: (RSS, PSS)."""
         return self._peak
 
     def __enter__(self) -> MemorySampler:

@@ -1,7 +1,7 @@
-"""The run's processes as the operating system sees them: adoption of orphans, memory, stacks, and their end.
+"""Operating system processes of a run: adoption of orphans, memory, stack traces and termination.
 
-/proc may hide processes that this one may not trace (hidepid): those of other users, and of the run's those that have
-another user's identity or are not dumpable. Signals may reach them all the same.
+With hidepid, /proc hides processes that this one may not trace: those of other users, and processes of the run that
+changed their user or are not dumpable. Signals may still reach them.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 PROC = Path("/proc")
 POLL_S = 0.02
 ONE_THREAD = b"Current thread "
-"""Text that the stacks of a process have once: of the thread that heard the signal."""
+"""Text that occurs once in a process's stack traces, for the thread that received the signal."""
 
 
 def adopt_orphans() -> None:
-    """Makes grandchildren whose parent dies our children, so that `end_descendants` finds them."""
+    """Make this process the parent of orphaned descendants, so that `end_descendants` finds them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def interrupt_with_parent() -> None:
-    """Makes the kernel send this process SIGINT when its parent ends, however that happens."""
+    """Make the kernel send this process SIGINT when its parent ends for any reason."""
     signal_with_parent(signal.SIGINT)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """Ends every process that this one started, directly or not; returns when they are gone.
+    """End all descendants of this process and wait until they are gone.
 
-    SIGTERM comes first, upon which some processes release shared memory. After grace_s seconds follows SIGKILL.
-    Python's resource trackers remove what killed processes leave, once these are gone, and end then; they have
-    tracker_s seconds for it. A process that may not be signalled, because another user's identity is its own now, is
-    not waited for.
+    SIGTERM comes first, because some processes release shared memory upon it, and SIGKILL after grace_s seconds.
+    Python's resource trackers clean up after killed processes and then exit; they have tracker_s seconds. Processes
+    that this one may not signal, because they changed their user, are not awaited.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # Listed again for the second signal: a process may have started another in between.
+        # List them again for the second signal: a process may have started another one in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
         _await_end([pid for pid in others if _signal(pid, number)], grace_s)
     _await_end([pid for pid in descendants() if _signal(pid, 0)], tracker_s)
@@ -53,8 +52,11 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 
 
 def descendants() -> list[int]:
-    """Returns the processes that this one started, directly or not. One that /proc hides is found as a child of this
-    process, which it becomes with `adopt_orphans` when its parent has ended."""
+    """Return all descendants of this process.
+
+    Processes hidden in /proc are found only as direct children, which they become after `adopt_orphans` when their
+    parents end.
+    """
     children = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -70,23 +72,23 @@ def descendants() -> list[int]:
 
 def _parent(process: Path) -> int | None:
     try:
-        # The name, in brackets, may have spaces and brackets of its own.
+        # The name in parentheses may itself contain spaces and parentheses.
         return int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except OSError:  # the process has ended, or may not be read
+    except OSError:  # the process has ended or is not readable
         return None
 
 
 def _own_children() -> list[int]:
-    """Returns the children of all threads of this process as the kernel lists them, hidden ones too."""
-    found = []
+    """Return the children of all threads of this process from the kernel's lists, which include hidden ones."""
+    children = []
     for file in PROC.glob(f"{os.getpid()}/task/*/children"):
         with suppress(OSError):  # the thread has ended
-            found += map(int, file.read_text().split())
-    return found
+            children += map(int, file.read_text().split())
+    return children
 
 
 def _await_end(pids: Sequence[int], timeout_s: float) -> None:
-    """Waits until these processes have ended, or the time is over."""
+    """Wait until these processes have ended, at most timeout_s seconds."""
     deadline = time.monotonic() + timeout_s
     while pids := [pid for pid in pids if not _has_ended(pid)]:
         if time.monotonic() > deadline:
@@ -95,14 +97,14 @@ def _await_end(pids: Sequence[int], timeout_s: float) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether there is no such process. A child that has ended is reaped."""
-    with suppress(ChildProcessError):  # it is another's child
+    """Return whether the process has ended. Reap it if it is a child."""
+    with suppress(ChildProcessError):  # not a child of this process
         os.waitpid(pid, os.WNOHANG)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # there is one, of another user
+    except PermissionError:  # it exists, but belongs to another user
         return False
     return False
 
@@ -110,12 +112,12 @@ def _has_ended(pid: int) -> bool:
 def _tracks_resources(pid: int) -> bool:
     try:
         return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:  # it has ended, or may not be read
+    except OSError:  # the process has ended or is not readable
         return False
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Returns whether the signal could be sent: the process may have ended, or be another user's."""
+    """Send a signal. Return False if the process has ended or belongs to another user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -124,27 +126,32 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Makes every process that this one started, and whose standard error is one of these files, write its stacks
-    there, several into one file where they share it. Returns the files that have them.
+    """Make the descendants whose standard error is one of these files write their stack traces to it.
 
-    elsewhere: others of these files may be of processes of another node, of which that node has been asked."""
+    Args:
+        patience_s: maximum time to wait for the traces.
+        elsewhere: whether some files may belong to processes on other nodes, which have got the same request.
+
+    Returns:
+        The files that have received stack traces.
+    """
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
-    asked, here = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
+    expected, local = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
     for pid in descendants():
         file = _standard_error(pid)
         if file in files and _catches(pid, SIGNAL):
             sizes.setdefault(file, file.stat().st_size)
-            here[file] += 1
+            local[file] += 1
             _signal(pid, SIGNAL)
-    asked |= here
+    expected |= local
     deadline = time.monotonic() + patience_s
     last: dict[Path, bytes] = {}
     while time.monotonic() < deadline:
         written = {file: _read_from(file, size) for file, size in sizes.items()}
-        if written == last and all(written[file].count(ONE_THREAD) >= asked[file] for file in asked):
+        if written == last and all(written[file].count(ONE_THREAD) >= expected[file] for file in expected):
             break
         last = written
-        time.sleep(0.1)  # far more than a process takes from one line to the next
+        time.sleep(0.1)  # much longer than a process needs between two lines
     return [file for file, size in sizes.items() if file.stat().st_size > size]
 
 
@@ -157,12 +164,12 @@ def _read_from(file: Path, start: int) -> bytes:
 def _standard_error(pid: int) -> Path | None:
     try:
         return Path(os.readlink(PROC / str(pid) / "fd/2"))
-    except OSError:  # the process has ended, has no standard error, or may not be read
+    except OSError:  # the process has ended, has no standard error, or is not readable
         return None
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Returns whether the process handles the signal, which would end any other process."""
+    """Return whether the process handles the signal, whose default action would end it."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -172,10 +179,10 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def memory_gb() -> tuple[float, float]:
-    """Returns the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
+    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
 
-    RSS counts a shared page once per process; PSS splits it between them, so that its sum is what the machine bears.
-    Processes whose files in /proc may not be read are not counted.
+    RSS counts a shared page once per process; PSS splits it between the processes, so the sum of PSS is the memory in
+    use. Processes that are not readable in /proc are not counted.
     """
     rss = pss = 0
     for pid in [os.getpid(), *descendants()]:
@@ -189,7 +196,7 @@ def memory_gb() -> tuple[float, float]:
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:
-    """Returns bytes per field; all are 0 for a process that has ended but was not yet waited for."""
+    """Return the bytes of each field; all are 0 for a zombie."""
     lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     fields = {"Rss": 0, "Pss": 0}
     for line in lines[1:]:

@@ -1,4 +1,4 @@
-"""The folder on each node for files of a run that are not needed after it."""
+"""The scratch folder of a run on each node, for temporary files."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from typing import IO
 from megarl.cluster.supervision import segments
 
 VARIABLE = "MEGARL_SCRATCH"
-"""The variable by which the processes that a node's supervisor starts know the node's folder."""
+"""Environment variable that passes the node's scratch folder to the processes of a run."""
 
 PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
-"""The folders are not in $TMPDIR, which may be long: paths of the sockets in them are limited to 107 bytes."""
+"""The folders are not in $TMPDIR, which may be too long: paths of the sockets in them are limited to 107 bytes."""
 
 
 def own_scratch() -> Path:
-    """Returns the folder of the node that this process is on, inside `supervised`."""
+    """Return the scratch folder of this node. Only available inside `supervised`."""
     return Path(os.environ[VARIABLE])
 
 
 _locks: list[IO[str]] = []
-"""The open locks of this process's folders."""
+"""Open lock files of this process's folders."""
 
 
 def make_scratch() -> Path:
-    """Makes a folder, whose lock this process and those that it forks hold until the last of them ends."""
+    """Create a scratch folder. This process and its forks hold its lock until the last of them ends."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
     lock = hidden.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    hidden.rename(folder / LOCK)  # whoever sees it finds it locked
+    hidden.rename(folder / LOCK)  # so that the lock file is locked from the moment it is visible
     _locks.append(lock)
     return folder
 
 
 def sweep() -> None:
-    """Removes the folders of this user's runs of which no process is left, with the shared memory that they made: those
-    of runs that were killed before they could do so themselves."""
+    """Remove scratch folders and shared memory of this user's dead runs, which were killed before their clean-up."""
     for folder in PLACE.glob(f"{PREFIX}*"):
-        # Another run may sweep at the same time, and another user's folder cannot be opened.
+        # Another run may sweep at the same time, and other users' folders cannot be opened.
         with suppress(OSError), (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segments.remove(segments.made(folder))

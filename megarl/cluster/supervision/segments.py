@@ -1,8 +1,8 @@
-"""Named shared memory and semaphores, by which an engine's ranks talk to each other. They outlive killed processes.
+"""Named shared memory and semaphores, through which an engine's ranks communicate. They outlive killed processes.
 
-The libraries that make them choose the names, so a run knows its own by other signs: a process of the run maps it, it
-did not exist before the run, and when the run's processes are gone nobody else uses it. Segments that a process has
-merely opened, such as those of a server, lack one of these.
+Libraries choose their names, so a run recognizes its own segments by three conditions: a process of the run maps the
+segment, it did not exist before the run, and no other process uses it after the run. Segments that a process only
+opened, such as those of a server, fail one of these.
 """
 
 from __future__ import annotations
@@ -24,38 +24,43 @@ NOTE = "segments"
 
 
 class Segment(NamedTuple):
-    """A segment by its name and the number of its inode: another program may use the name again."""
+    """A segment, identified by name and inode because another program may reuse the name."""
 
     inode: int
     name: str
 
 
 def note_earlier(scratch: Path) -> None:
-    """Writes down in the scratch folder which segments exist before the run."""
+    """Record in the scratch folder which segments exist before the run."""
     _write(scratch / EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
 def name_semaphores(scratch: Path) -> None:
-    """Names semaphores that this process and its descendants make from now on after the scratch folder, so that at no
-    moment one exists that nobody has written down."""
-    # Python keeps the prefix there, for all processes that multiprocessing starts from this one.
+    """Name semaphores that this process and its descendants create from now on after the scratch folder.
+
+    Such semaphores can be cleaned up even if the process is killed before it records them.
+    """
+    # Python passes this prefix to all processes that multiprocessing starts from this one.
     multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
 
 
 def note(scratch: Path) -> None:
-    """Writes down in the scratch folder which segments this process and its descendants have."""
+    """Record in the scratch folder which segments this process and its descendants map."""
     _write(scratch / f"{NOTE}.{os.getpid()}", mapped())
 
 
 def mapped() -> set[Segment]:
-    """Returns the segments that this process and its descendants map."""
+    """Return the segments that this process and its descendants map."""
     family = [os.getpid(), *descendants()]
     return _existing(name for pid in family for name in _mapped_names(pid))
 
 
 def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Returns the segments that did not exist before the run, of those that its processes have noted or had mapped at
-    its end, and those that are named after the scratch folder. There are none if the folder is gone."""
+    """Return the segments that the run created, empty if the scratch folder is gone.
+
+    These are the segments recorded by its processes, mapped at its end or named after the scratch folder, without those
+    that existed before the run.
+    """
     if not (scratch / EARLIER).exists():
         return set()
     noted = {segment for file in scratch.glob(f"{NOTE}.*") for segment in _read(file)}
@@ -64,26 +69,26 @@ def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segmen
 
 
 def remove(segments: Set[Segment]) -> None:
-    """Removes those that no other process uses."""
+    """Remove the segments that no other process uses."""
     unused = segments - _used() if segments else set()
     for segment in unused & _existing(segment.name for segment in segments):
-        with suppress(OSError):  # one that cannot be removed keeps no other
+        with suppress(OSError):  # continue with the others if one cannot be removed
             (SHARED_MEMORY / segment.name).unlink()
 
 
 def _existing(names: Iterable[str]) -> set[Segment]:
-    """Returns the segments with these names that exist and are this user's."""
-    found = set()
+    """Return the existing segments with these names that belong to this user."""
+    existing = set()
     for name in set(names):
         with suppress(OSError):
             status = (SHARED_MEMORY / name).stat(follow_symlinks=False)
             if status.st_uid == os.geteuid():
-                found.add(Segment(status.st_ino, name))
-    return found
+                existing.add(Segment(status.st_ino, name))
+    return existing
 
 
 def _used() -> set[Segment]:
-    """Returns the segments that other processes of this machine, as far as they may be read, map or hold open."""
+    """Return the segments that other readable processes of this machine map or hold open."""
     others = set(psutil.pids()) - {os.getpid()}
     return _existing(name for pid in others for name in (*_mapped_names(pid), *_open_names(pid)))
 
@@ -91,7 +96,7 @@ def _used() -> set[Segment]:
 def _mapped_names(pid: int) -> set[str]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # the process has ended, or may not be read
+    except OSError:  # the process has ended or is not readable
         return set()
     return _names(line[line.index("/") :] for line in lines if "/" in line)
 
@@ -106,7 +111,7 @@ def _open_names(pid: int) -> set[str]:
 
 
 def _names(paths: Iterable[str]) -> set[str]:
-    # A segment that was unlinked is shown with " (deleted)" at the end, and has no file.
+    # An unlinked segment is listed with the suffix " (deleted)" and has no file.
     return {Path(path).name for path in paths if Path(path).parent == SHARED_MEMORY}
 
 
@@ -114,7 +119,7 @@ def _write(file: Path, segments: Set[Segment]) -> None:
     lines = (f"{segment.inode} {segment.name}\n" for segment in segments)
     new = file.with_name(f".{file.name}")
     new.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
-    new.replace(file)  # whole, whenever its writer is killed
+    new.replace(file)  # never partial, even if the writer is killed
 
 
 def _read(file: Path) -> set[Segment]:

@@ -1,7 +1,6 @@
-"""The supervisor of a run, which is two processes that watch each other: a parent that only waits, and a child that
-drives.
+"""The supervisor of a run: a parent process that only waits and a child that drives the run, watching each other.
 
-Whichever is killed, the other ends the processes of the run. Ray alone would leave some of them for a minute or more.
+If either is killed, the other ends all processes of the run. Ray alone would leave some of them for a minute or more.
 """
 
 from __future__ import annotations
@@ -20,23 +19,25 @@ from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
 
 DEADLINE_S = 15
-"""The seconds that the child may take to end after an interrupt and the grace time, before it is killed: one of its
-calls may hang."""
+"""Seconds after an interrupt and the grace period until the child is killed, because one of its calls may hang."""
 
 INTERRUPTED = "interrupted; the run ends"
 
 
 @contextmanager
 def supervised(grace_s: float = 0.0) -> Iterator[Path]:
-    """Runs its body in a child process; the parent exits with the child's status and never enters the body.
+    """Run the body in a child process. The parent exits with the child's status and never enters the body.
 
-    Yields a scratch folder. However the body ends, no process that it started is left, nor the folder. SIGINT, SIGTERM
-    and SIGHUP, to one of the two or to the run's process group, end it with a KeyboardInterrupt and then exit status
-    130. grace_s: the time that the body may take for that, see `interrupts`.
+    Yields a scratch folder. However the body ends, its processes and the folder are removed. SIGINT, SIGTERM and
+    SIGHUP, to either process or to the run's process group, raise KeyboardInterrupt in the body and lead to exit status
+    130.
 
-    The child and what it starts are a process group of their own in the same session. So a signal to the run's group,
-    from a terminal or Slurm, reaches the parent alone, which hands it on to the child: Ray's processes would die of it
-    and take what is to be saved with them.
+    The child and its descendants form their own process group in the same session. A signal from a terminal or Slurm to
+    the run's group thus reaches only the parent, which forwards it to the child. It would kill Ray's processes and with
+    them the state that is to be saved.
+
+    Args:
+        grace_s: time that the body may take to end after a signal, see `interrupts`.
     """
     sweep()
     scratch = make_scratch()
@@ -44,14 +45,14 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     sys.stdout.flush()
     processes.adopt_orphans()
     heard, parent = _heard(), os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until each of the two can handle them
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until both processes can handle them
     child = os.fork()
     if child:
         sys.exit(_guard(child, scratch, heard, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # which stop a group in the background of a terminal that uses it
+        signal.signal(number, signal.SIG_IGN)  # they stop background groups that use the terminal
     processes.adopt_orphans()
     processes.interrupt_with_parent()
     interrupts.listen({signal.SIGINT, *heard})
@@ -59,18 +60,22 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     try:
         yield scratch
     except KeyboardInterrupt:
-        _say(INTERRUPTED)
-        if os.getppid() != parent:  # it is lost; else the clean-up is the parent's
+        _print_error(INTERRUPTED)
+        if os.getppid() != parent:  # the parent is lost; otherwise it cleans up
             _end(scratch)
-        # At once: Ray ends this process with status 1 when it notices that the raylet is gone, and its part of the
-        # interpreter's shutdown crashes if the interrupt met it while it was starting.
+        # Exit at once: Ray ends this process with status 1 when it notices that the raylet is gone, and its exit
+        # handlers crash if the interrupt came during its start.
         os._exit(130)
     finally:
         _end(scratch)
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Waits for the child and ends what it left. Returns the exit status. signals: those that end a run, blocked."""
+    """Wait for the child, end its remaining processes, and return the exit status.
+
+    Args:
+        signals: the blocked signals that end a run.
+    """
 
     told_at: list[float] = []
 
@@ -80,11 +85,11 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
             return
         told_at.append(now)
         kill(signal.SIGINT)
-        if len(told_at) <= 2:  # more of them do not put the end off
+        if len(told_at) <= 2:  # further signals do not postpone the deadline
             signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(told_at) == 1 else 0.0))
 
     def stop(*_) -> None:
-        """Stops the child's group and this process, as the terminal stops a run that is one group, until SIGCONT."""
+        """Stop the child's process group and this process until SIGCONT, as the terminal stops a single group."""
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -106,26 +111,26 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
     _end(scratch)
     code = os.waitstatus_to_exitcode(status)
     if told_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
-        _say(INTERRUPTED)  # the child had the signal, too, before it could handle it
+        _print_error(INTERRUPTED)  # the child got the signal before it could handle it
         return 130
     if code >= 0:
         return code
-    _say(f"the driver process {child} was ended by {signal.Signals(-code).name}; the run ends")
+    _print_error(f"the driver process {child} was ended by {signal.Signals(-code).name}; the run ends")
     return 1
 
 
 def _heard() -> list[int]:
-    """Returns the signals that end a run: nohup, for one, makes it ignore SIGHUP."""
+    """Return the signals that end a run, without ignored ones: nohup, for example, ignores SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
 
 
 def _end(scratch: Path) -> None:
-    """Ends all processes that were started by this one or its lost child, and removes what they leave."""
+    """End all processes that this one or its lost child started, and remove their shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
     segments.remove(segments.made(scratch, mapped))
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     print(f"megarl: error: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The watchdog, which ends the run when Ray's own processes die: the driver would notice that late or never."""
+"""The watchdog, which ends the run when Ray's own processes die. The driver would notice late or never."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
-"""The time in which the driver hears of a signal that has ended them, where all processes of the run got it."""
+"""Time in which the driver receives a signal that was sent to all processes of the run and ended Ray's."""
 FATAL = ("raylet", "gcs_server")
 
 
 class Watchdog:
-    """A thread that watches the raylet and the GCS. Their loss cannot be survived, and leaves calls of the driver
-    hanging in Ray's core; so the thread says what happened and exits, and the parent process ends the others."""
+    """A thread that watches the raylet and the GCS.
+
+    A run cannot survive their loss, and calls of the driver may hang in Ray's core. The thread therefore prints an
+    error and exits the driver, upon which the parent process ends all others.
+    """
 
     def __init__(self) -> None:
         self.phase = "Ray start"
-        """The wait of the driver, to be named with the loss."""
+        """What the driver currently waits for, named in the error message."""
         self._stopped = False
         self._lock = threading.Lock()
         self._watched = _find(FATAL)
@@ -34,12 +37,12 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def check(self) -> None:
-        """Ends this process if one of Ray's is lost. It is called, too, where an error may be a consequence of that."""
+        """End this process if a Ray process is lost. Also called after errors that such a loss may have caused."""
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
             if interrupts.is_told:
-                interrupts.expire()  # the signal has ended them, too: there is nothing to wait for
+                interrupts.expire()  # the signal has also ended Ray, so nothing can be saved
                 return
             with self._lock:
                 if not self._stopped:
@@ -48,7 +51,7 @@ class Watchdog:
                     os._exit(1)
 
     def stop(self) -> None:
-        """Lets Ray's processes end from now on."""
+        """Stop watching, because Ray is about to shut down."""
         with self._lock:
             self._stopped = True
 
@@ -59,18 +62,18 @@ class Watchdog:
 
 
 def _find(names: Collection[str]) -> dict[str, psutil.Process]:
-    """Returns the descendants of this process that have these names."""
-    found = {}
+    """Return the descendants of this process with these names."""
+    processes = {}
     for pid in descendants():
-        with suppress(psutil.Error):  # it has ended, or may not be read
+        with suppress(psutil.Error):  # it has ended or is not readable
             process = psutil.Process(pid)
             if process.name() in names:
-                found[process.name()] = process
-    return found
+                processes[process.name()] = process
+    return processes
 
 
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two questions
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False

@@ -1,4 +1,4 @@
-"""The endpoint in front of the engines, by which any agent is trained: OpenAI Chat Completions, recorded as sampled."""
+"""An OpenAI Chat Completions endpoint in front of the engines, which records what agents sample through it."""
 
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.server import SessionServer

@@ -1,4 +1,4 @@
-"""Errors of the endpoint, as clients of the OpenAI API read them."""
+"""Errors of the endpoint, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A request that is refused.
+    """A rejected request.
 
-    status   of HTTP; clients try 408, 409, 429 and those from 500 again
-    code     tells programs what is wrong
-    param    the part of the request that is wrong, or None
+    Attributes:
+        status: HTTP status. OpenAI clients retry 408, 409, 429 and all from 500.
+        code: machine-readable error code.
+        param: the invalid request parameter, or None.
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None):
@@ -24,5 +25,5 @@ class ApiError(Exception):
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """Returns the error of a request that is not understood, or asks for what is not given here."""
+    """Return the error for an invalid or unsupported request parameter."""
     return ApiError(400, "invalid_value", message, param)

@@ -1,10 +1,11 @@
-"""The record of a session: sequences that grow by turns, as they were sampled, and which of them a request goes on.
+"""The recording of a session: token sequences that grow turn by turn, exactly as sampled.
 
-A program sends the whole conversation with every request. It is compared, message by message, with what the session
-has answered. Where it goes on from a turn, what is new is appended to that turn's ids, which never change, and the
-sample grows. A sample grows in one direction only: a second request that goes on from the same turn, or one that goes
-on from an earlier turn, begins a sample whose prompt is the ids up to there. What goes on from no turn, as the context
-was summed up, a turn was rewritten, or another agent speaks, begins a sample that the chat template renders.
+Clients send the whole conversation with every request. It is matched, message by message, against the session's turns.
+If the conversation continues a turn, its new messages are appended to the token ids of that turn's sample, which never
+change. A sample has no branches: a request that continues an earlier turn, or a turn that another request already
+continues, starts a new sample whose prompt is the token ids up to that turn. A conversation that continues no turn,
+because the context was summarized, a turn was rewritten or another agent started, starts a new sample rendered by the
+chat template.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megarl.environments.transcript import Transcript
 
 
 class Tokens(Protocol):
-    """What renders conversations: `ChatTokens` or `PlainTokens`."""
+    """Renderer of conversations: `ChatTokens` or `PlainTokens`."""
 
     def begin(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -31,13 +32,14 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordedSample:
-    """A sequence of a session, to train on.
+    """A token sequence of a session, used for training.
 
-    transcript   its tokens
-    text         of its last turn, calls of tools included
-    messages     its conversation, for people to read
-    first_turn   the session's number of its first turn
-    last_turn    and of its last one
+    Attributes:
+        transcript: its tokens.
+        text: text of its last turn, including tool calls.
+        messages: its conversation, for display.
+        first_turn: number of its first turn within the session.
+        last_turn: number of its last turn within the session.
     """
 
     transcript: Transcript
@@ -49,169 +51,193 @@ class RecordedSample:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A turn, after the context that it answers. end: the tokens of its sample up to its own last one."""
+    """A sampled turn.
+
+    Attributes:
+        number: number of the turn within the session, in the order of requests.
+        context_ids: tokens between the previous turn of the sample and this one.
+        context: the same as messages.
+        completion: the sampled tokens.
+        message: the assistant message that the client received.
+        text: text of the turn, including tool calls.
+        end: number of tokens of the sample up to the end of this turn.
+        is_delivered: whether the client received the turn.
+    """
 
     number: int
     context_ids: Sequence[int]
     context: Sequence[Message]
     completion: Completion
-    answer: Message
+    message: Message
     text: str
     end: int
     is_delivered: bool = True
 
 
 @dataclass(slots=True, eq=False)
-class _Growing:
-    """A sequence under way. is_claimed: whether its next turn is being sampled."""
+class _OpenSample:
+    """A growing token sequence.
+
+    Attributes:
+        ids: all tokens so far.
+        turns: the turns so far.
+        inherited: messages of another sample, whose token ids this one starts with.
+        is_reserved: whether its next turn is being sampled.
+    """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
-    earlier: tuple[Message, ...] = ()
-    """The messages before those of its first turn, whose ids it begins with."""
-    is_claimed: bool = False
+    inherited: tuple[Message, ...] = ()
+    is_reserved: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """The place of a turn that is to be sampled: after which ids, and as which sample.
+class TurnSlot:
+    """A reserved position for a turn that is about to be sampled.
 
-    ids                 all that the turn follows
-    num_response_tokens   those of them that are not the sample's prompt
-    number              the turn's, in the order of requests
+    Attributes:
+        ids: all tokens before the turn.
+        num_response_tokens: number of these tokens after the sample's prompt.
+        number: number of the turn within the session, in the order of requests.
     """
 
     ids: list[int]
     num_response_tokens: int
     number: int
-    _sample: _Growing
+    _sample: _OpenSample
     _context_ids: Sequence[int]
     _context: Sequence[Message]
     _key: bytes
 
 
 class Recording:
-    """The sequences of one session."""
+    """The token sequences of one session."""
 
     def __init__(self) -> None:
-        self._samples: list[_Growing] = []
-        self._turns: dict[bytes, list[tuple[_Growing, Turn]]] = defaultdict(list)
-        """The turns by the conversation that ends with them."""
+        self._samples: list[_OpenSample] = []
+        self._turns: dict[bytes, list[tuple[_OpenSample, Turn]]] = defaultdict(list)
+        """Turns by the key of the conversation that ends with them."""
         self.num_turns = 0
         self._numbers = count()
         self.num_context_tokens = self.num_cached_tokens = 0
         self.counts: Counter[str] = Counter()
-        """How samples after the first have begun: `forked` with the ids of another one, `rewritten` where the
-        conversation has a turn of the assistant that was not sampled so, `fresh` without any."""
+        """Counts of samples after the first by their origin: `forked` from the token ids of another sample,
+        `rewritten` if the conversation has assistant messages that were not sampled, `fresh` if it has none."""
 
-    def place(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> Place:
-        """Returns where the policy's answer to these messages belongs. Raises UserError where the chat template refuses
-        them. The place is then filled with `add`, or given back."""
-        keys = _keys(tools_key, messages)
-        for known in range(len(messages), 0, -1):
-            if keys[known - 1] in self._turns:
-                found = self._after(tokens, self._turns[keys[known - 1]], messages[known:], keys[-1])
-                if found is not None:
-                    return found
+    def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> TurnSlot:
+        """Reserve the slot of the turn that answers these messages. Fill it with `add` or give it up with `release`.
+        Raises UserError if the chat template rejects the messages."""
+        keys = _prefix_keys(tools_key, messages)
+        for length in range(len(messages), 0, -1):
+            if keys[length - 1] in self._turns:
+                slot = self._continue(tokens, self._turns[keys[length - 1]], messages[length:], keys[-1])
+                if slot is not None:
+                    return slot
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
         prompt_ids = tokens.begin(messages)
-        return self._begin(prompt_ids, (), prompt_ids, messages, keys[-1])
+        return self._start_sample(prompt_ids, (), prompt_ids, messages, keys[-1])
 
-    def _after(
-        self, tokens: Tokens, turns: Sequence[tuple[_Growing, Turn]], messages: Sequence[Message], key: bytes
-    ) -> Place | None:
-        """Returns the place of the answer to messages that follow a turn: of one of these, the latest that still is the
-        end of its sample. None: the chat template cannot write them after it."""
-        ends = [pair for pair in turns if not pair[0].is_claimed and pair[0].turns[-1] is pair[1]]
+    def _continue(
+        self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
+    ) -> TurnSlot | None:
+        """Reserve the slot after `messages` that follow one of `turns`, preferably the latest turn that ends its
+        sample. Return None if the chat template cannot append the messages."""
+        ends = [pair for pair in turns if not pair[0].is_reserved and pair[0].turns[-1] is pair[1]]
         sample, turn = (ends or turns)[-1]
-        follows = tokens.extend(turn.completion.token_ids.tolist(), messages)
-        if follows is None:
+        context_ids = tokens.extend(turn.completion.token_ids.tolist(), messages)
+        if context_ids is None:
             return None
         if ends:
-            sample.is_claimed = True
-            num_response_tokens = len(sample.ids) - len(sample.turns[0].context_ids) + len(follows)
-            return self._new_place([*sample.ids, *follows], num_response_tokens, sample, follows, messages, key)
+            sample.is_reserved = True
+            num_response_tokens = len(sample.ids) - len(sample.turns[0].context_ids) + len(context_ids)
+            return self._new_slot([*sample.ids, *context_ids], num_response_tokens, sample, context_ids, messages, key)
         self.counts["forked"] += 1
-        earlier = [*sample.earlier]
-        for before in sample.turns[: sample.turns.index(turn) + 1]:
-            earlier += [*before.context, before.answer]
-        prompt_ids = [*sample.ids[: turn.end], *follows]
-        return self._begin(prompt_ids, tuple(earlier), prompt_ids, messages, key)
+        inherited = [*sample.inherited]
+        for previous in sample.turns[: sample.turns.index(turn) + 1]:
+            inherited += [*previous.context, previous.message]
+        prompt_ids = [*sample.ids[: turn.end], *context_ids]
+        return self._start_sample(prompt_ids, tuple(inherited), prompt_ids, messages, key)
 
-    def _begin(
+    def _start_sample(
         self,
         prompt_ids: list[int],
-        earlier: tuple[Message, ...],
+        inherited: tuple[Message, ...],
         context_ids: Sequence[int],
         messages: Sequence[Message],
         key: bytes,
-    ) -> Place:
-        sample = _Growing(ids=[], earlier=earlier, is_claimed=True)
+    ) -> TurnSlot:
+        sample = _OpenSample(ids=[], inherited=inherited, is_reserved=True)
         self._samples.append(sample)
-        return self._new_place(prompt_ids, 0, sample, context_ids, messages, key)
+        return self._new_slot(prompt_ids, 0, sample, context_ids, messages, key)
 
-    def _new_place(
+    def _new_slot(
         self,
         ids: list[int],
         num_response_tokens: int,
-        sample: _Growing,
+        sample: _OpenSample,
         context_ids: Sequence[int],
         messages: Sequence[Message],
         key: bytes,
-    ) -> Place:
+    ) -> TurnSlot:
         self.num_turns += 1
-        return Place(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
+        return TurnSlot(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
 
-    def give_back(self, place: Place) -> None:
-        """Gives up a place: nothing was sampled there."""
-        place._sample.is_claimed = False
+    def release(self, slot: TurnSlot) -> None:
+        """Give up a slot without a turn."""
+        slot._sample.is_reserved = False
         self.num_turns -= 1
-        if not place._sample.turns:
-            self._samples.remove(place._sample)
+        if not slot._sample.turns:
+            self._samples.remove(slot._sample)
 
-    def add(self, place: Place, completion: Completion, answer: Message, text: str) -> Turn:
-        """Appends a turn that was sampled at its place. answer: the message that the program gets; text: the whole
-        turn."""
-        sample = place._sample
-        sample.ids = [*place.ids, *completion.token_ids.tolist()]
-        turn = Turn(place.number, place._context_ids, place._context, completion, answer, text, len(sample.ids))
+    def add(self, slot: TurnSlot, completion: Completion, message: Message, text: str) -> Turn:
+        """Record a sampled turn in its slot.
+
+        Args:
+            slot: the reserved slot.
+            completion: the sampled tokens.
+            message: the assistant message that the client receives.
+            text: text of the turn, including tool calls.
+        """
+        sample = slot._sample
+        sample.ids = [*slot.ids, *completion.token_ids.tolist()]
+        turn = Turn(slot.number, slot._context_ids, slot._context, completion, message, text, len(sample.ids))
         sample.turns.append(turn)
-        sample.is_claimed = False
-        self._turns[_next_key(place._key, answer)].append((sample, turn))
-        if place.number:
-            self.num_context_tokens += len(place.ids)
+        sample.is_reserved = False
+        self._turns[_next_key(slot._key, message)].append((sample, turn))
+        if slot.number:
+            self.num_context_tokens += len(slot.ids)
             self.num_cached_tokens += completion.num_cached_tokens
         return turn
 
     def samples(self) -> list[RecordedSample]:
-        """Returns the sequences, in the order of their first turns. A last turn that never reached its program is left
-        out: nothing came of it."""
+        """Return the samples in the order of their first turns. Trailing turns that the client never received are
+        dropped, because nothing depends on them."""
         recorded = []
         for sample in self._samples:
             turns = sample.turns[:]
             while turns and not turns[-1].is_delivered:
                 turns.pop()
             if turns:
-                recorded.append(_recorded(sample.earlier, turns))
+                recorded.append(_recorded_sample(sample.inherited, turns))
         return sorted(recorded, key=lambda sample: sample.first_turn)
 
 
-def _recorded(earlier: Sequence[Message], turns: Sequence[Turn]) -> RecordedSample:
+def _recorded_sample(inherited: Sequence[Message], turns: Sequence[Turn]) -> RecordedSample:
     transcript = Transcript(turns[0].context_ids)
-    messages = [*earlier]
+    messages = [*inherited]
     for turn in turns:
         if transcript.num_turns:
             transcript.add_context(turn.context_ids)
         transcript.add_turn(turn.completion)
-        messages += [*turn.context, turn.answer]
+        messages += [*turn.context, turn.message]
     last = turns[-1]
     return RecordedSample(transcript, last.text, tuple(messages), turns[0].number, last.number)
 
 
-def _keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:
-    """Returns a key of each beginning of a conversation, up to each of its messages."""
+def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:
+    """Return one key per prefix of the conversation."""
     keys, key = [], hashlib.sha256(tools_key.encode()).digest()
     for message in messages:
         key = _next_key(key, message)

@@ -1,4 +1,4 @@
-"""The endpoint: an HTTP server in the loop of the process that runs rollouts, with a session for each of them."""
+"""The HTTP server of the endpoint. It runs in the event loop of the rollout process and has one session per rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.environments.sessions.answer import completion, events
+from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.request import read_request, tools_key
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
     from megarl.environments.runner import Sampler
 
 MODEL = "policy"
-"""The name of the model. A request may give any other: there is one policy."""
+"""Model name of the policy. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
-"""The header in which the openai client says how often it has sent a request before."""
+"""Header in which the openai client counts its retries of a request."""
 
 
 class SessionServer:
-    """Answers the requests of agents, each of which is known by its session's token."""
+    """Serves chat completions to agents. Each agent authenticates with its session's token."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tokens_of: TokensOf, sampling: Mapping[str, Any] | None = None
     ):
         """
-        tokens_of   returns what renders conversations with a request's tools; it is asked once for each set of them
-        sampling    the run's temperature, top_p …, by the names of the API: what an agent's program may say, too
+        Args:
+            tokenizer: the policy's tokenizer.
+            tokens_of: returns the renderer for a request's tools. Called once per distinct set of tools.
+            sampling: the run's sampling parameters by API name. Requests may repeat them.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
         self._tokens_of = tokens_of
@@ -46,16 +48,16 @@ class SessionServer:
         self._sessions: dict[bytes, Session] = {}
         self._runner: web.AppRunner | None = None
         self.base_url = ""
-        """The URL for clients, once the server has been started."""
+        """Base URL for clients, set by `start`."""
         self.counts: Counter[str] = Counter()
-        """The sums of closed sessions' counts."""
+        """Sum of the counts of all closed sessions."""
 
     async def start(self, address: str) -> None:
-        """Listens on this address of the machine, on a port that is free."""
+        """Listen on a free port of this address."""
         from aiohttp import web
 
         app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._create_completion)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name:.+}", self._show_model)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
@@ -64,20 +66,20 @@ class SessionServer:
         self.base_url = f"http://{address}:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:
-        """Ends all connections, and sessions with them."""
+        """Close all sessions and connections."""
         for session in list(self._sessions.values()):
             await self.close(session)
         if self._runner is not None:
             await self._runner.cleanup()
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
-        """Returns a new session, whose token is valid from now on."""
+        """Open a session. Its token is valid until the session is closed."""
         session = Session(self._tokens_with, sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 
     async def close(self, session: Session) -> list[RecordedSample]:
-        """Ends a session, whose token is no longer valid. Returns what is to be trained on."""
+        """Close a session, revoke its token, and return its samples."""
         self._sessions.pop(_digest(session.token), None)
         samples = await session.close()
         self.counts += session.counts + session.recording.counts
@@ -90,15 +92,15 @@ class SessionServer:
         return self._tokens[key]
 
     def _session(self, request: web.Request) -> Session:
-        """Returns the session of a request. Raises ApiError if there is none. Sessions are found by a digest, the time
-        of which tells nothing of a token that is nearly right."""
+        """Return the session of a request. Raises ApiError if there is none. Sessions are looked up by the token's
+        digest, so that response times reveal nothing about valid tokens."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(token)) if kind.lower() == "bearer" else None
         if session is None or not hmac.compare_digest(_digest(session.token), _digest(token)):
             raise CLOSED
         return session
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _create_completion(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
         session = None
@@ -106,35 +108,35 @@ class SessionServer:
             session = self._session(request)
             body = await _read(request)
             chat = read_request(body, self._sampling)
-            answer = await session.answer(chat, body, request.headers.get(RETRIES, "0") != "0")
+            completion = await session.create_completion(chat, body, request.headers.get(RETRIES, "0") != "0")
         except ApiError as error:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
             return web.json_response(error.body, status=error.status)
         if chat.stream:
-            sent = [_event(event) for event in events(answer, chat, MODEL, self._tokenizer)]
-            kind, data = "text/event-stream", b"".join([*sent, b"data: [DONE]\n\n"])
+            events = [_event(chunk) for chunk in chunks(completion, chat, MODEL, self._tokenizer)]
+            content_type, data = "text/event-stream", b"".join([*events, b"data: [DONE]\n\n"])
         else:
-            kind = "application/json"
-            data = json.dumps(completion(answer, chat, MODEL, self._tokenizer)).encode()
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        answer.turn.is_delivered = await _deliver(request, response, data)
+            content_type = "application/json"
+            data = json.dumps(completion_body(completion, chat, MODEL, self._tokenizer)).encode()
+        response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
+        completion.turn.is_delivered = await _send(request, response, data)
         return response
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
-        return self._about(request, lambda model: {"object": "list", "data": [model]})
+        return self._describe_model(request, lambda model: {"object": "list", "data": [model]})
 
     async def _show_model(self, request: web.Request) -> web.StreamResponse:
-        return self._about(request, lambda model: model)
+        return self._describe_model(request, lambda model: model)
 
-    def _about(self, request: web.Request, wrap: Any) -> web.StreamResponse:
+    def _describe_model(self, request: web.Request, wrap: Any) -> web.StreamResponse:
         from aiohttp import web
 
         try:
-            longest = self._session(request).limits.context_length
+            max_length = self._session(request).limits.context_length
         except ApiError as error:
             return web.json_response(error.body, status=error.status)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl", "max_model_len": longest}
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl", "max_model_len": max_length}
         return web.json_response(wrap(model))
 
 
@@ -144,13 +146,13 @@ async def _read(request: web.Request) -> Any:
     try:
         return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, "request_too_large", f"a request has at most {LARGEST_REQUEST} bytes") from None
+        raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
     except ValueError as error:
-        raise invalid("body", f"the request is no JSON: {error}") from error
+        raise invalid("body", f"the request body is not valid JSON: {error}") from error
 
 
-async def _deliver(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-    """Sends an answer. Returns whether there was still somebody to take it."""
+async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
+    """Send a response. Return whether the client was still connected."""
     if request.transport is None or request.transport.is_closing():
         return False
     try:
@@ -162,8 +164,8 @@ async def _deliver(request: web.Request, response: web.StreamResponse, data: byt
     return True
 
 
-def _event(event: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event).encode() + b"\n\n"
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
 def _digest(token: str) -> bytes:

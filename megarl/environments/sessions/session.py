@@ -1,4 +1,4 @@
-"""A session: one rollout of an agent that reaches the policy by HTTP."""
+"""A session: one rollout of an agent that reaches the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.messages import Message
-from megarl.environments.sessions.recording import Place, RecordedSample, Recording, Tokens, Turn
+from megarl.environments.sessions.recording import RecordedSample, Recording, Tokens, Turn, TurnSlot
 from megarl.environments.sessions.request import ChatRequest, tools_key
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TurnTokens(Tokens, Protocol):
-    """What renders conversations and reads turns: `ChatTokens` or `PlainTokens`."""
+    """Renderer of conversations and parser of turns: `ChatTokens` or `PlainTokens`."""
 
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
@@ -37,20 +37,21 @@ class TurnTokens(Tokens, Protocol):
     def before_calls(self, turn_ids: Sequence[int]) -> str: ...
 
 
-CLOSED = ApiError(401, "invalid_api_key", "no session is open under this api_key, or it has been closed")
+CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
-"""Returns what renders conversations with these tools. Raises UserError for tools that the model has no place for."""
+"""Returns the renderer for a set of tools. Raises UserError for tools that the chat template does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """The limits of a rollout.
 
-    max_turns        turns of the policy, of all its samples together
-    turn_tokens      most tokens of a turn; None: what the sample has left
-    max_new_tokens   most tokens of a sample after its prompt
-    context_length   most tokens of a sample
+    Attributes:
+        max_turns: maximum number of turns of all samples together.
+        turn_tokens: maximum tokens of a turn. None: what the sample has left.
+        max_new_tokens: maximum tokens of a sample after its prompt.
+        context_length: maximum tokens of a sample.
     """
 
     max_turns: int
@@ -65,8 +66,15 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answered request. message: as chat templates take it; num_prompt_tokens: those before the turn."""
+class ChatCompletion:
+    """The response to a chat completion request.
+
+    Attributes:
+        turn: the recorded turn.
+        message: the assistant message in the format of chat templates.
+        finish_reason: "stop", "length" or "tool_calls".
+        num_prompt_tokens: number of tokens before the turn.
+    """
 
     turn: Turn
     message: Message
@@ -75,85 +83,88 @@ class Answer:
 
 
 class Session:
-    """The rollout that a token stands for: what its agent may do, and the record of it."""
+    """One agent rollout: its access token, its limits and its recording."""
 
     def __init__(self, tokens_of: TokensOf, sample: Sampler, limits: SessionLimits, seed: int):
         self.token = secrets.token_urlsafe(32)
-        """The secret by which the agent is known, its api_key."""
+        """The agent's api_key."""
         self.limits = limits
         self.stop_reason = StopReason.DONE
-        """Why no further turn was possible, if a request came to a limit."""
+        """The limit that a request ran into, or DONE."""
         self.error: BaseException | None = None
-        """An error of the engine, or of ours, which no agent can mend: it is to end the run."""
+        """An error of the engine or of megarl itself. It must end the run, because no agent can handle it."""
         self.recording = Recording()
         self.counts: Counter[str] = Counter()
-        """How often a parameter was ignored, `ignored.NAME`, calls were malformed, `malformed_calls`, a request came
-        again and got its first answer, `replayed`, and why requests were refused, `refused.CODE`."""
+        """Counts of ignored parameters (`ignored.NAME`), turns with malformed tool calls (`malformed_calls`), retries
+        that received the original response (`replayed`), and rejected requests (`refused.CODE`)."""
         self._tokens_of, self._sample, self._seed = tokens_of, sample, seed
         self._call_numbers = count()
-        """Numbers of calls, for ids of the nine letters and digits that Mistral's chat templates ask for."""
-        self._answers: dict[bytes, asyncio.Task[Answer]] = {}
+        """Counter for tool call ids, which have nine alphanumeric characters as Mistral's chat templates require."""
+        self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
+        """Completions by the digest of their request body."""
 
-    async def answer(self, request: ChatRequest, body: Any, is_retry: bool) -> Answer:
-        """Returns the answer to a request. Raises ApiError for one that is refused.
+    async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
+        """Return the completion for a request. Raises ApiError for a rejected request.
 
-        body       that of the request
-        is_retry   whether its client sends it again, as the answer did not come: it then gets the same one
+        Args:
+            request: the parsed request.
+            body: the request's body, which identifies retries.
+            is_retry: whether the client retries a request. It then receives the completion of the first attempt.
         """
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-        if is_retry and digest in self._answers:
+        if is_retry and digest in self._completions:
             self.counts["replayed"] += 1
         else:
-            self._answers[digest] = asyncio.create_task(self._take_turn(request))
-        turn = self._answers[digest]
-        # A client that ends its connection does not end the turn, for which it may ask again.
-        await asyncio.wait([turn])
-        if turn.cancelled():
+            self._completions[digest] = asyncio.create_task(self._sample_turn(request))
+        task = self._completions[digest]
+        # A closed connection must not cancel the turn, because the client may retry the request.
+        await asyncio.wait([task])
+        if task.cancelled():
             raise CLOSED
-        error = turn.exception()
-        if error is not None and not isinstance(error, ApiError):  # the agent gets an answer, and the run the error
+        error = task.exception()
+        if error is not None and not isinstance(error, ApiError):  # the agent gets a response, and the run the error
             self.error = error
-            raise self._failure() from error
-        return turn.result()
+            raise self._engine_error() from error
+        return task.result()
 
     async def close(self) -> list[RecordedSample]:
-        """Ends the session. Returns what is to be trained on."""
-        under_way = [task for task in self._answers.values() if not task.done()]
-        for task in under_way:
+        """Cancel pending turns and return the session's samples."""
+        pending = [task for task in self._completions.values() if not task.done()]
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         return self.recording.samples()
 
-    async def _take_turn(self, request: ChatRequest) -> Answer:
+    async def _sample_turn(self, request: ChatRequest) -> ChatCompletion:
         for name in request.ignored:
             self.counts[f"ignored.{name}"] += 1
         if self.error is not None:
-            raise self._failure()
+            raise self._engine_error()
         if self.recording.num_turns >= self.limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
-            said = f"the rollout has had its {self.limits.max_turns} turns (environment.max_turns)"
-            raise ApiError(400, "turn_limit_reached", said)
+            message = f"the rollout has used all of its {self.limits.max_turns} turns (environment.max_turns)"
+            raise ApiError(400, "turn_limit_reached", message)
         try:
             tokens = self._tokens_of(request.tools)
-            place = self.recording.place(tokens, tools_key(request.tools), request.messages)
+            slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
         except UserError as error:
             raise invalid("messages", str(error)) from error
         try:
-            completion = await self._complete(place, request)
+            completion = await self._complete(slot, request)
         except BaseException:
-            self.recording.give_back(place)
+            self.recording.release(slot)
             raise
-        return self._record(request, tokens, place, completion)
+        return self._record(request, tokens, slot, completion)
 
-    async def _complete(self, place: Place, request: ChatRequest) -> Completion:
-        room = self._room(place)
-        seed = self._seed if place.number == 0 else random.Random(repr((self._seed, place.number))).getrandbits(31)
-        return await self._sample(place.ids, min(room, request.max_tokens or room), seed, request.stop)
+    async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
+        limit = self._token_limit(slot)
+        seed = self._seed if slot.number == 0 else random.Random(repr((self._seed, slot.number))).getrandbits(31)
+        return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
 
-    def _room(self, place: Place) -> int:
-        """Returns the tokens that a turn may have. Raises ApiError if there are none."""
+    def _token_limit(self, slot: TurnSlot) -> int:
+        """Return the maximum number of tokens of a turn. Raises ApiError if the sample is full."""
         limits = self.limits
-        left = min(limits.max_new_tokens - place.num_response_tokens, limits.context_length - len(place.ids))
+        left = min(limits.max_new_tokens - slot.num_response_tokens, limits.context_length - len(slot.ids))
         if left > 0:
             return min(left, limits.turn_tokens or left)
         self.stop_reason = StopReason.MAX_TOKENS
@@ -162,30 +173,33 @@ class Session:
             "context_length_exceeded",
             f"This model's maximum context length is {limits.context_length} tokens (rollout.context_length), "
             f"{limits.max_new_tokens} of them after the prompt (rollout.max_new_tokens). However, your messages "
-            f"resulted in {len(place.ids)} tokens, {place.num_response_tokens} of them after the prompt.",
+            f"resulted in {len(slot.ids)} tokens, {slot.num_response_tokens} of them after the prompt.",
             "messages",
         )
 
-    def _record(self, request: ChatRequest, tokens: TurnTokens, place: Place, completion: Completion) -> Answer:
-        shown = completion.text_ids.tolist()
-        text, calls = tokens.read(shown, place.ids)
+    def _record(
+        self, request: ChatRequest, tokens: TurnTokens, slot: TurnSlot, completion: Completion
+    ) -> ChatCompletion:
+        text_ids = completion.text_ids.tolist()
+        text, calls = tokens.read(text_ids, slot.ids)
         is_malformed = any(isinstance(call, MalformedCall) for call in calls)
         if is_malformed:
             self.counts["malformed_calls"] += 1
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls and request.reads_calls and not is_malformed:
-            message["content"] = tokens.before_calls(shown)
-            message["tool_calls"] = [_call(call, f"call{next(self._call_numbers):05}") for call in calls]
+        if calls and request.parse_tool_calls and not is_malformed:
+            message["content"] = tokens.before_calls(text_ids)
+            message["tool_calls"] = [_tool_call(call, f"call{next(self._call_numbers):05}") for call in calls]
         elif completion.stop:
             message["content"] = text[: text.rfind(completion.stop)] if completion.stop in text else text
         reason = "tool_calls" if "tool_calls" in message else completion.finish_reason
-        turn = self.recording.add(place, completion, message, text)
-        return Answer(turn, message, "length" if completion.finish_reason == "length" else reason, len(place.ids))
+        turn = self.recording.add(slot, completion, message, text)
+        finish_reason = "length" if completion.finish_reason == "length" else reason
+        return ChatCompletion(turn, message, finish_reason, len(slot.ids))
 
-    def _failure(self) -> ApiError:
-        return ApiError(500, "engine_failed", f"the policy cannot answer: {self.error}")
+    def _engine_error(self) -> ApiError:
+        return ApiError(500, "engine_failed", f"the engine failed: {self.error}")
 
 
-def _call(call: ToolCall | MalformedCall, number: str) -> dict[str, Any]:
+def _tool_call(call: ToolCall | MalformedCall, default_id: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": dict(call.arguments)}
-    return {"id": call.id or number, "type": "function", "function": function}
+    return {"id": call.id or default_id, "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Environments of the verifiers library (0.4): its tasksets, harnesses and rewards, and the endpoint as their model."""
+"""Environments of the verifiers library (0.4), with the session endpoint as their model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LONGEST_LINE = 2**26
 
 
 class VerifiersAgent(Agent):
-    """A rollout of an environment of verifiers.
+    """A rollout of a verifiers environment.
 
-    verifiers asks for other versions of packages than vLLM, so that it lives in a process of its own, which the agents
+    The dependencies of verifiers conflict with those of vLLM. It therefore runs in a separate process, which all agents
     of this process share.
     """
 
@@ -33,25 +33,26 @@ class VerifiersAgent(Agent):
         path: Sequence[str] = (),
     ):
         """
-        env         verifiers' own `env` section: `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`
-        num_tasks   how many of the taskset's first tasks are used; None: all
-        python      the Python of an environment that has verifiers and the taskset; None: this one
-        path        folders with packages that come before those of that Python
+        Args:
+            env: the `env` section of verifiers, `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`.
+            num_tasks: use only the first `num_tasks` tasks. None: all.
+            python: Python executable with verifiers and the taskset installed. None: the current one.
+            path: directories to prepend to PYTHONPATH.
         """
         self._arguments = json.dumps({"env": dict(env), "num_tasks": num_tasks})
         self._python = python or sys.executable
-        self._path = tuple(map(os.path.abspath, path))  # what verifiers starts has folders of its own
+        self._path = tuple(map(os.path.abspath, path))  # child processes of verifiers change directories
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Mapping[str, float] | None:
-        """Plays the task whose number is the column `idx` of the row; without it, one that the seed chooses. Returns
-        its rewards by name."""
+        """Run the task with the index in the row's column `idx`, or a task selected by the seed. Return its rewards by
+        name."""
         program = await _program(self._python, self._path, self._arguments)
-        given = {"index": task.columns.get("idx"), "seed": task.seed}
-        return await program.run(base_url=base_url, api_key=api_key, model=model, **given) or None
+        selection = {"index": task.columns.get("idx"), "seed": task.seed}
+        return await program.run(base_url=base_url, api_key=api_key, model=model, **selection) or None
 
 
 class _Program:
-    """A process with environments of verifiers, for any number of rollouts at once."""
+    """A verifiers process, which runs any number of rollouts concurrently."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
@@ -61,25 +62,25 @@ class _Program:
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:
-        """Returns when the process has its tasks. Raises RuntimeError if it cannot have them."""
+        """Start the process and wait until it has loaded its tasks. Raises RuntimeError if that fails."""
         folders = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = await asyncio.create_subprocess_exec(
             *(python, str(PROGRAM), arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
-            # It outlives what kills this process: when its stdin ends, it ends all that verifiers has started, which
-            # lives in sessions of its own.
+            # It must survive a kill of this process's group: once its stdin closes, it ends the processes that
+            # verifiers has started in other process sessions.
             start_new_session=True,
             limit=LONGEST_LINE,
         )
         program = cls(process)
         line = await process.stdout.readline()
-        said = json.loads(line) if line else {}
-        if "num_tasks" not in said:
+        hello = json.loads(line) if line else {}
+        if "num_tasks" not in hello:
             status = await process.wait()
-            why = said.get("refused", f"it ended with exit status {status}; its output is in this process's log")
-            raise RuntimeError(f"verifiers cannot have this environment: {why}")
+            reason = hello.get("refused", f"exit status {status}, see the output in this process's log")
+            raise RuntimeError(f"verifiers cannot load this environment: {reason}")
         program._reading = asyncio.create_task(program._read())
         return program
 
@@ -88,42 +89,42 @@ class _Program:
         return self._reading.done()
 
     async def run(self, **request: Any) -> dict[str, float]:
-        """Returns the rewards of a rollout. Raises RuntimeError if it fails."""
+        """Run a rollout and return its rewards. Raises RuntimeError if it fails."""
         number = next(self._numbers)
-        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._write({"id": number, "do": "run", **request})
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._write({"id": number, "method": "run", **request})
         try:
-            answer = await answered
+            response = await future
         except asyncio.CancelledError:
-            self._write({"id": number, "do": "cancel"})
+            self._write({"id": number, "method": "cancel"})
             raise
         finally:
             del self._waiting[number]
-        if "failure" in answer:
-            raise RuntimeError(answer["failure"])
-        return answer["rewards"]
+        if "failure" in response:
+            raise RuntimeError(response["failure"])
+        return response["rewards"]
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
     async def _read(self) -> None:
         while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            waiting = self._waiting.get(answer["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+            response = json.loads(line)
+            future = self._waiting.get(response["id"])
+            if future is not None and not future.done():
+                future.set_result(response)
         status = await self._process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result({"failure": f"the process of verifiers ended with exit status {status}"})
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result({"failure": f"the verifiers process ended with exit status {status}"})
 
 
 _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
 
 
 async def _program(*arguments: Any) -> _Program:
-    """Returns the process with these arguments. It is started for the first rollout, and again when it has ended."""
-    found = _programs.get(arguments)
-    if found is None or (found.done() and (found.cancelled() or found.exception() or found.result().has_ended)):
-        found = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))
-    return await asyncio.shield(found)
+    """Return the process for these arguments. It is started by the first rollout, and restarted if it has ended."""
+    start = _programs.get(arguments)
+    if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().has_ended)):
+        start = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))
+    return await asyncio.shield(start)

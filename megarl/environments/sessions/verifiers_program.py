@@ -1,8 +1,8 @@
-"""A program that runs environments of the verifiers library, for a `VerifiersAgent`, whose endpoint is their policy.
+"""The program that runs verifiers environments for `VerifiersAgent`, with the session endpoint as their model.
 
-It is run by the Python that verifiers is installed for, and imports nothing of megarl. It first says in a line of JSON
-how many tasks there are, then reads requests from stdin, a line of JSON each, and answers each with such a line. When
-stdin ends, it ends all that it has started.
+It runs in the Python environment of verifiers and does not import megarl. Its first JSON line on stdout is the number
+of tasks. Then it reads requests from stdin, one JSON line each, and writes one response line per request. Once stdin
+closes, it ends all processes that it has started.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     import verifiers.v1 as vf
 
-ROLLOUTS_EACH = 64
-"""The rollouts after which an environment's servers are replaced: they keep a client for every key that they saw."""
+ROLLOUTS_PER_SERVING = 64
+"""Number of rollouts after which an environment's servers are restarted, because they keep a client per API key."""
 
 GRACE_S = 10.0
-"""The time that rollouts have to end what they have started, when this program is to end."""
+"""Time that rollouts get to stop their processes at shutdown."""
 
 
 class Serving:
@@ -35,7 +35,7 @@ class Serving:
         import verifiers.v1 as vf
 
         self.env = vf.load_environment(config)
-        self.num_left, self.num_running = ROLLOUTS_EACH, 0
+        self.num_left, self.num_running = ROLLOUTS_PER_SERVING, 0
         self.is_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_over = asyncio.Event()
         self.task = asyncio.create_task(self._serve())
@@ -55,7 +55,7 @@ class Serving:
 
 
 class Rollouts:
-    """The rollouts under way."""
+    """The running rollouts and the environment that they use."""
 
     def __init__(self, env: Mapping[str, Any], num_tasks: int | None):
         import verifiers.v1 as vf
@@ -65,41 +65,39 @@ class Rollouts:
         if num_tasks is not None:
             taskset = taskset.take(num_tasks)
         if not taskset.bounded:
-            raise ValueError(
-                "the taskset has no end; say how many of its tasks are used: environment.options.num_tasks"
-            )
+            raise ValueError("the taskset is infinite. Fix: set environment.options.num_tasks")
         self.tasks = list(taskset)
         self._serving: Serving | None = None
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._pending: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, request: Mapping[str, Any], answers: TextIO) -> None:
+    def start(self, request: Mapping[str, Any], responses: TextIO) -> None:
         number = request["id"]
-        if request["do"] == "cancel":
-            if number in self._under_way:
-                self._under_way[number].cancel()
+        if request["method"] == "cancel":
+            if number in self._pending:
+                self._pending[number].cancel()
             return
 
-        async def answer() -> None:
+        async def respond() -> None:
             try:
-                said = {"rewards": await self._play(request)}
+                result = {"rewards": await self._run(request)}
             except Exception as error:
-                said = {"failure": f"{type(error).__name__}: {error}"}
-            write(answers, {"id": number, **said})
+                result = {"failure": f"{type(error).__name__}: {error}"}
+            write(responses, {"id": number, **result})
 
-        self._under_way[number] = asyncio.create_task(answer())
-        self._under_way[number].add_done_callback(lambda _: self._under_way.pop(number))
+        self._pending[number] = asyncio.create_task(respond())
+        self._pending[number].add_done_callback(lambda _: self._pending.pop(number))
 
-    async def _play(self, request: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the rewards of an episode, by name: where several agents are trained, their means."""
+    async def _run(self, request: Mapping[str, Any]) -> dict[str, float]:
+        """Run an episode and return its rewards by name, averaged over the trained agents."""
         import verifiers.v1 as vf
 
         index = request["index"]
         if index is None:
             index = random.Random(request["seed"]).randrange(len(self.tasks))
-        key = f"MEGARL_SESSION_{request['id']}"  # verifiers reads keys from the environment
+        key = f"MEGARL_SESSION_{request['id']}"  # verifiers reads API keys from environment variables
         os.environ[key] = request["api_key"]
         client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=key)
-        serving = self._take_serving()
+        serving = self._acquire_serving()
         try:
             await asyncio.shield(serving.is_up)
             episode = await serving.env.run_episode(
@@ -107,78 +105,78 @@ class Rollouts:
             )
         finally:
             del os.environ[key]
-            self._give_back(serving)
+            self._release_serving(serving)
         return self._rewards(episode)
 
     def _rewards(self, episode: vf.Episode) -> dict[str, float]:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            shown = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            raise RuntimeError(f"the episode failed: {shown or 'it has no reward'}")
+            reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            raise RuntimeError(f"the episode failed: {reasons or 'it has no reward'}")
         for trace in episode.traces:
             if not trace.agent.trainable and getattr(self._config, trace.agent.name).client is None:
                 raise RuntimeError(
-                    f"the agent {trace.agent.name} is not to be trained, but samples from the policy; give it a model "
-                    f"of its own: environment.options.env.{trace.agent.name}.client and .model"
+                    f"the agent {trace.agent.name} is not trainable, but samples from the policy. Fix: give it another "
+                    f"model with environment.options.env.{trace.agent.name}.client and .model"
                 )
         trained = [trace for trace in episode.traces if trace.agent.trainable]
-        found: dict[str, list[float]] = {}
+        rewards: dict[str, list[float]] = {}
         for trace in trained:
             for name, reward in trace.rewards.items():
                 if reward is not None:
-                    found.setdefault(name, []).append(reward.value)
-        return {name: sum(values) / len(trained) for name, values in found.items()}
+                    rewards.setdefault(name, []).append(reward.value)
+        return {name: sum(values) / len(trained) for name, values in rewards.items()}
 
-    def _take_serving(self) -> Serving:
+    def _acquire_serving(self) -> Serving:
         if self._serving is None or self._serving.num_left == 0 or self._serving.task.done():
             self._serving = Serving(self._config)
         self._serving.num_left -= 1
         self._serving.num_running += 1
         return self._serving
 
-    def _give_back(self, serving: Serving) -> None:
+    def _release_serving(self, serving: Serving) -> None:
         serving.num_running -= 1
         if serving.num_left == 0 and serving.num_running == 0:
             serving.end()
 
     async def close(self) -> None:
-        under_way = list(self._under_way.values())
-        for task in under_way:
+        pending = list(self._pending.values())
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         if self._serving is not None:
             self._serving.end()
             await asyncio.gather(self._serving.task, return_exceptions=True)
 
 
-def write(answers: TextIO, line: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(line) + "\n")
-    answers.flush()
+def write(responses: TextIO, line: Mapping[str, Any]) -> None:
+    responses.write(json.dumps(line) + "\n")
+    responses.flush()
 
 
-async def serve(rollouts: Rollouts, answers: TextIO) -> None:
-    """Answers requests until stdin ends."""
-    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+async def serve(rollouts: Rollouts, responses: TextIO) -> None:
+    """Serve requests until stdin closes."""
+    loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
         for line in sys.stdin:
-            loop.call_soon_threadsafe(rollouts.start, json.loads(line), answers)
-        loop.call_soon_threadsafe(is_over.set)
+            loop.call_soon_threadsafe(rollouts.start, json.loads(line), responses)
+        loop.call_soon_threadsafe(is_closed.set)
         time.sleep(GRACE_S)
         for process in reversed(list(descendants(os.getpid()))):
             os.kill(process, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
-    await is_over.wait()
+    await is_closed.wait()
     await rollouts.close()
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Returns the processes that a process and its threads have started, and that these have started."""
+    """Yield all descendants of a process."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
-    except FileNotFoundError:  # it has ended meanwhile
+    except FileNotFoundError:  # the process has ended
         return
     for thread in threads:
         with open(f"/proc/{process}/task/{thread}/children") as file:
@@ -188,17 +186,17 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def main(env: Mapping[str, Any], num_tasks: int | None) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what environments print is no answer
+    responses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keep the output of environments out of the responses
 
     async def run() -> None:
         try:
             rollouts = Rollouts(env, num_tasks)
-        except Exception as error:  # the user's code, and a config that verifiers refuses
-            write(answers, {"refused": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # user code may raise anything, and verifiers may reject the config
+            write(responses, {"refused": f"{type(error).__name__}: {error}"})
             return
-        write(answers, {"num_tasks": len(rollouts.tasks)})
-        await serve(rollouts, answers)
+        write(responses, {"num_tasks": len(rollouts.tasks)})
+        await serve(rollouts, responses)
 
     asyncio.run(run())
 

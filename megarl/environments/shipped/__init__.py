@@ -1,1 +1,1 @@
-"""The environments that megarl brings, which a config names without a file."""
+"""Built-in environments, which a config selects by name."""

@@ -1,4 +1,4 @@
-"""A calculator with two tools, and questions that need both."""
+"""Arithmetic questions that need two calculator tools."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from megarl.rewards.numeric import numeric_match
 
 
 class CalculatorEnvironment(Environment):
-    """Asks for the value of `a * b + c` or `(a + b) * c`, or what a row of the data asks, and gives tools that add and
-    multiply. The turn that calls none is the answer: 1 if its last number is right, else 0."""
+    """Arithmetic with the tools `add` and `multiply`. The question is the data row's prompt, or `a * b + c` or
+    `(a + b) * c` with numbers from the seed. The first turn without a tool call is the answer. Its reward is 1 if its
+    last number is correct, else 0."""
 
     def __init__(self, low: int = 2, high: int = 99):
-        """low, high: the least and the greatest number in a question that is made from the seed."""
+        """
+        Args:
+            low: smallest number in a generated question.
+            high: largest number in a generated question.
+        """
         self.low, self.high = low, high
         self.answer: object = None
 
@@ -51,5 +56,5 @@ class CalculatorEnvironment(Environment):
         return a * b
 
     async def reward(self, turn: Turn) -> float:
-        """Returns whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
+        """Return 1 if the turn is the correct answer, else 0. A last turn that still calls a tool is not an answer."""
         return float(not turn.tool_calls and numeric_match("", turn.text, self.answer))

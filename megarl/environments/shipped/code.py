@@ -1,4 +1,4 @@
-"""Tasks for a policy that runs code: in a sandbox, which lives as long as the rollout."""
+"""Tasks for a policy that runs code in a sandbox. The sandbox lives as long as the rollout."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from megarl.sandbox.tools import CodeTools
 
 
 class CodeEnvironment(Environment):
-    """The tools `python` and `shell`. A turn without a call of them is the last one, which reward functions read."""
+    """The tools `python` and `shell`. A turn without a tool call ends the rollout, and reward functions read it."""
 
     def __init__(self, sandbox: Provider, keeps_files: bool = True):
         """
-        sandbox       as section `sandbox` of the config says; no option
-        keeps_files   whether the calls of a rollout share a sandbox, in which files stay
+        Args:
+            sandbox: sandbox provider from the config's `sandbox` section. Not an option.
+            keeps_files: whether the calls of a rollout share one sandbox and its files.
         """
         self._tools = CodeTools(sandbox, keeps_files)
 
@@ -37,5 +38,5 @@ class CodeEnvironment(Environment):
         return await self._tools.shell(command)
 
     async def close(self) -> None:
-        """Ends the sandbox."""
+        """Stop the sandbox."""
         await self._tools.close()

@@ -1,4 +1,4 @@
-"""A client of OpenEnv servers: https://github.com/meta-pytorch/OpenEnv, its protocol of sessions by WebSocket."""
+"""Client for OpenEnv servers (https://github.com/meta-pytorch/OpenEnv), using the WebSocket session protocol."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message
 
 REFUSED = "VALIDATION_ERROR"
-"""The code of an answer that says that an action is none of the environment's, which is for the model to read."""
+"""Error code of an invalid action. The model receives the error message and may try again."""
 
 
 class ServerError(RuntimeError):
-    """An answer of the server that the rollout cannot go on after."""
+    """An error response of the server, or a closed connection. It fails the rollout."""
 
 
 class OpenEnvEnvironment(Environment):
-    """An environment of an OpenEnv server. A rollout is a session of its own, over one WebSocket."""
+    """An environment on an OpenEnv server. Each rollout is one WebSocket session."""
 
     def __init__(
         self,
@@ -30,12 +30,13 @@ class OpenEnvEnvironment(Environment):
         max_message_mib: int = 64,
     ):
         """
-        url              http://…, https://…, ws://… or wss://… of the server
-        action           the field of an action that is the text of a turn; `json`: the text is the action, as JSON
-        observation      the field of an observation that is for the model, where it is text; null: all of it, as JSON
-        reset            further arguments of the environment's reset, beside the seed
-        timeout_s        for each answer of the server
-        max_message_mib  the largest message that it may send
+        Args:
+            url: server URL with the scheme http, https, ws or wss.
+            action: action field that receives the text of a turn. `json`: parse the text as the whole action.
+            observation: observation field that the model reads. null: the whole observation as JSON.
+            reset: additional arguments of the environment's reset, besides the seed.
+            timeout_s: time limit of each server response.
+            max_message_mib: maximum size of a server message.
         """
         self.url = f"{url.rstrip('/').removesuffix('/ws')}/ws"
         self.action, self.observation, self.arguments = action, observation, dict(reset or {})
@@ -45,26 +46,26 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, task: Task) -> Sequence[Message]:
         await self._connect()
-        data = await self._ask("reset", {"seed": task.seed % 2**31, **self.arguments})
+        data = await self._request("reset", {"seed": task.seed % 2**31, **self.arguments})
         return [*task.messages, {"role": "user", "content": self._read(data["observation"])}]
 
     async def step(self, turn: Turn) -> Step:
         try:
             action = json.loads(turn.text) if self.action == "json" else {self.action: turn.text}
         except json.JSONDecodeError as error:
-            return Step(f"error: an action is a JSON object, and this is none: {error}", reward=0.0)
-        answer = await self._exchange("step", action)
-        if answer["type"] == "error" and answer["data"].get("code") == REFUSED:
-            return Step(f"error: {_text(answer['data'])}", reward=0.0)
-        data = _data(answer)
+            return Step(f"error: an action is a JSON object, but this is not valid JSON: {error}", reward=0.0)
+        response = await self._exchange("step", action)
+        if response["type"] == "error" and response["data"].get("code") == REFUSED:
+            return Step(f"error: {_text(response['data'])}", reward=0.0)
+        data = _data(response)
         reward = data.get("reward")
         done = bool(data.get("done"))
         observation = None if done else self._read(data["observation"])
         return Step(observation, reward=None if reward is None else float(reward), done=done)
 
     async def state(self) -> Mapping[str, Any]:
-        """Returns the state of the environment, as the server tells it."""
-        return await self._ask("state")
+        """Return the environment's state as reported by the server."""
+        return await self._request("state")
 
     async def close(self) -> None:
         if self._socket is not None and not self._socket.closed:
@@ -82,7 +83,7 @@ class OpenEnvEnvironment(Environment):
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.timeout_s))
         self._socket = await self._session.ws_connect(self.url, max_msg_size=self.max_message_bytes)
 
-    async def _ask(self, kind: str, data: Any = None) -> Mapping[str, Any]:
+    async def _request(self, kind: str, data: Any = None) -> Mapping[str, Any]:
         return _data(await self._exchange(kind, data))
 
     async def _exchange(self, kind: str, data: Any = None) -> Mapping[str, Any]:
@@ -93,10 +94,10 @@ class OpenEnvEnvironment(Environment):
         return json.loads(received.data)
 
 
-def _data(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    if answer["type"] == "error":
-        raise ServerError(f"{answer['data'].get('code')}: {answer['data'].get('message')}")
-    return answer["data"]
+def _data(response: Mapping[str, Any]) -> Mapping[str, Any]:
+    if response["type"] == "error":
+        raise ServerError(f"{response['data'].get('code')}: {response['data'].get('message')}")
+    return response["data"]
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Questions that are answered with the help of a search engine. (Search-R1: Jin et al. 2025, arXiv 2503.09516)"""
+"""Question answering with a search engine (Search-R1: Jin et al. 2025, arXiv 2503.09516)."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 class _Searching(Environment):
-    """The options that both ways to search have."""
+    """Common base of the search environments."""
 
     def __init__(self, corpus: str | None = None, url: str | None = None, topk: int = 3, timeout_s: float = 30.0):
         """
-        corpus      a JSON-lines file of passages, which are ranked by BM25
-        url         or a retrieval server
-        topk        passages a query
-        timeout_s   of a request to the server
+        Args:
+            corpus: JSON-lines file of passages, ranked by BM25.
+            url: URL of a retrieval server, in place of `corpus`.
+            topk: number of passages per query.
+            timeout_s: time limit of a server request.
         """
         if (corpus is None) == (url is None):
             raise UserError(
-                f"environment.options: corpus={corpus} and url={url}; a search needs one of them: a JSON-lines file of "
-                "passages, or a retrieval server"
+                f"environment.options: corpus={corpus}, url={url}: search needs exactly one of them. Fix: set corpus "
+                "to a JSON-lines file of passages, or url to a retrieval server"
             )
         self.corpus, self.url, self.topk, self.timeout_s = corpus, url, topk, timeout_s
         self.answer: Any = None
@@ -53,8 +54,8 @@ class _Searching(Environment):
         return None
 
     async def find(self, query: str) -> str:
-        """Returns the passages that are found for the query, as text."""
-        assert self._retriever is not None, "reset comes first"
+        """Return the passages for the query as text."""
+        assert self._retriever is not None, "reset has not been called"
         return as_text(await self._retriever.retrieve(query, self.topk))
 
     async def close(self) -> None:
@@ -63,8 +64,9 @@ class _Searching(Environment):
 
 
 class SearchEnvironment(_Searching):
-    """Searches where a turn has `<search>query</search>`, and ends with `<answer>…</answer>`: 1 if that matches, else
-    0. The first of them counts: set rollout.stop=["</search>", "</answer>"] so that a turn ends there."""
+    """Question answering with search tags. `<search>query</search>` runs a search. `<answer>…</answer>` ends the
+    rollout with reward 1 if it matches the reference answer, else 0. Only the first tag of a turn counts, so set
+    rollout.stop=["</search>", "</answer>"] to end the turn there."""
 
     def __init__(
         self,
@@ -75,10 +77,11 @@ class SearchEnvironment(_Searching):
         instructions: bool = True,
         inline: bool = True,
     ):
-        """The options of every search, and
-        instructions   whether the question begins with INSTRUCTIONS
-        inline         whether what is found goes on in the policy's own message, as in the paper; else it is one of the
-                       user
+        """
+        Args:
+            corpus: see the base class, like url, topk and timeout_s.
+            instructions: prepend INSTRUCTIONS to the question.
+            inline: append the passages to the policy's own message, as in the paper. False: send a user message.
         """
         super().__init__(corpus, url, topk, timeout_s)
         self.instructions, self.inline = instructions, inline
@@ -87,25 +90,25 @@ class SearchEnvironment(_Searching):
         await super().reset(task)
         if not self.instructions or not task.messages:
             return None
-        *before, question = task.messages
-        return [*before, {**question, "content": INSTRUCTIONS + question["content"]}]
+        *context, question = task.messages
+        return [*context, {**question, "content": INSTRUCTIONS + question["content"]}]
 
     async def step(self, turn: Turn) -> Step:
-        found = _ACTION.search(turn.text)
-        if found is None:
-            return self._answered(NO_ACTION)
-        action, text = found[1], found[2].strip()
+        match = _ACTION.search(turn.text)
+        if match is None:
+            return self._observe(NO_ACTION)
+        action, text = match[1], match[2].strip()
         if action == "answer":
             return Step(reward=exact_match(text, self.answer), done=True)
-        return self._answered(f"<information>{await self.find(text)}</information>")
+        return self._observe(f"<information>{await self.find(text)}</information>")
 
-    def _answered(self, text: str) -> Step:
+    def _observe(self, text: str) -> Step:
         return Step(f"\n\n{text}\n\n" if self.inline else text, reward=0.0, as_is=self.inline)
 
 
 class SearchToolEnvironment(_Searching):
-    """Searches by a tool. The turn that does not call it is the answer: all of it, or what is between `<answer>` and
-    `</answer>` in it."""
+    """Question answering with a `search` tool. The first turn without a tool call is the answer: its last
+    `<answer>…</answer>`, or the whole text if there is none."""
 
     @tool
     async def search(self, query: str) -> str:
@@ -116,7 +119,7 @@ class SearchToolEnvironment(_Searching):
         return await self.find(query)
 
     async def reward(self, turn: Turn) -> float:
-        """Returns whether the turn is the right answer. The last turn that a rollout may have is none if it calls."""
+        """Return 1 if the turn is the correct answer, else 0. A last turn that still calls a tool is not an answer."""
         if turn.tool_calls:
             return 0.0
         answers = _ANSWER.findall(turn.text)
@@ -124,7 +127,7 @@ class SearchToolEnvironment(_Searching):
 
 
 def as_text(passages: Sequence[str]) -> str:
-    """Returns passages, each with its title in its first line, as the model reads them."""
+    """Return the passages as one text for the model. The first line of each passage is its title."""
     texts = []
     for number, passage in enumerate(passages, start=1):
         title, _, text = passage.partition("\n")
@@ -133,15 +136,17 @@ def as_text(passages: Sequence[str]) -> str:
 
 
 def exact_match(response: str, answer: Any) -> float:
-    """Returns 1 if the response is the answer, or one of several, but for case, punctuation, articles and spaces.
+    """Return 1 if the response equals an answer up to case, punctuation, articles and whitespace, else 0.
 
-    answer  one, a list of several, or {"target": …}, as the data sets of Search-R1 have it
+    Args:
+        response: the model's answer.
+        answer: one answer, a list of alternatives, or {"target": …} as in the Search-R1 data sets.
     """
     if isinstance(answer, Mapping):
         answer = answer["target"]
     if answer is None:
-        raise ValueError("the row has no answer (null); a search needs one to compare with")
-    answers = [str(one) for one in answer] if isinstance(answer, list | tuple) else [str(answer)]
+        raise ValueError("answer=null: the row has no answer to compare with. Fix: add one to the data")
+    answers = [str(item) for item in answer] if isinstance(answer, list | tuple) else [str(answer)]
     return float(normalise(response) in map(normalise, answers))
 
 

@@ -1,4 +1,4 @@
-"""A text adventure whose house is made from the seed: find the key, then the chest that it opens."""
+"""A text adventure in a randomly generated house: find the key, then open the chest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message
 
 Room = tuple[int, int]
-"""The column, from the west, and the row, from the north."""
+"""Column counted from the west, row counted from the north."""
 
 WAYS: dict[str, Room] = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 COMMANDS = (*WAYS, "take", "open")
@@ -26,9 +26,13 @@ _COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """Rooms in a grid.
+    """A house with a grid of rooms.
 
-    doors   the pairs of neighbours that one can go between, both ways round
+    Attributes:
+        doors: pairs of neighbouring rooms that a door connects, in both orders.
+        start: room in which the player starts.
+        key: room of the key.
+        chest: room of the chest.
     """
 
     doors: frozenset[tuple[Room, Room]]
@@ -42,8 +46,14 @@ class House:
 
 
 def build_house(width: int, height: int, walls: float, random: Random) -> House:
-    """Returns a house of which every room can be reached. walls: the share of walls without a door, of those that no
-    room needs."""
+    """Return a random house in which every room can be reached.
+
+    Args:
+        width: number of columns.
+        height: number of rows.
+        walls: fraction of the doors removed, among those that reachability does not need.
+        random: source of randomness.
+    """
     rooms = [(x, y) for x in range(width) for y in range(height)]
     pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
     random.shuffle(pairs)
@@ -66,17 +76,21 @@ def build_house(width: int, height: int, walls: float, random: Random) -> House:
 
 
 class TextGameEnvironment(Environment):
-    """The game. Taking the key is rewarded with 0.3, opening the chest with 0.7, which ends it."""
+    """The text adventure. Taking the key gives a reward of 0.3. Opening the chest gives 0.7 and ends the game."""
 
     def __init__(self, width: int = 3, height: int = 3, walls: float = 0.5, compass: bool = False, rules: bool = True):
         """
-        width, height  of the house, in rooms
-        walls          the share of walls without a door, of those that no room needs
-        compass        whether a compass points to the key, and to the chest once the key is taken
-        rules          whether a system message has the rules, which other words of the run's own may replace
+        Args:
+            width: width of the house in rooms.
+            height: height of the house in rooms.
+            walls: fraction of the doors removed, among those that reachability does not need.
+            compass: show a compass that points to the key, and to the chest once the key is taken.
+            rules: explain the rules in a system message. Set it to False if the data explains them.
         """
         if width * height < 3:
-            raise ValueError(f"a house of {width} × {height} rooms has no room for the start, the key and the chest")
+            raise ValueError(
+                f"width={width}, height={height}: a house needs at least 3 rooms, for the start, the key and the chest"
+            )
         self.width, self.height, self.walls = width, height, walls
         self.compass, self.rules = compass, rules
         self.has_key = False
@@ -132,9 +146,10 @@ class TextGameEnvironment(Environment):
 
 
 def read_command(text: str) -> str | None:
-    """Returns the last command of a text, or that of which the text is the first letter; None: it has none."""
-    word = text.strip().lower()
-    if len(word) == 1:
-        return next((command for command in COMMANDS if command[0] == word), None)
-    found = _COMMAND.findall(word)
-    return found[-1] if found else None
+    """Return the last command in the text, or the command that starts with the text if it is a single letter. Return
+    None if there is no command."""
+    text = text.strip().lower()
+    if len(text) == 1:
+        return next((command for command in COMMANDS if command[0] == text), None)
+    commands = _COMMAND.findall(text)
+    return commands[-1] if commands else None

@@ -28,7 +28,7 @@ from megarl.megatron.checkpoint.source import (
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config, resolve
-from megarl.models.huggingface import left_out
+from megarl.models.huggingface import untrained_part
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder
@@ -187,7 +187,7 @@ def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
-    beyond = left_out(hf_config) is not None and layer.isdecimal() and int(layer) >= model.num_layers
+    beyond = untrained_part(hf_config) is not None and layer.isdecimal() and int(layer) >= model.num_layers
     return tied_head or beyond or name.endswith("rotary_emb.inv_freq")
 
 

@@ -1,1 +1,1 @@
-"""The examination of a machine: what is installed, what is there, and what to do where that will not do."""
+"""Checks of a machine: installed packages, hardware and limits, each with a fix for what a run cannot use."""

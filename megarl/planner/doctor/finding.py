@@ -1,4 +1,4 @@
-"""A finding of the examination."""
+"""The result of one check of `megarl doctor`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "note", "problem"]
-"""Whether something will do, is worth knowing, or has to be changed before a run."""
+"""`ok`: usable; `note`: usable, with a limitation; `problem`: has to be fixed before a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. wanted: the tested range, or what a run needs; fix: one line, where it is to be
-    changed."""
+    """The result of one check.
+
+    Attributes:
+        found: the value on this machine.
+        wanted: the tested range, or the minimum that a run needs.
+        fix: one line that says how to fix it; empty if nothing has to change.
+    """
 
     name: str
     state: State

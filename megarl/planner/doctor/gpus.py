@@ -1,4 +1,4 @@
-"""The GPUs, as NVIDIA's driver tells them."""
+"""Checks of the GPUs, their driver and their links, from the output of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -13,32 +13,41 @@ TIMEOUT_S = 5
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 
-Ask = Callable[[Sequence[str]], str | None]
-"""A function that returns what a command prints, None where there is no such command, or it fails."""
+RunCommand = Callable[[Sequence[str]], str | None]
+"""Returns a command's output, or None if the command does not exist or fails."""
 
 
-def ask(command: Sequence[str]) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
+    """Return the command's output, or None if it does not exist, fails, or takes longer than TIMEOUT_S."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
-def look_at_gpus(torch: str | None, runtime: str | None, ask: Ask = ask) -> list[Finding]:
-    """torch, runtime: the versions of torch and of CUDA's runtime, as they are installed."""
-    said = ask(QUERY)
-    gpus = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
+def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_command) -> list[Finding]:
+    """Check the GPUs, their driver and their links.
+
+    Args:
+        torch: installed version of torch, None without it.
+        runtime: installed version of the CUDA runtime, None without it.
+    """
+    output = run(QUERY)
+    gpus = [[part.strip() for part in line.split(",")] for line in (output or "").splitlines() if line.strip()]
     if not gpus:
         return [Finding("GPUs", "note", "none: runs compute on the CPU")]
     names = sorted({f"{name}, {int(memory) / 1024:.0f} GiB" for name, memory, _ in gpus})
     findings = [Finding("GPUs", "ok", f"{len(gpus)} × {' and '.join(names)}"), driver(gpus[0][2], torch, runtime)]
-    return [*findings, links(len(gpus), ask(TOPOLOGY))] if len(gpus) > 1 else findings
+    return [*findings, links(len(gpus), run(TOPOLOGY))] if len(gpus) > 1 else findings
 
 
 def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
-    """Compares the driver with the CUDA that torch is built for: the local part of torch's version says it, or, as
-    PyPI's has none, the version of the runtime that is installed with it."""
+    """Compare the driver with the CUDA version that torch is built for.
+
+    That version is the local part of torch's version (+cu130). PyPI's builds have none; for them it is the version of
+    the installed CUDA runtime.
+    """
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
         fix = "install torch's CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
@@ -47,16 +56,16 @@ def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
     least = DRIVERS.get(int(major)) if major else None
     if least is None or int(found.partition(".")[0]) >= least:
         return Finding("driver", "ok", found, f">={least}" if least else "")
-    fix = f"install NVIDIA's driver {least} or newer, or a torch that is built for an older CUDA"
-    return Finding("driver", "problem", f"{found}, and torch {torch} needs more", f">={least}", fix)
+    fix = f"install NVIDIA driver {least} or newer, or a torch build for an older CUDA"
+    return Finding("driver", "problem", f"{found}, too old for torch {torch}", f">={least}", fix)
 
 
 def links(num_gpus: int, topology: str | None) -> Finding:
-    """Counts the pairs of GPUs that NVLink connects. topology: what nvidia-smi prints of them."""
+    """Count the pairs of GPUs that NVLink connects. topology: output of `nvidia-smi topo -m`."""
     rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
     cells = [cell for row in rows for cell in row[1 : num_gpus + 1] if cell != "X"]
     if not cells:
-        return Finding("links", "note", "not told by nvidia-smi topo -m")
+        return Finding("links", "note", "unknown: nvidia-smi topo -m does not list them")
     linked, pairs = sum(cell.startswith("NV") for cell in cells) // 2, len(cells) // 2
     if linked == pairs:
         return Finding("links", "ok", f"NVLink between all {num_gpus} GPUs")

@@ -1,4 +1,4 @@
-"""The machine: processors, memory, disk, ports and limits, from the kernel's own files."""
+"""Checks of processors, memory, disk, ports and limits, from the kernel's own files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megarl.planner.doctor.finding import Finding
 
 GIB = 2**30
 LEAST_SHARED_GIB = 1
-"""Ray's object store and weights on their way to engines lie in shared memory; a container often has 64 MiB of it."""
+"""Ray's object store and weights in transit to engines use shared memory. Containers often have only 64 MiB of it."""
 
 LEAST_DISK_GIB, FULL_GIB = 10, 1
-"""The free space below which a run may not get far, and below which it cannot begin: its logs and Ray's files."""
+"""Free disk space below which a run may fill the disk, and below which it cannot start (logs and Ray's files)."""
 
 RUN_DISK = "disk of runs"
 
 LEAST_FILES = 65536
-"""Each process of Ray, and each pair of ranks, keeps sockets open."""
+"""Each Ray process and each pair of ranks keeps sockets open."""
 
 LEAST_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def look_at_machine(folder: Path) -> list[Finding]:
-    """folder: the one whose disk runs are to be kept on."""
+def check_machine(folder: Path) -> list[Finding]:
+    """Check the resources of this machine. folder: where runs are kept."""
     return [
         processors(len(os.sched_getaffinity(0)), cgroup_cores(), os.cpu_count() or 1),
         memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_bytes(CGROUP)),
@@ -44,13 +44,17 @@ def look_at_machine(folder: Path) -> list[Finding]:
     ]
 
 
-def processors(allowed: int, quota: float | None, there: int) -> Finding:
-    """Compares the cores that this process may run on, and the share of time that its cgroup has, with those that
-    there are."""
+def processors(allowed: int, quota: float | None, installed: int) -> Finding:
+    """Compare the cores that this process may use with the installed ones.
+
+    Args:
+        allowed: cores in the process's affinity mask.
+        quota: CPU quota of its cgroup in cores, None without one.
+    """
     if quota is not None and quota < allowed:
-        found = f"{quota:g} of {there} by the cgroup's quota, on {allowed} of them"
-        return Finding("processors", "note", found, "", f"set threads of the roles for {max(1, int(quota))} cores")
-    return Finding("processors", "ok", f"{allowed} of {there}" if allowed < there else str(there))
+        found = f"cgroup quota of {quota:g} cores, on {allowed} of {installed}"
+        return Finding("processors", "note", found, "", f"set the roles' threads for {max(1, int(quota))} cores")
+    return Finding("processors", "ok", f"{allowed} of {installed}" if allowed < installed else str(installed))
 
 
 def cgroup_bytes(cgroup: Path) -> int | None:
@@ -59,52 +63,57 @@ def cgroup_bytes(cgroup: Path) -> int | None:
     return None if limit == "max" else int(limit)
 
 
-def memory(there: int, limit: int | None) -> Finding:
-    if limit is not None and limit < there:
-        return Finding("memory", "note", f"{limit / GIB:.0f} GiB by the cgroup's limit, of {there / GIB:.0f}")
-    return Finding("memory", "ok", f"{there / GIB:.0f} GiB")
+def memory(installed: int, limit: int | None) -> Finding:
+    if limit is not None and limit < installed:
+        return Finding("memory", "note", f"cgroup limit of {limit / GIB:.0f} GiB, of {installed / GIB:.0f} GiB")
+    return Finding("memory", "ok", f"{installed / GIB:.0f} GiB")
 
 
 def shared_memory(folder: Path) -> Finding:
     wanted = f"{LEAST_SHARED_GIB} GiB"
     if not folder.is_dir():
-        return Finding("shared memory", "problem", f"no {folder}", wanted, f"mount a tmpfs on {folder}")
+        return Finding("shared memory", "problem", f"{folder} does not exist", wanted, f"mount a tmpfs on {folder}")
     free = shutil.disk_usage(folder).free
     if free >= LEAST_SHARED_GIB * GIB:
         return Finding("shared memory", "ok", f"{free / GIB:.1f} GiB free", wanted)
-    fix = f"enlarge it: mount -o remount,size=50% {folder}, or the container's --shm-size"
+    fix = f"mount -o remount,size=50% {folder}, or start the container with a larger --shm-size"
     return Finding("shared memory", "problem", f"{free / GIB:.2f} GiB free", wanted, fix)
 
 
 def disk(name: str, folder: Path) -> Finding:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     wanted = f"{LEAST_DISK_GIB} GiB"
-    if not os.access(there, os.W_OK):
-        return Finding(name, "problem", f"{there} cannot be written", wanted, "set run.folder to a folder of yours")
-    free = shutil.disk_usage(there).free
+    if not os.access(existing, os.W_OK):
+        return Finding(name, "problem", f"{existing} is not writable", wanted, "set run.folder to a writable folder")
+    free = shutil.disk_usage(existing).free
     if free >= LEAST_DISK_GIB * GIB:
-        return Finding(name, "ok", f"{free / GIB:.0f} GiB free in {there}", wanted)
+        return Finding(name, "ok", f"{free / GIB:.0f} GiB free in {existing}", wanted)
     state = "note" if free >= FULL_GIB * GIB else "problem"
-    return Finding(name, state, f"{free / GIB:.1f} GiB free in {there}", wanted, "free some, or take another folder")
+    return Finding(name, state, f"{free / GIB:.1f} GiB free in {existing}", wanted, "free space, or use another folder")
 
 
-def ports(told: str, listening: bool) -> Finding:
-    """told: the range of ports that the kernel gives out, as its file has it."""
+def ports(local_range: str, listening: bool) -> Finding:
+    """Check the ephemeral ports.
+
+    Args:
+        local_range: contents of the kernel's ip_local_port_range.
+        listening: whether this process may listen on a port.
+    """
     if not listening:
         fix = "allow programs to listen on ports: a sandbox or a firewall forbids it"
-        return Finding("ports", "problem", "none can be listened on", "", fix)
-    first, last = map(int, told.split()) if told.split() else (0, 65535)
+        return Finding("ports", "problem", "cannot listen on any port", "", fix)
+    first, last = map(int, local_range.split()) if local_range.split() else (0, 65535)
     if last - first >= LEAST_PORTS:
-        return Finding("ports", "ok", f"{first}–{last} are given out")
+        return Finding("ports", "ok", f"ephemeral ports {first}–{last}")
     fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-    return Finding("ports", "note", f"{first}–{last} are given out", f"{LEAST_PORTS} or more", fix)
+    return Finding("ports", "note", f"ephemeral ports {first}–{last}", f"{LEAST_PORTS} or more", fix)
 
 
 def can_listen() -> bool:
-    with socket.socket() as one:
+    with socket.socket() as listener:
         try:
-            one.bind(("127.0.0.1", 0))
-            one.listen()
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
         except OSError:
             return False
     return True
@@ -113,13 +122,13 @@ def can_listen() -> bool:
 def open_files(soft: int, hard: int) -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding("open files", "ok", f"up to {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}")
-    can = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
-    fix = f"ulimit -n {LEAST_FILES}" if can else f"raise nofile in /etc/security/limits.conf to {LEAST_FILES}"
+    can_raise = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
+    fix = f"ulimit -n {LEAST_FILES}" if can_raise else f"raise nofile in /etc/security/limits.conf to {LEAST_FILES}"
     return Finding("open files", "note", f"up to {soft:,}", f"{LEAST_FILES:,} for more than a few dozen ranks", fix)
 
 
 def locked_memory(soft: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "any amount")
-    fix = "ulimit -l unlimited, where ranks talk over InfiniBand or offload to host memory"
+    fix = "ulimit -l unlimited, if ranks communicate over InfiniBand or offload to host memory"
     return Finding("locked memory", "note", f"{soft / GIB:.2f} GiB", "any amount", fix)

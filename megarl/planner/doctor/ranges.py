@@ -1,4 +1,4 @@
-"""The versions that megarl is tested with, as data: `megarl doctor` compares with them what is installed."""
+"""Package versions that megarl is tested with; `megarl doctor` compares the installed packages with them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package, by the names under which it is installed, and the versions of it that tests run with.
+    """A package and its tested versions.
 
-    versions        a specifier, as in a requirement
-    distributions   the names to look for; the first that is installed counts
-    fix             one line: how to get a version of these
-    on_gpu          whether it is needed on GPUs only
-    compiled        its module and the compiled one that this imports, which may be missing beside it
+    Attributes:
+        versions: a version specifier, as in a requirement.
+        distributions: distribution names to look for; the first that is installed counts.
+        fix: one line that says how to install a tested version.
+        on_gpu: whether the package is needed on GPUs only.
+        compiled: its module, and the compiled extension that the module imports and that may be missing.
     """
 
     name: str
@@ -49,19 +50,19 @@ PACKAGES = (
         "NCCL",
         ">=2.25,<3",
         ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-        "install torch's CUDA build, which brings it",
+        "install torch's CUDA build, which includes NCCL",
         on_gpu=True,
     ),
 )
 
 APEX_FIX = (
-    "pip uninstall apex; NVIDIA's is built from source: https://github.com/NVIDIA/apex (without it, Adam is that of "
-    "Transformer Engine)"
+    "pip uninstall apex; build NVIDIA's from source: https://github.com/NVIDIA/apex (without it, Transformer Engine's "
+    "Adam is used)"
 )
-"""What to do where PyPI's `apex`, a toolkit for web sites, is installed in the place of NVIDIA Apex."""
+"""Fix for PyPI's `apex`, an unrelated web toolkit, installed in place of NVIDIA Apex."""
 
 CUDA_RUNTIME = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 DRIVERS = {13: 580, 12: 525}
-"""The major version of CUDA that torch is built for -> the least major version of NVIDIA's driver (CUDA's release
-notes, table of minor version compatibility)."""
+"""Major version of CUDA -> minimum major version of NVIDIA's driver (CUDA release notes, table of minor version
+compatibility)."""

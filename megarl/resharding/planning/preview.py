@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
-from megarl.models.folder import NotHere, config_here, default_cache
+from megarl.models.folder import ModelNotLocal, default_cache, read_local_config
 from megarl.resharding.families.quantised import FP8, quantised_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
@@ -120,10 +120,10 @@ def _read(model: str) -> dict[str, Any]:
     file = Path(model).expanduser()
     try:
         hf_config = (
-            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else config_here(model, key="--model")
+            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else read_local_config(model, key="--model")
         )
     except json.JSONDecodeError as error:
         raise UserError(f"--model {model}: not JSON: {error}") from None
-    except NotHere as reason:
+    except ModelNotLocal as reason:
         raise UserError(f"--model {model}: {reason}. Fix: give a config.json, or the folder that contains it") from None
     return {**hf_config, "quantization_config": None}

@@ -1,4 +1,4 @@
-"""The comparison of what two or three sides give at each stage of a model."""
+"""Compares the outputs of trainer, engine and plain transformers at each stage of a model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""The relative difference of a token's hidden states, above which more than rounding is taken to be at work, by the
-dtype of the model: a number's rounding is up to 6e-8 and 4e-3 of it, and the errors of layers add up."""
+"""Relative difference of a token's hidden states above which rounding alone is not a plausible cause, by model dtype.
+The rounding error of a single number is up to 6e-8 or 4e-3, and errors accumulate over layers."""
 
 LOG_PROBS = "log-probs"
 LOG_PROB_LIMITS = {"float32": 1e-3, "bfloat16": 1.5}
-"""The same for log-probs, in nats."""
+"""The corresponding limits for log-probs, in nats."""
 
 Outputs = Mapping[str, np.ndarray]
-"""What comes out of each stage, in the order of computing, token by token."""
+"""The outputs of each stage per token, in the order of the forward pass."""
 
 PAIRS = (("trainer", "engine"), ("trainer", "plain"), ("engine", "plain"))
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the model, and how far each two sides are apart after it."""
+    """A stage of the model and the differences of its outputs for each pair of sides."""
 
     name: str
     limit: float
@@ -35,12 +35,12 @@ class Stage:
 
     @property
     def odd(self) -> str:
-        """The side that is further from plain transformers."""
+        """The side that differs more from plain transformers."""
         return max(("trainer", "engine"), key=lambda side: self.differences[side, "plain"])
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest over the tokens that both have: of log-probs, |a − b|; of hidden states, ‖a − b‖ / ‖b‖."""
+    """Return the largest difference over common tokens: |a − b| for log-probs, ‖a − b‖ / ‖b‖ for hidden states."""
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:
@@ -49,7 +49,7 @@ def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compare(sides: Mapping[str, Outputs], dtype: str) -> list[Stage]:
-    """Returns the stages that all sides have, in the order of computing."""
+    """Return the stages that all sides have, in the order of the forward pass."""
     names = [name for name in sides["trainer"] if all(name in outputs for outputs in sides.values())]
     return [
         Stage(
@@ -66,7 +66,7 @@ def first_different(stages: list[Stage]) -> Stage | None:
 
 
 def table(stages: list[Stage]) -> str:
-    """Returns a row for each stage, with what each two sides differ by."""
+    """Return a table with a row per stage and a column per pair of sides."""
     width = max(len(stage.name) for stage in stages)
     titles = [f"{a} – {b}" for a, b in PAIRS]
     rows = [f"{'':<{width}}  {'  '.join(titles)}"]
@@ -77,17 +77,18 @@ def table(stages: list[Stage]) -> str:
 
 
 def verdict(stages: list[Stage]) -> str:
-    """Says which stage is the first that differs, by how much, and whose it is."""
-    found = first_different(stages)
-    if found is None:
+    """Describe the first stage that differs, the size of the difference and the side that likely causes it."""
+    first = first_different(stages)
+    if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)
         return (
-            f"trainer and engine agree; furthest apart, of what rounding explains, are they after {worst.name}: "
-            f"{worst.differences['trainer', 'engine']:.1e} of {worst.limit:g}"
+            f"trainer and engine agree; the largest difference relative to its limit is after {worst.name}: "
+            f"{worst.differences['trainer', 'engine']:.1e}, limit {worst.limit:g}"
         )
-    by_side = {side: found.differences[side, "plain"] for side in ("trainer", "engine")}
+    by_side = {side: first.differences[side, "plain"] for side in ("trainer", "engine")}
     return (
-        f"{found.name} is the first that differs: trainer and engine are {found.differences['trainer', 'engine']:.1e} "
-        f"apart after it, and rounding explains {found.limit:g}. From plain transformers the trainer is "
-        f"{by_side['trainer']:.1e} away, the engine {by_side['engine']:.1e}: look at the {found.odd}'s"
+        f"{first.name} is the first stage that differs: trainer and engine differ by "
+        f"{first.differences['trainer', 'engine']:.1e} after it (limit for rounding: {first.limit:g}). The trainer "
+        f"differs from plain transformers by {by_side['trainer']:.1e}, the engine by {by_side['engine']:.1e}: inspect "
+        f"this stage in the {first.odd}"
     )

@@ -1,4 +1,4 @@
-"""`megarl diagnose`: finds a rollout of a run, has the sides compute it, and says where they part."""
+"""`megarl diagnose`: runs a saved rollout through trainer, engine and transformers and finds the first difference."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
-from megarl.run.diagnosis.side import ANSWER, REQUEST, SIDES, Request
+from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
 from megarl.run.evaluate import with_engines_alone
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""The tokens of a rollout, from its first on, that the sides compute: they keep what comes out of every layer."""
+"""Maximum number of leading tokens to compare. Every side keeps the outputs of all layers in memory."""
 
 DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A saved rollout: its step, its sample's id, and the tokens of its prompt and response."""
+    """A saved rollout: step, sample id, and the token ids of prompt and response."""
 
     step: int
     sample_id: str
@@ -42,16 +42,16 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that are computed."""
+        """The tokens to compare."""
         return (self.prompt_ids + self.response_ids)[:MAX_TOKENS]
 
 
 def main(folder: Path, step: int | None, sample: str | None, model: Path | None, scratch: Path) -> int:
-    """Diagnoses a run, as `megarl diagnose` does. Returns the exit code: 1 where a stage differs."""
+    """Run `megarl diagnose` and return its exit code: 1 if a stage differs or a side fails."""
     config, rollout = read_config(folder), find_rollout(folder, step, sample)
     weights = find_weights(folder, config, model)
     print(
-        f"sample {rollout.sample_id} of step {rollout.step}: {len(rollout.token_ids)} tokens, weights of {weights}",
+        f"sample {rollout.sample_id} of step {rollout.step}: {len(rollout.token_ids)} tokens, weights from {weights}",
         flush=True,
     )
     try:
@@ -65,88 +65,100 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
-    """Has each side compute the sequence, one after the other, and compares them.
+    """Compute the sequence on each side, one after another, and compare the outputs.
 
-    folders   the folder of each side's weights
+    Args:
+        config: the run's config.
+        token_ids: the sequence.
+        folders: the folder of each side's weights.
+        scratch: folder for temporary files.
 
-    Raises RunFailure for a side that fails.
+    Raises:
+        RunFailure: a side fails.
     """
-    alone = on_one_rank(config, len(token_ids))
+    single_rank = on_one_rank(config, len(token_ids))
     return compare(
-        {side: _computed(side, Request(alone, folders[side], list(token_ids)), scratch) for side in SIDES},
+        {side: _compute(side, Request(single_rank, folders[side], list(token_ids)), scratch) for side in SIDES},
         config.model.dtype,
     )
 
 
 def on_one_rank(config: Config, num_tokens: int) -> Config:
-    """Returns the run's config of a trainer and an engine of one rank each, without adapters, which are merged in what
-    a run exports, and with the engine's weights as they are in the folder."""
-    alone = with_engines_alone(config)
-    budget = max(alone.actor.tokens_per_microbatch, num_tokens)
+    """Return the run's config for a trainer and an engine of one rank each. Adapters are disabled, because exported
+    models have them merged, and the engine loads its weights unchanged."""
+    single_rank = with_engines_alone(config)
+    budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
         "actor": {"tokens_per_microbatch": budget, "threads": None},
         "rollout": {"tp": 1, "replicas": 1, "top_k": None, "top_p": 1.0},
     }
-    sections = {name: getattr(alone, name).model_copy(update=update) for name, update in changes.items()}
-    return alone.model_copy(update=sections)
+    sections = {name: getattr(single_rank, name).model_copy(update=update) for name, update in changes.items()}
+    return single_rank.model_copy(update=sections)
 
 
 def read_config(folder: Path) -> Config:
     path = folder / "config.resolved.yaml"
     if not path.is_file():
-        raise UserError(f"{folder}: not a run, as it has no config.resolved.yaml; name a run's folder, as runs/latest")
+        raise UserError(
+            f"{folder}: not a run folder (no config.resolved.yaml). Fix: pass a run folder such as runs/latest."
+        )
     config = load(path)
     if config.is_offline:
-        raise UserError(f"{folder}: a run on offline data has no rollouts; diagnose one that samples")
+        raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run.")
     return config
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Returns the sample with this id, or the first that has token ids, of this step or of the newest one. One of fewer
-    than three tokens has nothing to compare. Raises UserError where there is none."""
+    """Return the sample with this id, or the first one with token ids, from `step` or the newest step.
+
+    Samples with fewer than three tokens are skipped, because they have nothing to compare.
+
+    Raises:
+        UserError: there is no such sample.
+    """
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
-        raise UserError(f"{folder}: it has no rollouts yet; wait for its first step")
+        raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait for its first step.")
     number = max(files) if step is None else step
     if number not in files:
-        raise UserError(f"--step {number}: {folder} has the rollouts of the steps {min(files)} to {max(files)}")
+        raise UserError(f"--step {number}: {folder} has rollouts of steps {min(files)} to {max(files)}")
     rows, _ = read_objects(files[number])
     if sample is not None:
         rows = [row for row in rows if row.get("sample_id") == sample]
         if not rows:
-            raise UserError(f"--sample {sample}: step {number} has no such sample; see {files[number]}")
-    found = next((row for row in rows if len(row.get(PROMPT_IDS, ())) + len(row.get(RESPONSE_IDS, ())) >= 3), None)
-    if found is None:
-        whose = f"sample {sample}" if sample else "no sample"
+            raise UserError(f"--sample {sample}: not in step {number}. Fix: choose a sample_id from {files[number]}.")
+    chosen = next((row for row in rows if len(row.get(PROMPT_IDS, ())) + len(row.get(RESPONSE_IDS, ())) >= 3), None)
+    if chosen is None:
+        subject = f"sample {sample}" if sample else "no sample"
         raise UserError(
-            f"{files[number]}: {whose} {'lacks' if sample else 'has'} token ids, which run.token_samples of a step's "
-            "samples have; choose another one, or set run.token_samples above 0 in the next run"
+            f"{files[number]}: {subject} {'lacks' if sample else 'has'} token ids, which are saved for "
+            "run.token_samples samples per step. Fix: choose another sample or step, or set run.token_samples above 0 "
+            "in the next run."
         )
-    return Rollout(number, found["sample_id"], found[PROMPT_IDS], found[RESPONSE_IDS])
+    return Rollout(number, chosen["sample_id"], chosen[PROMPT_IDS], chosen[RESPONSE_IDS])
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
-    """Returns the folder of the weights: the one that is named, the model that the run has exported, or the one that it
-    started from."""
+    """Return the folder of the weights: `model` if given, else the exported model, else the initial one."""
     if model is not None:
         if not (model / "config.json").is_file():
-            raise UserError(f"--model {model}: no Hugging Face folder, as it has no config.json")
+            raise UserError(f"--model {model}: not a Hugging Face model folder (no config.json)")
         return model
     exported = folder / "model"
     is_whole = (exported / "config.json").is_file()  # not a PEFT folder
     return exported if is_whole else resolve(config.model.path, revision=config.model.revision)
 
 
-def _computed(side: str, request: Request, scratch: Path) -> dict[str, np.ndarray]:
-    own = scratch / side
-    own.mkdir()
-    (own / REQUEST).write_bytes(pickle.dumps(request))
-    command = [sys.executable, "-m", "megarl.run.diagnosis.side", side, str(own)]
-    with (own / "log").open("w+", encoding="utf-8", errors="replace") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, timeout=DEADLINE_S)
-        if done.returncode:
+def _compute(side: str, request: Request, scratch: Path) -> dict[str, np.ndarray]:
+    folder = scratch / side
+    folder.mkdir()
+    (folder / REQUEST).write_bytes(pickle.dumps(request))
+    command = [sys.executable, "-m", "megarl.run.diagnosis.side", side, str(folder)]
+    with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
+        finished = subprocess.run(command, stdout=log, stderr=log, timeout=DEADLINE_S)
+        if finished.returncode:
             log.seek(0)
-            lines = [line for line in log.read().splitlines() if line.strip()] or ["it said nothing"]
-            raise RunFailure(f"diagnose: the {side} ended with status {done.returncode}: {lines[-1]}")
-    with np.load(own / ANSWER) as answer:
-        return {name: answer[name] for name in answer.files}
+            lines = [line for line in log.read().splitlines() if line.strip()] or ["no output"]
+            raise RunFailure(f"diagnose: the {side} exited with status {finished.returncode}: {lines[-1]}")
+    with np.load(folder / OUTPUTS) as outputs:
+        return {name: outputs[name] for name in outputs.files}

@@ -1,4 +1,4 @@
-"""What each layer of the model gives for one sequence by plain transformers, in float32."""
+"""Layer outputs of plain transformers for one sequence, in float32."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns by stage, in the order of computing, what comes out of it for all tokens but the last, float32 [T − 1,
-    hidden], and as the last stage the log-probs of the tokens after the first, float32 [T − 1]."""
+    """Return the outputs of each stage in the order of the forward pass, for all tokens but the last, float32 [T − 1,
+    hidden]. The last stage is the log-probs of all tokens but the first, float32 [T − 1]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:
-        def hook(module, given, output) -> None:
+        def hook(module, inputs, output) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            found[stage] = hidden[0].numpy().copy()
+            outputs[stage] = hidden[0].numpy().copy()
 
         return hook
 
@@ -29,5 +29,5 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
         layer.register_forward_hook(keep(f"layer {number}"))
     model.model.norm.register_forward_hook(keep("final norm"))
     ids = torch.tensor([list(token_ids)])
-    table = model(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
-    return found | {"log-probs": table.gather(1, ids[0, 1:, None])[:, 0].numpy()}
+    log_probs = model(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    return outputs | {"log-probs": log_probs.gather(1, ids[0, 1:, None])[:, 0].numpy()}

@@ -1,5 +1,5 @@
-"""The program that computes one side in a process of its own: `python -m megarl.run.diagnosis.side SIDE FOLDER` reads
-the request in the folder and writes its answer there."""
+"""Computes one side in a separate process: `python -m megarl.run.diagnosis.side SIDE FOLDER` reads the request from
+the folder and writes the outputs to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 from megarl.config.schema import Config
 
 SIDES = ("trainer", "engine", "plain")
-REQUEST, ANSWER = "request.pickle", "answer.npz"
+REQUEST, OUTPUTS = "request.pickle", "outputs.npz"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a side computes: a sequence, with the weights of a folder."""
+    """The input of a side: a config, a model folder and a token sequence."""
 
     config: Config
     model_folder: Path
@@ -28,11 +28,11 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Returns what comes out of each stage of the model. What each side needs is imported here."""
+    """Return the outputs of each stage of the model. Imports are local, because each side needs another library."""
     if side == "trainer":
-        from megarl.megatron.layer_outputs import layer_outputs as of_trainer
+        from megarl.megatron.layer_outputs import layer_outputs as trainer_outputs
 
-        return of_trainer(request.config, request.model_folder, request.token_ids, scratch)
+        return trainer_outputs(request.config, request.model_folder, request.token_ids, scratch)
     if side == "engine":
         from megarl.core import device
         from megarl.rollout.vllm.environment import environment
@@ -40,17 +40,17 @@ def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarr
         is_invariant = request.config.rollout.batch_invariant
         variables = environment(1, os.cpu_count() or 1, 0, device.on_cuda(), is_invariant)
         os.environ.update(variables, VLLM_RPC_BASE_PATH=str(scratch))
-        from megarl.rollout.vllm.layer_outputs import layer_outputs as of_engine
+        from megarl.rollout.vllm.layer_outputs import layer_outputs as engine_outputs
 
-        return of_engine(request.config, request.model_folder, request.token_ids)
-    from megarl.run.diagnosis.plain import layer_outputs as of_plain
+        return engine_outputs(request.config, request.model_folder, request.token_ids)
+    from megarl.run.diagnosis.plain import layer_outputs as plain_outputs
 
-    return of_plain(request.model_folder, request.token_ids)
+    return plain_outputs(request.model_folder, request.token_ids)
 
 
 def main(side: str, scratch: Path) -> None:
     request = pickle.loads((scratch / REQUEST).read_bytes())
-    np.savez(scratch / ANSWER, **compute(side, request, scratch))
+    np.savez(scratch / OUTPUTS, **compute(side, request, scratch))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The trackers' own libraries, a class for each. They run in a process that the run does not depend on.
+"""Backends for experiment trackers, one class per library. They run in a separate process, so that a failing library
+cannot affect the run.
 
-A library is imported when its tracker is opened, and nothing else imports it.
+Each library is imported when its tracker is opened, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from typing import Any
 from megarl.core.files import replace_text
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
-"""Tracker, which is also the name of its module -> the package that has it."""
+"""Maps each tracker, named like its Python module, to the package to install."""
 
 MLFLOW_VALUE_CHARACTERS = 6000
-"""The longest value of a parameter in MLflow."""
+"""Maximum length of a parameter value in MLflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a tracker is opened with.
+    """The settings of one tracker.
 
-    name      the run's
-    folder    of this tracker in the run's folder, where it keeps its files and what names the run to it
-    step      the step after which the run goes on, 0 where it begins
-    config    the run's whole configuration
+    Attributes:
+        tracker: name of the tracker.
+        name: name of the run.
+        folder: the tracker's subfolder in the run folder, for its files and run id.
+        step: step after which the run resumes, 0 for a new run.
+        config: the run's full config.
     """
 
     tracker: str
@@ -50,13 +53,13 @@ class Settings:
         return self.config["trackers"]["project"]
 
     def read_id(self) -> str | None:
-        """Returns what names the run to the tracker since an attempt before."""
+        """Return the tracker's run id from an earlier attempt, if any."""
         file = self._id_file
         return file.read_text(encoding="utf-8") if file.exists() else None
 
-    def keep_id(self, name: str) -> str:
-        replace_text(self._id_file, name)
-        return name
+    def save_id(self, run_id: str) -> str:
+        replace_text(self._id_file, run_id)
+        return run_id
 
     @property
     def _id_file(self) -> Path:
@@ -64,19 +67,19 @@ class Settings:
 
 
 class Backend(ABC):
-    """A run in a tracker: a new one, or the one that an attempt before has begun."""
+    """A run in a tracker. A resumed run continues the same tracker run."""
 
     @abstractmethod
     def __init__(self, settings: Settings):
-        """Opens the run."""
+        """Open the tracker run."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes in the metrics of a step."""
+        """Log the metrics of a step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the run there, when all that was taken in is written."""
+        """Flush all metrics and finish the tracker run."""
 
 
 class TensorBoard(Backend):
@@ -87,7 +90,7 @@ class TensorBoard(Backend):
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(settings.folder)
-        if settings.step:  # TensorBoard hides steps from here on that an attempt before has written
+        if settings.step:  # hides later steps that an earlier attempt has written
             self._writer.add_event(Event(step=settings.step + 1, file_version="brain.Event:2"))
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=settings.step + 1, session_log=start, wall_time=time.time()))
@@ -111,13 +114,13 @@ class Wandb(Backend):
             entity=options["entity"],
             mode=options["mode"],
             name=settings.name,
-            id=settings.read_id() or settings.keep_id(uuid.uuid4().hex[:12]),
+            id=settings.read_id() or settings.save_id(uuid.uuid4().hex[:12]),
             resume="allow",
             dir=settings.folder,
             config=dict(settings.config),
             settings=wandb.Settings(console="off", save_code=False, x_disable_stats=True),
         )
-        # W&B's own steps only grow, but a run that goes on does again what was done after its checkpoint.
+        # W&B's own steps must increase, but a resumed run repeats the steps after its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -133,17 +136,17 @@ class Mlflow(Backend):
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
-        given = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
-        self._client, self._metric = MlflowClient(given or Path(settings.folder).absolute().as_uri()), Metric
+        uri = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client, self._metric = MlflowClient(uri or Path(settings.folder).absolute().as_uri()), Metric
         self._id = settings.read_id()
         if self._id is not None:
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
             return
         experiment = self._client.get_experiment_by_name(settings.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(settings.project)
-        self._id = settings.keep_id(self._client.create_run(number, run_name=settings.name).info.run_id)
+        self._id = settings.save_id(self._client.create_run(number, run_name=settings.name).info.run_id)
         values = [Param(key, str(value)[:MLFLOW_VALUE_CHARACTERS]) for key, value in leaves(settings.config)]
-        for first in range(0, len(values), 100):  # as many as a call may have
+        for first in range(0, len(values), 100):  # MLflow's limit per call
             self._client.log_batch(self._id, params=values[first : first + 100])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -160,8 +163,8 @@ class Trackio(Backend):
         os.environ.setdefault("TRACKIO_DIR", settings.folder)
         import trackio
 
-        # Trackio goes on with a run by its name, which an earlier run of ours may have had.
-        name = settings.read_id() or settings.keep_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
+        # Trackio resumes runs by name, and an earlier run may have had the same name.
+        name = settings.read_id() or settings.save_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
         self._run = trackio.init(
             project=settings.project,
             name=name,
@@ -189,13 +192,13 @@ BACKENDS: Mapping[str, type[Backend]] = {
 
 
 def mlflow_name(metric: str) -> str:
-    """Returns the name of a metric in MLflow, where it may be a path of a file, and have no other characters: a reward
-    function of a user's own is in the name of its metric, with its path."""
+    """Return the name of a metric with only the characters that MLflow allows. The metric of a custom reward function
+    contains its file path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of everything that is not a mapping."""
+    """Yield the dotted key and the value of each entry that is not a mapping."""
     for name, value in section.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

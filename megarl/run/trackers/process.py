@@ -1,5 +1,5 @@
-"""The process of a tracker: reads requests from a socket, a line of JSON each, and answers each with a line, which is
-empty or says what went wrong. An error of the tracker's library does not end it: the next request is tried anew."""
+"""The tracker process. It reads one JSON request per line from a socket and replies with one line, empty on success or
+else the error. After an error of the tracker's library it serves the next request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.run.trackers.backends import BACKENDS, Backend, Settings
 
 
 class Server:
-    """Serves the requests of one tracker: `open`, then `write` for each step, and `close`."""
+    """Serves the requests of one tracker: `open`, one `write` per step, and `close`."""
 
     def __init__(self) -> None:
         self._settings: Settings | None = None
@@ -24,7 +24,7 @@ class Server:
         if "open" in request:
             self._settings = Settings(**request["open"])
         if self._backend is None:
-            assert self._settings is not None, "a request before `open`"
+            assert self._settings is not None, "`open` must be the first request"
             self._backend = BACKENDS[self._settings.tracker](self._settings)
         if "write" in request:
             self._backend.write(*request["write"])
@@ -38,11 +38,11 @@ def main(descriptor: int) -> None:
         for line in lines:
             try:
                 server.serve(json.loads(line))
-                answer = ""
+                reply = ""
             except BaseException as error:  # a library may also call sys.exit
                 traceback.print_exc()
-                answer = " ".join(f"{type(error).__name__}: {error}".split()) or "an error"
-            lines.write(answer + "\n")
+                reply = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown error"
+            lines.write(reply + "\n")
             lines.flush()
 
 

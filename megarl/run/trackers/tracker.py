@@ -1,8 +1,8 @@
-"""A tracker as the run sees it: rows are put into a queue, and nothing of what becomes of them comes back.
+"""The run's interface to a tracker: metrics go to a queue, and tracker errors never reach the run.
 
-A thread hands the rows on to a process in which the tracker's library runs, and waits for each answer, up to a
-deadline. A library that raises loses this row; a process that does not answer, or ends, is ended and started again
-with a later row. What is lost is said once, and counted at the end: metrics.jsonl has all of it.
+A thread forwards the rows to the process that runs the tracker's library, and waits for each reply up to a deadline. If
+the library raises, the row is lost. If the process hangs or dies, it is killed and restarted for a later row. The first
+loss prints a warning, and closing prints the total. metrics.jsonl always has all rows.
 """
 
 from __future__ import annotations
@@ -29,37 +29,43 @@ from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import PACKAGES, Settings
 
 QUEUED_ROWS = 64
-"""The rows that wait for a slow tracker; of more, the newest are lost."""
+"""Queue capacity for a slow tracker. Further rows are lost."""
 
 RESTART_S = 60.0
-"""The time from the end of a process that hung or died to the start of another."""
+"""Seconds between the end of a process that hung or died and its restart."""
 
 INTERRUPTED_S = 3.0
-"""The time for the ends of all trackers where the run ends early: a signal leaves little."""
+"""Seconds to close all trackers if the run ends early, since little time is left after a signal."""
 
 Row = tuple[int, dict[str, float]]
 
 
 class Tracker:
-    """A sink of metrics that never waits and never raises."""
+    """A metrics sink that never blocks and never raises."""
 
     def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
-        """log: the file of what the process prints."""
+        """
+        Args:
+            settings: the tracker's settings.
+            log: log file of the tracker process.
+            timeout_s: deadline per request.
+            restart_s: delay before a failed process is restarted.
+        """
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._starts_at = 0.0
-        """The time before which no process is started."""
-        self._num_rows = self._num_taken = 0
+        """Earliest time of the next process start."""
+        self._num_rows = self._num_written = 0
         self._has_warned = False
         self._is_over = False
-        """Whether the rows that wait are lost."""
+        """Whether the remaining queued rows are dropped."""
         self._thread = threading.Thread(target=self._serve, name=f"tracker {settings.tracker}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Puts a step's metrics into the queue, without NaN and infinities, which not all trackers know."""
+        """Queue a step's metrics, without NaN and infinities, which some trackers do not support."""
         self._num_rows += 1
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._queue.qsize() < QUEUED_ROWS:
@@ -68,31 +74,31 @@ class Tracker:
             self._warn(f"it is {QUEUED_ROWS} steps behind")
 
     def begin_close(self) -> None:
-        """Lets the tracker end behind the rows that wait."""
+        """Close the tracker after the queued rows, without waiting."""
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
-        """Waits for its end until the deadline, and ends its process then. Says how many rows are lost."""
+        """Wait until the tracker is closed, kill its process at the deadline, and print the number of lost rows."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_over = True
-            self._warn("it did not come to its end in time")
+            self._warn("closing timed out")
         self._end_process()
-        if num_lost := self._num_rows - self._num_taken:
+        if num_lost := self._num_rows - self._num_written:
             print(
-                f"tracker {self._settings.tracker}: lacks {num_lost} of {self._num_rows} steps; metrics.jsonl has all",
+                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps; metrics.jsonl has all",
                 flush=True,
             )
 
     def _serve(self) -> None:
         self._attempt({"open": asdict(self._settings)})
         while not self._is_over and (row := self._queue.get()) is not None:
-            self._num_taken += self._attempt({"write": row})
+            self._num_written += self._attempt({"write": row})
         if self._process is not None:
             self._attempt({"close": True})
 
     def _attempt(self, request: Mapping[str, Any]) -> bool:
-        """Makes a request of the process, which is started where there is none. Returns whether it was granted."""
+        """Send a request to the process, starting the process if necessary. Return whether the request succeeded."""
         try:
             if self._process is None:
                 if time.monotonic() < self._starts_at:
@@ -100,45 +106,45 @@ class Tracker:
                 self._start_process()
                 if "open" not in request:
                     request = {"open": asdict(self._settings), **request}
-            reason = self._ask(request)
+            reason = self._send(request)
         except TimeoutError:
-            reason = f"no answer in {self._timeout_s:g} s (trackers.timeout_s)"
+            reason = f"no reply within {self._timeout_s:g} s (trackers.timeout_s)"
             self._end_process()
         except (OSError, EOFError) as error:
-            reason = f"its process has ended ({error})" if str(error) else "its process has ended"
+            reason = f"its process exited ({error})" if str(error) else "its process exited"
             self._end_process()
         if reason:
             self._warn(reason)
         return not reason
 
     def _start_process(self) -> None:
-        own, other = socket.socketpair()
-        with other, self._log.open("ab") as log:
-            # A process group of its own: a signal to the run's does not end it before its last rows are written.
+        connection, child_connection = socket.socketpair()
+        with child_connection, self._log.open("ab") as log:
+            # A separate process group protects it from signals to the run until its last rows are written.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.run.trackers.process", str(other.fileno())],
+                [sys.executable, "-m", "megarl.run.trackers.process", str(child_connection.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[other.fileno()],
+                pass_fds=[child_connection.fileno()],
                 process_group=0,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )
-        self._connection = own
+        self._connection = connection
 
-    def _ask(self, request: Mapping[str, Any]) -> str:
-        """Returns the answer, which is empty if all went well."""
+    def _send(self, request: Mapping[str, Any]) -> str:
+        """Send a request and return the reply, which is empty on success."""
         connection, deadline = self._connection, time.monotonic() + self._timeout_s
         connection.settimeout(self._timeout_s)
         connection.sendall(json.dumps(request).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):
+        reply = b""
+        while not reply.endswith(b"\n"):
             connection.settimeout(max(1e-3, deadline - time.monotonic()))
             part = connection.recv(65536)
             if not part:
                 raise EOFError
-            answer += part
-        return answer.decode(errors="replace").strip()
+            reply += part
+        return reply.decode(errors="replace").strip()
 
     def _end_process(self) -> None:
         self._starts_at = time.monotonic() + self._restart_s
@@ -154,21 +160,22 @@ class Tracker:
         if not self._has_warned:
             self._has_warned = True
             print(
-                f"megarl: warning: tracker {self._settings.tracker}: {reason}; the run goes on, and what it cannot "
-                f"take in is left out there (see {self._log})",
+                f"megarl: warning: tracker {self._settings.tracker}: {reason}. The run continues, but the tracker may "
+                f"lack steps (see {self._log})",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 def check_trackers(config: Config) -> None:
-    """Raises UserError with a line for each tracker of the config that is not installed."""
+    """Raise UserError with one line per configured tracker that is not installed."""
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
         raise UserError(
             "\n".join(
-                f"run.trackers=[{listed}]: {name} is not installed; pip install {PACKAGES[name]}, or leave it out"
+                f"run.trackers=[{listed}]: {name} is not installed. Fix: pip install {PACKAGES[name]}, or remove it "
+                "from the list."
                 for name in missing
             )
         )
@@ -176,8 +183,7 @@ def check_trackers(config: Config) -> None:
 
 @contextmanager
 def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list[Tracker]]:
-    """Yields the trackers of a run, and ends them with it, all within trackers.timeout_s. step: the one after which the
-    run goes on."""
+    """Yield the trackers of a run that resumes after `step`, and close them on exit within trackers.timeout_s."""
     timeout_s = config.trackers.timeout_s
     trackers = [
         Tracker(_settings(config, folder, name, step), folder.logs / f"tracker_{name}.log", timeout_s)
@@ -200,6 +206,6 @@ def end_all(trackers: Iterable[Tracker], timeout_s: float) -> None:
 
 
 def _settings(config: Config, folder: RunFolder, name: str, step: int) -> Settings:
-    own = folder.path / "trackers" / name
-    own.mkdir(parents=True, exist_ok=True)
-    return Settings(name, config.run.name, str(own), step, config.model_dump(mode="json"))
+    subfolder = folder.path / "trackers" / name
+    subfolder.mkdir(parents=True, exist_ok=True)
+    return Settings(name, config.run.name, str(subfolder), step, config.model_dump(mode="json"))

@@ -47,14 +47,14 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
         ),
     ],
 )
-def test_the_most_telling_error_is_the_cause(errors: dict[str, Exception], kind: type, message: str) -> None:
+def test_most_specific_error_is_the_cause(errors: dict[str, Exception], kind: type, message: str) -> None:
     for order in (errors, dict(reversed(errors.items()))):
         found = cause(order, "update", LOGS)
         assert type(found) is kind
         assert str(found) == message
 
 
-def test_stacks_are_in_the_logs_of_their_processes(tmp_path: Path) -> None:
+def test_stacks_are_written_to_the_processes_logs(tmp_path: Path) -> None:
     try:
         int("no number")
     except ValueError as error:

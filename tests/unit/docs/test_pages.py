@@ -1,4 +1,4 @@
-"""Everything that the pages of the documentation name exists, and the README stays short."""
+"""Links, files and functions in the documentation exist, and the README is short."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from tests.readme import PAGES, README, ROOT, section, text_of
 
 
-def test_the_readme_is_read_in_one_sitting():
+def test_readme_is_short():
     assert len(text_of(README).splitlines()) <= 200
 
 
-def test_every_page_is_reached_from_the_readme():
+def test_every_page_is_reachable_from_the_readme():
     reached, new = set(), {README}
     while new:
         reached |= new
@@ -23,14 +23,14 @@ def test_every_page_is_reached_from_the_readme():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_and_files_lead_somewhere(page):
+def test_internal_links_and_anchors_exist(page):
     for target, anchor in links(page):
         assert (ROOT / target).exists(), f"{page} links to {target}, which does not exist"
         if anchor:
             assert anchor in anchors(target), f"{page} links to #{anchor} of {target}, which has no such heading"
 
 
-def test_the_tree_names_what_exists():
+def test_paths_in_the_readmes_tree_exist():
     tree = re.search(r"```\n(.*?)```", section(README, "Where things are"), re.DOTALL).group(1)
     for line in tree.splitlines():
         name = line.split()[0]
@@ -39,7 +39,7 @@ def test_the_tree_names_what_exists():
 
 
 def links(page: str) -> list[tuple[str, str]]:
-    """Returns the file and the anchor of every link that stays in the repository."""
+    """Return the file and the anchor of every link within the repository."""
     found = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text_of(page))
     folder = (ROOT / page).parent
     return [(relative(folder / target) if target else page, anchor) for target, anchor in found]
@@ -50,6 +50,6 @@ def relative(path: Path) -> str:
 
 
 def anchors(page: str) -> set[str]:
-    """Returns the anchors that GitHub gives to the page's headings."""
+    """Return GitHub's anchors of the page's headings."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

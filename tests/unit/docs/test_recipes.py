@@ -1,4 +1,4 @@
-"""The pages beside the recipes: their catalogue, and the keys for verl's names."""
+"""The pages about recipes: tables of algorithms and predictions, and verl's defaults."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from itertools import groupby
 import pytest
 import yaml
 
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from tests.e2e.learning_cases import CASES
 from tests.paths import BASE, CONFIGS
 from tests.readme import section, text_of
 from tools.benchmarks import figures, published_steps
 
 
-def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
+def test_table_of_papers_has_every_recipe_and_existing_keys():
     table = section("configs/README.md", "Algorithms")
     rows = [line.split("|")[2:4] for line in table.splitlines() if line.startswith("| ")][1:]
     recipes = {path.stem for path in CONFIGS.glob("*-*.yaml")} | {"quickstart"}
@@ -25,11 +26,11 @@ def test_the_table_of_papers_has_every_recipe_of_one_and_keys_that_exist():
     assert [name for name in named if name not in values and not any(f".{k}".endswith(f".{name}") for k in known)] == []
 
 
-def test_every_case_that_is_seen_to_learn_has_a_result():
+def test_every_learning_case_has_a_result():
     assert figures.result("learning")["runs"].keys() == CASES.keys()
 
 
-def test_scaling_has_every_published_run_and_every_recipe_for_h100s():
+def test_scaling_has_every_published_run_and_h100_recipe():
     lines = [line for line in section("configs/README.md", "Scaling").splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     published = [row for row in rows if row[2].startswith(("NeMo-RL", "verl"))]
@@ -48,10 +49,10 @@ def test_scaling_has_every_published_run_and_every_recipe_for_h100s():
     assert {row[2].rpartition("/")[2].rstrip(")") for row in recipes} == files
     for table in (published, recipes):
         models = [model for model, _ in groupby(row[0] for row in table)]
-        assert len(models) == len(set(models)), "the rows of a model stand together"
+        assert len(models) == len(set(models)), "rows of a model must be adjacent"
 
 
-def test_defaults_that_differ_from_verl_are_of_keys_that_exist():
+def test_defaults_that_differ_from_verl_have_existing_keys():
     defaults = text_of("configs/coming-from-verl.md").split("\n## Defaults that differ\n")[1]
     known = keys()
     sections = "|".join(key for key in known if "." not in key)
@@ -63,7 +64,11 @@ def test_defaults_that_differ_from_verl_are_of_keys_that_exist():
 
 
 def keys() -> set[str]:
-    return set(flatten(yaml.safe_load(BASE.read_text())))
+    """Return the keys of base.yaml and the options of all estimators and objectives."""
+    known = set(flatten(yaml.safe_load(BASE.read_text())))
+    for section_key, specs in (("advantage", ESTIMATORS), ("objective", OBJECTIVES)):
+        known |= {f"algorithm.{section_key}.{option}" for spec in specs.values() for option in spec.options}
+    return known
 
 
 def flatten(tree: dict, prefix: str = ""):

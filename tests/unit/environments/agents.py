@@ -1,4 +1,4 @@
-"""Agents for tests of the processes in which they live. They reach the policy by HTTP alone."""
+"""Agents for tests of agent processes. They reach the policy only over HTTP."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ async def ask(base_url: str, api_key: str, *messages: tuple[str, str]) -> str:
 
 
 class Delegator(Agent):
-    """Asks once, has another agent check the answer, and goes on. The task's message says what goes wrong."""
+    """Asks once, lets a sub-agent check the response, and asks again. The task's message selects a fault."""
 
     def __init__(self, bonus: float = 1.0):
         self._bonus = bonus
@@ -29,11 +29,11 @@ class Delegator(Agent):
         fault = task.messages[0]["content"]
         if fault == "silent":
             return 1.0
-        talk = [("user", f"{fault} {task.answer} {task.seed}")]
-        talk.append(("assistant", await ask(base_url, api_key, *talk)))
+        messages = [("user", f"{fault} {task.answer} {task.seed}")]
+        messages.append(("assistant", await ask(base_url, api_key, *messages)))
         await self._fail(fault)
-        checked = await ask(base_url, api_key, ("system", "You check."), ("user", talk[-1][1]))
-        answer = await ask(base_url, api_key, *talk, ("user", checked))
+        checked = await ask(base_url, api_key, ("system", "You check."), ("user", messages[-1][1]))
+        answer = await ask(base_url, api_key, *messages, ("user", checked))
         return None if fault == "no reward" else {"length": float(len(answer)), "bonus": self._bonus}
 
     async def _fail(self, fault: str) -> None:
@@ -49,7 +49,7 @@ class Delegator(Agent):
 
 
 class Plain:
-    """Has a run, and is derived from nothing; a run that is not async is in a thread."""
+    """An agent without a base class. Its `run` is not async, so it runs in a thread."""
 
     def run(self, task, base_url, api_key, model):
         return asyncio.run(self._work(base_url, api_key))

@@ -1,4 +1,4 @@
-"""Rollouts of agents that live in real processes and reach a scripted policy by HTTP."""
+"""Rollouts of agents in real processes, with a scripted policy behind the HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENIZER = hermes_tokenizer()
 
 
 def play(kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS) -> list[list[Sample]]:
-    """Returns the samples of a rollout for each fault, side by side."""
+    """Run one rollout per fault concurrently and return their samples."""
     timeout_s = 10 if file == AGENTS else 60
     environment = f"environment={{class: '{file}:{kind}', timeout_s: 2, agent_timeout_s: {timeout_s}}}"
     overrides = [environment, "rewards.functions=[]"]
@@ -50,7 +50,7 @@ def says(*texts: str, **settings: float) -> ScriptedPolicy:
     return ScriptedPolicy(TOKENIZER, texts, **settings)
 
 
-def test_samples_of_an_agent_and_of_the_agent_that_it_asks():
+def test_agent_and_sub_agent_become_separate_samples():
     [samples] = play("Delegator", ("fine", says("first", "checked", "last")))
     main, checker = samples
     assert [TOKENIZER.decode(s.response_ids[s.response_mask], skip_special_tokens=True) for s in samples] == [
@@ -69,7 +69,7 @@ def test_samples_of_an_agent_and_of_the_agent_that_it_asks():
     assert main.prompt.answer == "42"
 
 
-def test_agents_fail_by_themselves():
+def test_failing_agents_do_not_affect_others():
     fine = says("a", "b", "c")
     names = ("raise", "hang", "silent", "no reward", "fine")
     rollouts = play("Delegator", *((name, fine if name == "fine" else says("a", "b", "c")) for name in names))
@@ -82,19 +82,19 @@ def test_agents_fail_by_themselves():
     assert [samples[-1].episode.info.stop_reason for samples in rollouts] == ["failed"] * 3 + ["done"] * 2
 
 
-def test_a_class_that_is_derived_from_nothing():
+def test_agent_without_base_class_runs():
     [[sample]] = play("Plain", ("fine", says("slow")))
     assert sample.episode.failure is None and sample.episode.outcome == 4.0
 
 
-def test_an_agent_that_blocks_or_ends_its_process_costs_its_rollouts():
+def test_blocking_or_exiting_agent_fails_its_rollout():
     [[sample]] = play("Blocked", ("fine", says("a")))
     assert sample.episode.failure == "run did not return within 10 s"
     [[sample]] = play("Delegator", ("exit", says("a")))
     assert sample.episode.failure == "the environment ended its process (exit status 3)"
 
 
-def test_the_agent_of_the_page_on_sessions(tmp_path):
+def test_agent_of_the_sessions_page_runs(tmp_path):
     [source] = re.findall(r"^```python\n(.*?)^```", text_of("megarl/environments/sessions/README.md"), re.S | re.M)
     (tmp_path / "solver.py").write_text(source)
     policy = says("I think 41.", " 42")
@@ -103,7 +103,7 @@ def test_the_agent_of_the_page_on_sessions(tmp_path):
     assert policy.asked[1].token_ids[: len(policy.asked[0].token_ids)] == policy.asked[0].token_ids
 
 
-def test_an_error_of_the_engine_is_no_failure_of_the_agent():
+def test_engine_error_is_raised_not_recorded_as_failure():
     async def lost(*_: object) -> None:
         raise ConnectionError("the engine is gone")
 
@@ -111,6 +111,6 @@ def test_an_error_of_the_engine_is_no_failure_of_the_agent():
         play("Delegator", ("fine", lost))
 
 
-def test_a_run_with_other_arguments_is_said_before_anything_starts():
+def test_agent_with_wrong_signature_is_rejected():
     with pytest.raises(UserError, match=r"run takes \(self, task\).*define it as run\(self, task, base_url, api_key"):
         check_environment(f"{AGENTS}:TooFew", {})

@@ -1,4 +1,4 @@
-"""Reward functions of whole batches, in the processes that call them."""
+"""Batch reward functions in worker processes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def sample(name: str, prompt: Prompt, text: str) -> Sample:
 
 
 def act(pool: FunctionPool, file: Path, code: str) -> list[Result]:
-    """Calls a function that makes of two samples what the code says."""
+    """Call a batch function that evaluates the code, with two samples."""
     return pool.call_batch(f"{file}:act", [Prompt("p", "", [1])] * 2, [code, ""]).result()
 
 
-def test_a_function_of_batches_sees_the_group_of_each_sample(pool, file):
+def test_batch_function_receives_all_samples_of_each_group(pool, file):
     assert pool.batch_functions == [f"{file}:{name}" for name in NAMES]
     prompts = [Prompt("0", "a", [1], 5, columns={"level": 3}), Prompt("1", "b", [2], 6)]
     texts = {"0.0": "[1, None, float('nan'), True]", "0.1": "a", "1.0": "a", "1.1": "a"}
@@ -71,7 +71,7 @@ def test_a_function_of_batches_sees_the_group_of_each_sample(pool, file):
     assert all(result.failure is None for results in by_function for result in results)
 
 
-def test_an_array_is_a_list_too(pool, file):
+def test_batch_function_may_return_an_array(pool, file):
     assert [result.value for result in act(pool, file, "__import__('numpy').array([0.5, 2.0])")] == [0.5, 2.0]
 
 
@@ -86,12 +86,12 @@ def test_an_array_is_a_list_too(pool, file):
         (f"time.sleep({HANG_S})", f"did not return within rewards.timeout_s={LIMIT_S}"),
     ],
 )
-def test_a_batch_that_fails_is_the_failure_of_all_its_samples(pool, file, code, failure):
+def test_failing_batch_call_fails_all_samples(pool, file, code, failure):
     assert act(pool, file, code) == [Result(None, failure=failure)] * 2
     assert [result.value for result in act(pool, file, "[1, 2]")] == [1.0, 2.0]
 
 
-def test_a_trial_is_a_batch_of_one(pool, file):
+def test_trial_scores_a_batch_of_one(pool, file):
     functions = f"rewards.functions=[{{function: exact_match, weight: 2.0}}, {{function: '{file}:rarity'}}]"
     single = FunctionPool(["exact_match", f"{file}:rarity"], None, 1, LIMIT_S)
     try:

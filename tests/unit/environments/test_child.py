@@ -1,19 +1,19 @@
-"""The results of a user's function: which are numbers, and what is said of others."""
+"""Conversion of a user function's return values to results."""
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.environments.child import answer
+from megarl.environments.child import call
 
 
 @pytest.mark.parametrize(
     "one",
     [True, 1, 1.0, np.bool_(True), np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor(True)],
 )
-def test_every_kind_of_real_number_counts(one):
-    assert answer(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
-    assert answer(lambda: [one, 2], ())["value"] == [1.0, 2.0]
+def test_real_numbers_of_any_type_are_accepted(one):
+    assert call(lambda: one, ()) == {"value": 1.0, "returned": "1.0"}
+    assert call(lambda: [one, 2], ())["value"] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ def test_every_kind_of_real_number_counts(one):
         ([1.0, None], "a list of 2"),
     ],
 )
-def test_what_is_no_number_is_named(value, returned):
-    assert answer(lambda: value, ()) == {"value": None, "returned": returned}
+def test_non_numeric_return_type_is_reported(value, returned):
+    assert call(lambda: value, ()) == {"value": None, "returned": returned}
 
 
-def test_an_exception_is_told_in_one_line():
+def test_exception_is_reported_in_one_line():
     def function() -> None:
         raise ValueError("first\n second")
 
-    assert answer(function, ()) == {"value": None, "failure": "raised ValueError: first second"}
+    assert call(function, ()) == {"value": None, "failure": "raised ValueError: first second"}

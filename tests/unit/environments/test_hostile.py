@@ -1,4 +1,4 @@
-"""Responses and functions that would take a run down cost one sample, in the real processes of the pool."""
+"""Hostile responses and functions cost only one sample. The tests use the pool's real processes."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ def assert_works(pool: FunctionPool) -> None:
     ],
 )
 @pytest.mark.parametrize("unit", ["1", "a", "{", "((", "<answer>", "\\boxed{", "is a knight "])
-def test_an_answer_of_ten_megabytes(pool, function, answer, value, unit):
+def test_ten_megabyte_response_does_not_break_the_pool(pool, function, answer, value, unit):
     found = call(pool, function, unit * (10_000_000 // len(unit)), answer)
     assert found.value == value or (found.value is None and found.failure is not None)
     assert_works(pool)
 
 
 @pytest.mark.parametrize("response", ["a" * 60 + "!", "a" * 10_000_000 + "!"])
-def test_a_catastrophic_pattern_fails_and_its_process_lives_on(pool, response):
-    [before] = [child.group for child in pool._children]
-    # Of ten megabytes, the search may come to the limit of memory first.
+def test_catastrophic_regex_fails_without_losing_the_process(pool, response):
+    [before] = [child.process_group for child in pool._children]
+    # With ten megabytes, the search may hit the memory limit first.
     assert call(pool, "regex", response).failure in ("raised TimeoutError: regex timed out", "raised MemoryError: ")
-    assert [child.group for child in pool._children] == [before]
+    assert [child.process_group for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0
 
 
@@ -103,39 +103,39 @@ def test_a_catastrophic_pattern_fails_and_its_process_lives_on(pool, response):
         "(" * 1900 + ")" * 1900,
     ],
 )
-def test_deep_and_huge_mathematics_is_wrong_or_fails(pool, expression):
+def test_pathological_math_expression_scores_zero_or_fails(pool, expression):
     found = call(pool, "math_match", f"\\boxed{{{expression}}}")
     assert found.value == 0.0 or found.failure is not None
     assert_works(pool)
 
 
-def test_a_loop_costs_its_own_call(pool):
+def test_infinite_loop_fails_only_its_own_call(pool):
     assert call(pool, "loop", "").failure == f"did not return within rewards.timeout_s={LIMIT_S}"
     assert_works(pool)
 
 
-def test_a_call_has_no_more_memory_than_it_may(pool):
+def test_call_is_limited_to_its_memory(pool):
     assert call(pool, "hog", str(100 * 2**20)).value == 100 * 2**20
     assert call(pool, "hog", str(4 * MEMORY_MIB * 2**20)).failure == "raised MemoryError: "
     assert_works(pool)
 
 
-def test_a_fork_bomb_is_killed(file, monkeypatch):
-    """It has 2 to the power of its forks processes, too few to do harm where it is not stopped."""
+def test_fork_bomb_is_killed(file, monkeypatch):
+    """n forks give 2^n processes, few enough to be harmless if the test fails."""
     monkeypatch.setattr(pools, "MOST_PROCESSES", 20)
     pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, WAIT_S)
     try:
-        [group] = [child.group for child in pool._children]
+        [pgid] = [child.process_group for child in pool._children]
         found = call(pool, "bomb", "6").failure
         assert found.startswith("had ") and found.endswith(" processes at once, more than 20,")
-        assert not any(os.getpgid(p.pid) == group for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
+        assert not any(os.getpgid(p.pid) == pgid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
         assert_works(pool)
     finally:
         pool.close()
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_reward_that_is_not_finite_is_a_failure(pool, value):
+def test_non_finite_reward_is_a_failure(pool, value):
     result = call(pool, "number", value)
     sample = Sample("s", Prompt("p", "", [1]), [7], [-1.0], [True], (VersionRun(0, 1),), "stop", value)
     score, _ = Scorer([RewardFunction(function="f")]).score(sample, {"f": result})

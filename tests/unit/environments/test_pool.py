@@ -1,4 +1,4 @@
-"""Calls of users' functions in processes that are killed where a function does not return."""
+"""Calls of user functions in worker processes, which are killed if a function does not return."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pool(file) -> Iterator[FunctionPool]:
 
 
 def processes(pool: FunctionPool, file: Path) -> set[float]:
-    """The processes that answer: each of two at once is busy until both have been asked."""
+    """Return the ids of the worker processes. Two concurrent calls keep both of them busy."""
     calls = [pool.call(f"{file}:act", "", "time.sleep(0.2) or os.getpid()", None) for _ in range(2)]
     return {call.result().value for call in calls}
 
@@ -68,13 +68,13 @@ def act(pool: FunctionPool, file: Path, code: str) -> Result:
     return pool.call(f"{file}:act", "", code, None).result()
 
 
-def test_what_functions_return_is_their_result(pool, file):
+def test_result_holds_the_return_value(pool, file):
     assert pool.call("exact_match", "", "12", "12").result() == Result(1.0, "1.0")
     assert pool.call(f"{file}:later", "", "", 0.5).result() == Result(0.5, "0.5")
     assert pool.call("judge", "", "long", "s", None).result() == Result(1.0, "1.0")
 
 
-def test_functions_get_the_columns_that_they_ask_for(file):
+def test_functions_receive_the_columns_they_name(file):
     level, whole = f"{file}:level", f"{file}:whole"
     pool = FunctionPool(["exact_match", level, whole], None, 1, LIMIT_S)
     try:
@@ -93,12 +93,12 @@ def test_functions_get_the_columns_that_they_ask_for(file):
         pool.close()
 
 
-def test_calls_run_side_by_side(pool, file):
+def test_calls_run_concurrently(pool, file):
     found = processes(pool, file)
     assert len(found) == 2 and os.getpid() not in found
 
 
-def test_a_call_that_hangs_is_a_failure_of_that_call_and_ends_what_it_started(pool, file, tmp_path):
+def test_hanging_call_fails_alone_and_its_children_are_killed(pool, file, tmp_path):
     before = processes(pool, file)
     started = tmp_path / "started"
     hung = pool.call(f"{file}:sleeper", "", str(started), None)
@@ -121,36 +121,36 @@ def test_a_call_that_hangs_is_a_failure_of_that_call_and_ends_what_it_started(po
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_function_that_ends_its_process_fails_alone(pool, file, code, failure):
+def test_function_that_ends_its_process_fails_alone(pool, file, code, failure):
     assert act(pool, file, code) == Result(None, failure=failure)
     assert len(processes(pool, file)) == 2
 
 
-def test_what_a_function_prints_is_no_answer(pool, file):
+def test_printed_output_is_not_mistaken_for_a_result(pool, file):
     assert act(pool, file, "print('{\"value\": 7}') or sys.stdout.write('x') and 1").value == 1.0
 
 
-def test_a_long_response_and_one_that_no_encoding_knows_arrive(pool, file):
+def test_long_and_unencodable_responses_are_delivered(pool, file):
     assert pool.call("exact_match", "", "a" * 10_000_000, "b").result().value == 0.0
     assert pool.call("exact_match", "", "\ud800", "\ud800").result().value == 1.0
 
 
-def test_a_file_whose_import_hangs_is_named_and_its_process_is_killed(tmp_path, monkeypatch):
+def test_hanging_import_is_reported_and_its_process_killed(tmp_path, monkeypatch):
     (tmp_path / "hangs.py").write_text(f"import time\ntime.sleep({HANG_S})\n")
     before = set(psutil.Process().children())
     monkeypatch.setattr("megarl.environments.pool.IMPORT_S", 0.5)
-    refusal = rf"^rewards.functions: .*hangs.py:f: importing it did not end within {LIMIT_S} s; mend the file"
+    refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {LIMIT_S} s\. Fix: move slow work"
     with pytest.raises(ValueError, match=refusal):
         FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, LIMIT_S)
     assert set(psutil.Process().children()) == before
 
 
-def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
+def test_missing_functions_are_rejected_before_any_call(file, tmp_path):
     with pytest.raises(ValueError, match="has no function 'missing'"):
         FunctionPool([f"{file}:missing"], None, 2, LIMIT_S)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(
-        ValueError, match=r"^rewards.functions: .*leaves.py:f: importing it ended the process \(exit status 4\)"
+        ValueError, match=r"^rewards.functions: .*leaves.py:f: the import ended the process \(exit status 4\)"
     ):
         FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, LIMIT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
@@ -159,7 +159,7 @@ def test_what_cannot_be_found_is_refused_before_any_call(file, tmp_path):
         FunctionPool([], f"{file}:f", 1, LIMIT_S)
 
 
-def test_a_closed_pool_leaves_no_process_and_answers_what_was_asked(file):
+def test_closed_pool_resolves_calls_and_leaves_no_process(file):
     before = set(psutil.Process().children())
     pool = FunctionPool([f"{file}:act"], None, 2, WAIT_S)
     started = set(psutil.Process().children()) - before
@@ -171,7 +171,7 @@ def test_a_closed_pool_leaves_no_process_and_answers_what_was_asked(file):
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether there is no such process, or only until somebody asks how it ended."""
+    """Return whether the process is gone or a zombie."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Environments by name, and what is said about a wrong one before a run starts."""
+"""Lookup of environments by name, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def turn(text: str, *calls: ToolCall) -> Turn:
     return Turn(np.zeros(1, np.int32), text, "stop", calls)
 
 
-def test_a_class_of_tools_answers_calls_and_ends_without_one(file):
+def test_class_with_only_tools_is_a_complete_environment(file):
     found = check_environment(f"{file}:OnlyTools", {"start": 1})
     assert found.__name__ == "OnlyTools" and issubclass(found, Environment)
     environment = found(start=1)
@@ -89,48 +89,52 @@ def test_a_class_of_tools_answers_calls_and_ends_without_one(file):
     assert asyncio.run(environment.step(turn("done"))) == Step(done=True)
 
 
-def test_a_class_with_a_step_of_its_own_has_the_rest_of_the_protocol(file):
+def test_class_with_only_step_inherits_the_other_methods(file):
     environment = check_environment(f"{file}:OnlyStep", {})()
     assert environment.step(turn("yes")).reward == 1.0
     assert asyncio.run(environment.reset(Task("0", (), None, {}, 0))) is None
     assert asyncio.run(environment.close()) is None
 
 
-def test_a_derived_class_is_itself(file):
+def test_derived_class_is_returned_unchanged(file):
     found = environment_class(f"{file}:Derived")
     assert found.__mro__[1] is Environment
     assert check_environment(f"{file}:Derived", {"any": 1}) is not None
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
-        ("OnlyTools", {}, "environment.options.start: .*cannot do without it"),
+        ("OnlyTools", {}, "environment.options.start: .*requires this option"),
         ("OnlyTools", {"start": 1, "scala": 3}, "options.scala: .*did you mean scale. known: start, scale"),
-        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes none"),
-        ("OnlyStap", {}, r"has no class 'OnlyStap'; define it as class OnlyStap\(Environment\)"),
+        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes no options"),
+        ("OnlyStap", {}, r"has no class 'OnlyStap'. Fix: define it as class OnlyStap\(Environment\)"),
         ("value", {}, "has no class 'value'"),
         ("Neither", {}, "no method `step`"),
-        ("OneTurnTooFew", {}, r"step takes \(self\), too many positional arguments; define it as step\(self, turn\)"),
+        (
+            "OneTurnTooFew",
+            {},
+            r"step takes \(self\): too many positional arguments. Fix: define it as step\(self, turn\)",
+        ),
         ("NoAnnotation", {}, "argument number has no annotation"),
         ("NoJsonType", {}, "tool add: its annotations raised"),
         ("UnknownType", {}, "tool add: its annotations raised NameError: name 'Number'"),
         ("NoDocstring", {}, "tool add has no docstring"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(file, name, options, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_class_or_options_are_rejected(file, name, options, message):
+    with pytest.raises(UserError, match=message):
         check_environment(f"{file}:{name}", options)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("calculater", "no environment 'calculater'; did you mean calculator"),
-        ("games.py", "names a file but no class; write games.py:CLASS"),
+        ("calculater", "environment.class=calculater: unknown environment; did you mean calculator"),
+        ("games.py", "names a file but no class. Fix: write games.py:CLASS"),
         ("nowhere.py:Game", "nowhere.py is not a Python file"),
     ],
 )
-def test_a_name_that_is_none(name, said):
-    with pytest.raises(UserError, match=said):
+def test_unknown_class_name_is_rejected(name, message):
+    with pytest.raises(UserError, match=message):
         environment_class(name)

@@ -1,4 +1,4 @@
-"""Rollouts in environments that live in real processes, by a sampler that says what it is told to."""
+"""Rollouts in environments in real processes, with a scripted sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(kind: str = "Counter", *overrides: str):
 
 
 class Says:
-    """A sampler that says these texts, one a turn, and notes what it was asked after. Its log-probs count up."""
+    """A sampler that returns the given texts, one per turn, and records its calls. Its log-probs are −1, −2, …"""
 
     def __init__(self, *texts: str, ends: bool = True, candidates: bool = False):
         self.asked: list[dict] = []
@@ -46,7 +46,7 @@ class Says:
 
 
 def play(settings, sampler: Says, *faults: str, after: Callable[[RolloutRunner], object] = lambda _: None):
-    """Returns the samples of a rollout for each fault, side by side."""
+    """Run one rollout per fault concurrently and return their samples."""
 
     async def run() -> list[list[Sample]]:
         pool = await HostPool.start(host_arguments(settings), 1)
@@ -71,19 +71,19 @@ def prompt(fault: str) -> Prompt:
 
 
 def rendered(*contents: str) -> list[int]:
-    """Returns the ids of a conversation, whose first message is the user's, that the assistant has the last word in."""
+    """Return the token ids of a conversation with alternating user and assistant messages, the user's first."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
     return TOKENIZER.apply_chat_template(messages, return_dict=False)
 
 
-def test_a_rollout_is_what_the_template_writes_of_the_whole_conversation():
+def test_rollout_tokens_equal_the_rendered_conversation():
     sampler = Says("12", "345", "6")
     [[sample]] = play(config(), sampler, "fine")
     whole = rendered("fine", "12", "1 turns", "345", "2 turns", "6")
     assert sample.token_ids.tolist() == whole
     for asked in sampler.asked:
-        assert asked["ids"] == whole[: len(asked["ids"])], "the engine was asked to go on from what is trained on"
+        assert asked["ids"] == whole[: len(asked["ids"])], "the engine's context must be a prefix of the trained tokens"
     trained = [TOKENIZER.decode([token]) for token in sample.response_ids[sample.response_mask]]
     assert trained == [*"12", "<eos>", *"345", "<eos>", "6", "<eos>"]
     assert sample.response_logprobs[sample.response_mask].tolist() == [-1, -2, -3, -4, -5, -6, -7, -8, -9]
@@ -100,27 +100,27 @@ def test_a_rollout_is_what_the_template_writes_of_the_whole_conversation():
     assert seeds[0] == 11 and len(set(seeds)) == 3
 
 
-def test_turns_that_were_cut_off_are_closed_by_context():
+def test_truncated_turns_are_closed_by_context():
     sampler = Says("12345", ends=False)
     [[sample]] = play(config("Counter", "environment.turn_tokens=2"), sampler, "fine")
     assert sample.token_ids.tolist() == rendered("fine", "12", "1 turns", "12", "2 turns", "12")[:-1]
     assert TOKENIZER.decode(sample.response_ids[sample.response_mask]) == "121212"
 
 
-def test_candidates_of_what_is_not_sampled_are_all_tokens():
+def test_context_tokens_have_no_candidates():
     [[sample]] = play(config(), Says("12", candidates=True), "fine")
     for token, trained, kept in zip(sample.response_ids, sample.response_mask, sample.candidate_ids, strict=True):
         assert kept.tolist() == ([token, token + 1] if trained else [])
 
 
-def test_observations_as_they_are_follow_right_after_the_turn():
+def test_as_is_observation_is_appended_without_template():
     [[sample]] = play(config(), Says("12", ends=False), "as is")
     text = TOKENIZER.decode(sample.response_ids)
     assert text == "121 turns122 turns12"
 
 
 @pytest.mark.parametrize(("fault", "first"), [("other", "begin 42 3 77"), ("restart", "restart")])
-def test_an_environment_may_begin_in_another_way(fault, first):
+def test_reset_and_restart_replace_the_conversation(fault, first):
     sampler = Says("12")
     [samples] = play(config(), sampler, fault)
     assert sampler.asked[0]["ids"] == [*rendered(first), *TOKENIZER("<|assistant|>")["input_ids"]]
@@ -129,14 +129,14 @@ def test_an_environment_may_begin_in_another_way(fault, first):
         return
     one, other = samples
     assert one.token_ids.tolist() == rendered("restart", "12")
-    assert other.token_ids.tolist() == rendered("anew", "12", "2 turns", "12")
+    assert other.token_ids.tolist() == rendered("restarted", "12", "2 turns", "12")
     assert (one.id, other.id, one.rollout_id, other.rollout_id) == ("1.0", "1.0/1", "1.0", "1.0")
     assert (one.episode.first_turn, other.episode.first_turn) == (0, 1)
     assert (one.episode.is_last, other.episode.is_last) == (False, True)
     assert one.episode.rewards == other.episode.rewards == (None, 0.0, 0.0)
 
 
-def test_an_environment_may_give_ids():
+def test_opening_may_consist_of_token_ids():
     sampler = Says("12")
     play(config(), sampler, "ids")
     assert sampler.asked[0]["ids"] == [7, 8, 9]
@@ -150,7 +150,7 @@ def test_an_environment_may_give_ids():
         (["environment.options={end: 99}", "environment.max_turns=50", "rollout.context_length=430"], "max_tokens", 30),
     ],
 )
-def test_a_rollout_ends_at_its_limits(overrides, reason, num_turns):
+def test_rollout_stops_at_its_limits(overrides, reason, num_turns):
     sampler = Says("12")
     settings = config("Counter", *overrides)
     [[sample]] = play(settings, sampler, "fine")
@@ -158,7 +158,7 @@ def test_a_rollout_ends_at_its_limits(overrides, reason, num_turns):
     assert sample.episode.info.num_turns == num_turns
     assert len(sample.response_ids) <= settings.rollout.max_new_tokens
     assert sample.num_tokens <= settings.rollout.context_length
-    assert sample.response_mask[-1], "context after the last turn is left out"
+    assert sample.response_mask[-1], "context after the last turn must be left out"
 
 
 FAULTS = {
@@ -169,8 +169,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_its_rollout(fault):
-    """A process that ends costs those beside it, too, and another one takes its place."""
+def test_fault_fails_only_its_rollout(fault):
+    """A process that ends also fails the other rollouts in it, and is replaced."""
     beside = "fine" if fault != "exit" else "exit"
     [failed], [other] = play(config("Counter", "environment.max_consecutive_failures=9"), Says("12"), fault, beside)
     assert failed.episode.failure == FAULTS[fault]
@@ -179,7 +179,7 @@ def test_a_fault_costs_its_rollout(fault):
     assert (other.episode.failure is None) == (beside == "fine")
 
 
-def test_a_process_that_is_stuck_is_replaced():
+def test_stuck_process_is_replaced():
     settings = config("Counter", "environment.max_consecutive_failures=9")
 
     async def run() -> list[str | None]:
@@ -197,8 +197,10 @@ def test_a_process_that_is_stuck_is_replaced():
     assert fine is None and fine_again is None
 
 
-def test_failures_in_a_row_end_the_run():
-    with pytest.raises(UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* ValueError: end < 0"):
+def test_consecutive_failures_end_the_run():
+    with pytest.raises(
+        UserError, match=r"worlds.py:Counter: 3 rollouts in a row failed .* Last failure: .* ValueError: end < 0"
+    ):
         play(
             config("Counter", "environment.options={end: -1}", "environment.max_consecutive_failures=3"),
             Says("1"),
@@ -206,12 +208,12 @@ def test_failures_in_a_row_end_the_run():
         )
 
 
-def test_a_rollout_without_a_turn_is_an_empty_sample():
+def test_rollout_without_a_turn_gives_an_empty_sample():
     [[sample]] = play(config("Counter", "environment.options={end: -1}"), Says("1"), "fine")
     assert len(sample.response_ids) == 0 and sample.episode.failure.startswith("reset raised ValueError")
 
 
-def test_what_is_no_step_is_a_failure():
+def test_step_without_observation_or_done_is_a_failure():
     [[sample]] = play(config("Nothing"), Says("1"), "fine")
     assert "neither an observation nor done" in sample.episode.failure
 
@@ -219,7 +221,7 @@ def test_what_is_no_step_is_a_failure():
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
-def test_tools_are_called_and_their_answers_go_on_the_conversation():
+def test_tool_results_continue_the_conversation():
     sampler = Says(CALL.format("double", '{"number": 4}'), CALL.format("block", "{}"), "<tool_call>{", "8")
     settings = config("Tools", "rollout.context_length=2000", "rollout.max_new_tokens=1000")
     stuck = []
@@ -229,5 +231,5 @@ def test_tools_are_called_and_their_answers_go_on_the_conversation():
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert answers[0] == "8"
     assert answers[1] == "error: block did not return within 1.5 s"
-    assert answers[2].startswith("error: this is no call of a tool")
-    assert [host.is_retiring for host in stuck] == [True], "its thread goes on"
+    assert answers[2].startswith("error: this is not a valid tool call")
+    assert [host.is_retiring for host in stuck] == [True], "its thread still runs"

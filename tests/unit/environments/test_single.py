@@ -1,4 +1,4 @@
-"""Reward functions of single samples."""
+"""Calls of reward functions for single samples."""
 
 import asyncio
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ from megarl.rewards.result import Result
 
 
 class Calls:
-    """Stands in for a FunctionPool: no call ends before all have begun."""
+    """A stand-in for FunctionPool in which no call finishes before all have started."""
 
     def __init__(self) -> None:
         self.begun: list[tuple] = []
@@ -27,7 +27,7 @@ class Calls:
         return self._futures[-1]
 
 
-def test_all_functions_judge_a_sample_side_by_side():
+def test_functions_judge_a_sample_concurrently():
     calls = Calls()
     prompt = Prompt("p", "7+5?", [1, 2], answer="12", columns={"level": 3})
     sample = Sample("s", prompt, [3], [0.0], [True], (VersionRun(0, 1),), "stop", "12")

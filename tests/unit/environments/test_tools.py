@@ -1,4 +1,4 @@
-"""Tools: their descriptions, and calls that go right and wrong."""
+"""Tool descriptions, and successful and failing tool calls."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", hours: list
     return f"{city}: {days} days in {unit}"
 
 
-def test_a_description_says_what_transformers_would_read_from_the_same_method():
+def test_description_matches_the_schema_of_transformers():
     expected, found = get_json_schema(weather)["function"], describe("weather", weather)["function"]
     assert (found["name"], found["description"]) == (expected["name"], expected["description"])
     assert found["parameters"]["required"] == expected["parameters"]["required"] == ["city"]
     for name, argument in expected["parameters"]["properties"].items():
-        mine = found["parameters"]["properties"][name]
-        assert mine["description"] == argument["description"]
+        described = found["parameters"]["properties"][name]
+        assert described["description"] == argument["description"]
         if name != "hours":
-            assert mine["type"] == argument["type"]
+            assert described["type"] == argument["type"]
     assert found["parameters"]["properties"]["unit"]["enum"] == ["c", "f"]
     assert {"type": "array", "items": {"type": "integer"}} in found["parameters"]["properties"]["hours"]["anyOf"]
     assert found["parameters"]["properties"]["days"]["default"] == 1
@@ -80,10 +80,10 @@ class Kitchen(Environment):
         (ToolCall("burn", {}), "raised", "burn raised OSError: smoke"),
         (ToolCall("wait", {}), "timed_out", "wait did not return within 0.05 s"),
         (ToolCall("block", {}), "timed_out", "block did not return within 0.05 s"),
-        (MalformedCall("{", "no JSON"), "malformed", "this is no call of a tool: no JSON"),
+        (MalformedCall("{", "no JSON"), "malformed", "this is not a valid tool call: no JSON"),
     ],
 )
-def test_a_call_is_answered_however_it_ends(call, status, content):
+def test_every_call_outcome_gives_a_message(call, status, content):
     toolbox = Toolbox(Kitchen(), timeout_s=0.05 if status == "timed_out" else WAIT_S)
     [message] = asyncio.run(toolbox.call_all([call]))
     assert dict(toolbox.counts) == {status: 1}
@@ -92,7 +92,7 @@ def test_a_call_is_answered_however_it_ends(call, status, content):
     assert toolbox.has_hung_thread == (call == ToolCall("block", {}))
 
 
-def test_an_environment_that_only_has_tools_ends_with_a_turn_without_calls():
+def test_turn_without_tool_call_ends_the_rollout():
     from megarl.environments import Step, Turn
 
     kitchen = Kitchen()
@@ -104,6 +104,6 @@ def test_an_environment_that_only_has_tools_ends_with_a_turn_without_calls():
 
 
 @pytest.mark.parametrize("method", [lambda self, a: a, lambda self, *rest: rest], ids=["no annotation", "no names"])
-def test_tools_that_no_model_could_call_are_refused(method):
+def test_tools_without_named_typed_arguments_are_rejected(method):
     with pytest.raises(UserError, match="tool f: "):
         describe("f", method)

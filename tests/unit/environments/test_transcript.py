@@ -1,4 +1,4 @@
-"""The routes of a sequence of turns, each of which knows those of all tokens before it."""
+"""Expert routes of a sequence of turns. Each turn reports the routes of all tokens before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.environments.transcript import Transcript
 
 
 def turn(start: int, count: int, number: int | None) -> Completion:
-    """Tokens after `start` others; their routes, and those of all before them, are of experts `number` and the next."""
+    """Return a turn of `count` tokens after `start` tokens. All routes are experts `number` and `number + 1`."""
     completion = Completion([7] * count, [-1.0] * count, (VersionRun(number or 0, count),), "stop")
     if number is None:
         return completion
@@ -21,7 +21,7 @@ def turn(start: int, count: int, number: int | None) -> Completion:
 
 
 def sample(*numbers: int | None):
-    """A sample of two prompt tokens, and turns of three with two tokens of context between them."""
+    """Return a sample with two prompt tokens and turns of three tokens, separated by two context tokens."""
     transcript = Transcript([1, 2])
     for index, number in enumerate(numbers):
         if index:
@@ -30,15 +30,15 @@ def sample(*numbers: int | None):
     return transcript.sample("0", Prompt("p", "", [1, 2]), "", "0", None)
 
 
-def test_tokens_keep_the_routes_by_which_what_follows_was_sampled():
-    """A later turn tells those of the context, and of the last token before it, which the engine reads only then."""
+def test_tokens_keep_the_first_reported_routes():
+    """A turn adds the routes of the context and of the previous turn's last token, which only then pass the model."""
     found = sample(10, 20)
     assert found.num_tokens == 10
     assert found.routes[:, 0, 0].tolist() == [10, 10, 10, 10, 20, 20, 20, 20, 20, NO_ROUTE]
     assert (found.routes[:, :, 1] == found.routes[:, :, 0] + (found.routes[:, :, 0] != NO_ROUTE)).all()
 
 
-def test_a_turn_without_routes_leaves_its_tokens_to_later_ones():
+def test_turn_without_routes_gets_routes_of_later_turns():
     assert sample(None, 20).routes[:, 0, 0].tolist() == [20] * 9 + [NO_ROUTE]
     assert sample(10, None).routes[:, 0, 0].tolist() == [10] * 4 + [NO_ROUTE] * 6
     assert sample(None, None).routes is None

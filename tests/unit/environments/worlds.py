@@ -1,4 +1,4 @@
-"""Environments for tests of the processes in which they live."""
+"""Environments for tests of environment processes."""
 
 import asyncio
 import itertools
@@ -9,7 +9,7 @@ from megarl.environments import Environment, Opening, Step, Task, Turn, tool
 
 
 class Counter(Environment):
-    """Says how many turns there were. The first message of a task says what goes wrong, in its second turn."""
+    """Counts turns. The first message of the task selects a fault, which happens in the second turn."""
 
     def __init__(self, end: int = 3):
         if end < 0:
@@ -31,7 +31,7 @@ class Counter(Environment):
         if self.num_turns == self._end:
             return Step(reward=reward, done=True)
         if self._fault == "restart" and self.num_turns == 1:
-            return Step([{"role": "user", "content": "anew"}], restart=True)
+            return Step([{"role": "user", "content": "restarted"}], restart=True)
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
 
     async def _fail(self) -> None:
@@ -46,7 +46,7 @@ class Counter(Environment):
 
 
 class Nothing(Environment):
-    """Neither goes on nor ends."""
+    """Returns neither an observation nor done=True."""
 
     async def step(self, turn: Turn) -> None:
         return Step() if turn.number == 0 else None
@@ -71,7 +71,7 @@ PLAYED = itertools.count(1)
 
 
 class Numbered(Environment):
-    """Rewards a rollout with its number among those of its process."""
+    """Rewards a rollout with its ordinal number within the process."""
 
     async def step(self, turn: Turn) -> Step:
         return Step(reward=float(next(PLAYED)), done=True)

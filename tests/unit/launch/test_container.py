@@ -1,4 +1,4 @@
-"""The container for H100s has what megarl asks for. That its packages go together is resolved by `make resolve-gpu`."""
+"""The H100 container satisfies megarl's requirements. `make resolve-gpu` checks that its packages are compatible."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ASKED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["run"]
 
 
 @pytest.mark.parametrize("requirement", [one for one in ASKED if one.name != "megarl"], ids=str)
-def test_the_lock_file_has_what_megarl_asks_for(requirement: Requirement) -> None:
+def test_lock_file_satisfies_the_requirements(requirement: Requirement) -> None:
     assert requirement.specifier.contains(LOCK[canonicalize_name(requirement.name)])
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_the_lock_file_has_versions_that_doctor_calls_tested(package) -> None:
+def test_lock_file_has_versions_that_doctor_accepts(package) -> None:
     names = [canonicalize_name(name) for name in package.distributions]
     [version] = {LOCK[name] for name in names if name in LOCK}
     assert Requirement(f"p{package.versions}").specifier.contains(version)
 
 
-def test_the_parts_of_transformer_engine_are_of_one_version_and_one_cuda() -> None:
+def test_transformer_engine_packages_match_each_other_and_cuda() -> None:
     assert LOCK["transformer-engine"] == LOCK["transformer-engine-cu13"]
     assert "sed -n 's/^transformer-engine==//p'" in DOCKERFILE
     assert re.search(r"^FROM nvidia/cuda:13\.", DOCKERFILE, re.M)
@@ -42,29 +42,29 @@ def test_the_parts_of_transformer_engine_are_of_one_version_and_one_cuda() -> No
     assert "nvidia-nccl-cu12" not in LOCK
 
 
-def test_what_the_dockerfile_copies_is_there() -> None:
+def test_files_copied_by_the_dockerfile_exist() -> None:
     copied = [source for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M) for source in line.split()[:-1]]
     assert {"megarl", "pyproject.toml", "launch/container/gpu-py312.lock"} <= set(copied)
     assert all((ROOT / source).exists() for source in copied)
 
 
-def test_links_of_the_package_lead_somewhere_in_the_image(tmp_path: Path) -> None:
-    """COPY puts a folder's contents into its destination, and leaves links as they are; a file keeps its name."""
+def test_symlinks_of_the_package_resolve_in_the_image(tmp_path: Path) -> None:
+    """COPY copies a folder's contents and keeps symlinks. A file keeps its name."""
     for line in re.findall(r"^COPY (.+ /opt/src\b.*)$", DOCKERFILE, re.M):
         *sources, destination = line.split()
         for source in sources:
-            there = Path(f"{tmp_path}/{destination}")
+            target = Path(f"{tmp_path}/{destination}")
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, there, symlinks=True)
+                shutil.copytree(ROOT / source, target, symlinks=True)
             else:
-                there.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / source, there)
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, target)
     links = [path for path in (tmp_path / "opt/src/megarl").rglob("*") if path.is_symlink()]
     assert links and all(link.exists() for link in links)
 
 
-def test_nothing_is_installed_that_is_not_locked() -> None:
-    """pip looks for nothing by itself, and builds with what is there."""
+def test_only_locked_packages_are_installed() -> None:
+    """pip must neither resolve dependencies nor download build requirements."""
     commands = DOCKERFILE.replace("\\\n", " ")
     installs = re.findall(r"pip install (.+)", commands)
     assert len(installs) == 4

@@ -16,11 +16,11 @@ from megarl.launch.preflight import (
     NodeReport,
     Objection,
     await_reports,
+    check_connection,
+    examine_node,
     find_objection,
-    look_at_node,
+    listen_for_nodes,
     num_gpus,
-    reachable,
-    reaching,
     send_report,
 )
 from megarl.planner.doctor import machine
@@ -35,46 +35,46 @@ def reports(**problems: list[str]) -> list[NodeReport]:
     return [NodeReport(node, problems.get(node, []), [], SAME) for node in NODES]
 
 
-def test_nodes_without_problems() -> None:
+def test_nodes_without_problems_have_no_objection() -> None:
     assert find_objection(reports(), NODES, RUN, 60) is None
 
 
-def test_what_is_wrong_on_some_nodes_makes_them_bad() -> None:
-    found = find_objection(reports(n1=["7 GPUs, and the run takes 8 of each node"]), NODES, RUN, 60)
-    assert found == Objection("failed", "node n1: 7 GPUs, and the run takes 8 of each node", ["n1"])
+def test_nodes_with_problems_are_bad() -> None:
+    found = find_objection(reports(n1=["7 GPUs, but the run needs 8 per node"]), NODES, RUN, 60)
+    assert found == Objection("failed", "node n1: 7 GPUs, but the run needs 8 per node", ["n1"])
 
 
-def test_what_is_wrong_on_all_is_an_error_of_the_user() -> None:
-    everywhere = "model.path=/m: there is no such folder"
+def test_problem_on_all_nodes_is_a_user_error() -> None:
+    everywhere = "model.path=/m: no such folder"
     found = find_objection(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
     one = [NodeReport("n0", [], [everywhere], SAME)]
     assert find_objection(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
 
 
-def test_faults_of_one_or_two_nodes_are_not_the_users() -> None:
+def test_problem_on_one_or_two_nodes_is_not_a_user_error() -> None:
     one = [NodeReport("n0", ["7 GPUs"], [], SAME)]
     assert find_objection(one, ["n0"], RUN, 60) == Objection("failed", "node n0: 7 GPUs", ["n0"])
     silent = find_objection(one, ["n0", "n1"], RUN, 60)
-    assert (silent.verdict, silent.bad) == ("failed", ["n1"])
+    assert (silent.verdict, silent.bad_nodes) == ("failed", ["n1"])
 
 
-def test_the_node_with_other_versions_is_the_bad_one() -> None:
+def test_node_with_other_package_versions_is_bad() -> None:
     older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
     found = find_objection([older, *reports()[1:]], NODES, RUN, 60)
-    assert found == Objection("failed", "node n0: torch is 2.12.0, elsewhere 2.13.0", ["n0"])
+    assert found == Objection("failed", "node n0: torch is 2.12.0, but 2.13.0 on other nodes", ["n0"])
 
 
-def test_a_silent_node_is_bad_and_files_that_only_the_first_has_are_an_error_of_the_user() -> None:
+def test_silent_node_is_bad_unless_only_the_first_reports() -> None:
     one_silent = find_objection(reports()[:2], NODES, RUN, 60)
     assert one_silent == Objection(
-        "failed", f"node n2: nothing heard in 60 s: down, or without the files in {RUN}", ["n2"]
+        "failed", f"node n2: no report within 60 s. It is down, or cannot see the files in {RUN}", ["n2"]
     )
     all_silent = find_objection(reports()[:1], NODES, RUN, 60)
-    assert (all_silent.verdict, all_silent.bad) == ("user_error", ["n1", "n2"])
+    assert (all_silent.verdict, all_silent.bad_nodes) == ("user_error", ["n1", "n2"])
 
 
-def test_reports_travel_by_files_and_are_waited_for(tmp_path: Path) -> None:
+def test_reports_are_awaited_through_files(tmp_path: Path) -> None:
     first, *others = reports(n1=["one"])
     send_report(tmp_path, first)
     later = threading.Timer(0.3, lambda: [send_report(tmp_path, each) for each in others])
@@ -88,39 +88,39 @@ def on_two_nodes() -> Config:
     return load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=lo"])
 
 
-def test_other_nodes_reach_the_first_one_while_it_waits_for_them() -> None:
+def test_nodes_can_connect_only_while_the_first_listens() -> None:
     first, other, _ = reports()
-    with reachable(first, on_two_nodes()) as first:
+    with listen_for_nodes(first, on_two_nodes()) as first:
         host, port = first.address
-        assert (host, reaching(other, first)) == ("127.0.0.1", other)
-    cut_off = reaching(other, first)
-    assert cut_off.cut_off.startswith(f"no connection over lo to 127.0.0.1, port {port}, of the first node: ")
+        assert (host, check_connection(other, first)) == ("127.0.0.1", other)
+    unconnected = check_connection(other, first)
+    assert unconnected.connection_error.startswith(f"cannot connect over lo to the first node at 127.0.0.1:{port}: ")
     last = reports()[2]
-    assert find_objection([first, cut_off, last], NODES, RUN, 60) == Objection(
-        "failed", f"node n1: {cut_off.cut_off}", ["n1"]
+    assert find_objection([first, unconnected, last], NODES, RUN, 60) == Objection(
+        "failed", f"node n1: {unconnected.connection_error}", ["n1"]
     )
-    both = [first, cut_off, replace(last, cut_off=cut_off.cut_off)]
-    assert find_objection(both, NODES, RUN, 60).bad == ["n0"]
+    both = [first, unconnected, replace(last, connection_error=unconnected.connection_error)]
+    assert find_objection(both, NODES, RUN, 60).bad_nodes == ["n0"]
 
 
-def test_a_first_node_hears_more_nodes_than_a_socket_usually_does() -> None:
+def test_first_node_accepts_hundreds_of_connections() -> None:
     nodes = 300
     config = load(ROOT / "configs/quickstart.yaml", [f"cluster.nodes={nodes}", "cluster.interface=lo"])
-    with reachable(reports()[0], config) as first, ExitStack() as connections:
+    with listen_for_nodes(reports()[0], config) as first, ExitStack() as connections:
         for _ in range(nodes - 1):
             connections.enter_context(socket.create_connection(first.address, timeout=1))
 
 
-def test_a_first_node_without_the_interface_is_a_problem_of_it() -> None:
+def test_missing_interface_is_a_problem_of_the_first_node() -> None:
     config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
-    with reachable(reports()[0], config) as first:
+    with listen_for_nodes(reports()[0], config) as first:
         assert first.address is None
     assert first.problems[0].startswith("cluster.interface=ib7: this node has none of this name")
-    assert reaching(reports()[1], first) == reports()[1]
+    assert check_connection(reports()[1], first) == reports()[1]
 
 
-def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs, the disk, and each file of the recipe; what is fetched by a name is not looked for."""
+def test_report_lists_missing_paths_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report covers GPUs, the disk and each path of the recipe. Names without a path are not checked."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(machine, "LEAST_DISK_GIB", 2**40)
     monkeypatch.setattr(machine, "FULL_GIB", 2**40)
@@ -128,7 +128,7 @@ def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     functions = f"[{{function: {tmp_path}/there.py:f}}, {{function: /no/such.py:f}}, {{function: exact_match}}]"
     keys = ["model.path=/no/model", "data.source=/no/data.jsonl", f"rewards.functions={functions}"]
     config = load(ROOT / "configs/quickstart.yaml", [*keys, "rewards.judge=/no/judge.py:f"])
-    report = look_at_node("n0", tmp_path, Job("/", nodes=1, gpus=8, stalled=3), config)
+    report = examine_node("n0", tmp_path, Job("/", nodes=1, gpus=8, stalled=3), config)
     assert [line.split(":")[0] for line in report.missing] == [
         "model.path=/no/model",
         "data.source=/no/data.jsonl",
@@ -136,12 +136,12 @@ def test_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "rewards.judge=/no/judge.py",
         f"run.folder={config.run.folder}",
     ]
-    assert "2 GPUs, and the run takes 8 of each node" in report.problems
+    assert "2 GPUs, but the run needs 8 per node" in report.problems
     assert any(line.startswith("temporary files: ") and "GiB free" in line for line in report.problems)
     assert {"python", "megarl", "torch", "nvidia-nccl-cu13"} <= report.versions.keys()
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("GPU-aa,GPU-bb", 2), ("", 0)])
-def test_gpus_that_slurm_gives_a_task(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+def test_gpu_count_follows_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert num_gpus() == count

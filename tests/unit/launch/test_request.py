@@ -17,11 +17,11 @@ from megarl.launch.request import time_limit_s
         ("2-01:02:03", 49 * 3600 + 123),
     ],
 )
-def test_time_limits_as_slurm_writes_them(time: str, expected: int) -> None:
+def test_time_limit_parses_slurm_formats(time: str, expected: int) -> None:
     assert time_limit_s(time) == expected
 
 
 @pytest.mark.parametrize("time", ["", "soon", "4h", "1:2:3:4", "-5"])
-def test_another_time_is_refused(time: str) -> None:
+def test_invalid_time_limit_is_rejected(time: str) -> None:
     with pytest.raises(UserError, match=f"--time={time}: expected minutes"):
         time_limit_s(time)

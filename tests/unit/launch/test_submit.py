@@ -1,5 +1,5 @@
-"""`megarl launch --dry-run`: the jobs of recipes, and what is refused before a job is queued. What asks Slurm itself is
-tested with a real one by tests/cluster."""
+"""`megarl launch --dry-run`: the jobs of recipes, and errors before submission. tests/cluster covers calls to a real
+Slurm."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 
 @pytest.fixture(autouse=True)
 def _temporary_files_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs of these tests lie in the folder of temporary files, where launch refuses them."""
+    """Move the folder for temporary files, because launch rejects runs inside it, and these tests' runs are there."""
     monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
 
 
 @pytest.fixture
 def on_h100s(tmp_path: Path) -> Path:
-    """A recipe for 16 GPUs."""
+    """Return a recipe for 16 GPUs."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen2.5-7B"]))
     recipe = tmp_path / "recipe.yaml"
@@ -60,14 +60,14 @@ def script_of(run: Path) -> str:
 
 
 def array(script: str, name: str) -> list[str]:
-    """Returns the words of an array that a script assigns, as bash reads them."""
+    """Return the elements of a bash array that the script assigns."""
     line = re.search(rf"^{name}=\(.*\)$", script, re.MULTILINE)[0]
-    told = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", f'{line}; for word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'],
         capture_output=True,
         check=True,
     )
-    return told.stdout.decode().split("\0")[:-1]
+    return process.stdout.decode().split("\0")[:-1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -84,7 +84,7 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     assert array(script_of(run), "megarl") == [sys.executable, "-m", "megarl.cli"]
 
 
-def test_a_script_says_what_was_asked_for(on_h100s: Path, tmp_path: Path) -> None:
+def test_script_contains_the_requested_options(on_h100s: Path, tmp_path: Path) -> None:
     request = replace(
         ON_CPU, nodes=2, spares=1, gpus=8, partition="gpu", account="team", options=["--qos=high"], grace=300,
         restarts=5, setup=["module load cuda"],
@@ -103,7 +103,7 @@ def test_a_script_says_what_was_asked_for(on_h100s: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_scripts_pass_shellcheck_in_every_container(container: str, tmp_path: Path) -> None:
+def test_script_passes_shellcheck_in_every_container(container: str, tmp_path: Path) -> None:
     run, image = tmp_path / "a run" / "quickstart", tmp_path / "an image.sqsh"
     image.touch()
     request = replace(ON_CPU, container=container, image=None if container == "none" else str(image))
@@ -134,7 +134,7 @@ def test_scripts_pass_shellcheck_in_every_container(container: str, tmp_path: Pa
     assert (outside, inside) == expected[container]
 
 
-def test_a_sweep_is_an_array_of_runs(tmp_path: Path) -> None:
+def test_sweep_becomes_a_job_array(tmp_path: Path) -> None:
     sweeps = ["actor.optimizer.lr=1.0e-6,3.0e-6", "run.seed=0,1"]
     launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "run.name=s", sweeps=sweeps)
     script = script_of(tmp_path / "s")
@@ -143,28 +143,30 @@ def test_a_sweep_is_an_array_of_runs(tmp_path: Path) -> None:
     for number in range(4):
         environment = {"SLURM_ARRAY_TASK_ID": str(number)}
         line = re.search(r"^run=.*$", script, re.MULTILINE)[0]
-        told = subprocess.run(["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True)
-        config = load(JobFolder.of(Path(told.stdout.strip())).recipe)
+        process = subprocess.run(
+            ["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True
+        )
+        config = load(JobFolder.of(Path(process.stdout.strip())).recipe)
         points.append((config.run.name, config.actor.optimizer.lr, config.run.seed))
     assert points == [("s-0", 1e-6, 0), ("s-1", 1e-6, 1), ("s-2", 3e-6, 0), ("s-3", 3e-6, 1)]
 
 
-def test_ones_own_template(tmp_path: Path) -> None:
+def test_custom_template_is_rendered_and_checked(tmp_path: Path) -> None:
     template = tmp_path / "mine.sbatch"
     template.write_text(TEMPLATE.read_text().replace("set -uo pipefail", "source /etc/site.sh"))
     quickstart, keys = ROOT / "configs/quickstart.yaml", f"run.folder={tmp_path}"
     launch(quickstart, replace(ON_CPU, template=template), keys)
     assert "source /etc/site.sh" in script_of(tmp_path / "quickstart")
     template.write_text("#SBATCH --nodes=@node_count@\n")
-    with pytest.raises(UserError, match="@node_count@ is unknown; there are @name@, @nodes@"):
+    with pytest.raises(UserError, match=r"unknown placeholder @node_count@\. Fix: use one of @name@, @nodes@"):
         launch(quickstart, replace(ON_CPU, template=template), keys)
     template.write_text("#SBATCH --nodes=@nodes@\n")
     two = replace(ON_CPU, template=template, nodes=2, fewest=1)
-    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the place @sizes@"):
+    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the placeholder @sizes@"):
         launch(quickstart, two, keys, *EIGHT)
 
 
-def test_gpus_without_a_role_are_named(on_h100s: Path) -> None:
+def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
     roles = "cluster.roles={actor: 0-3, rollout: 8-15}"
     with pytest.raises(UserError, match=r"cluster\.roles: GPU 4 of 16 has no role"):
         launch(on_h100s, Request(nodes=2, time="4:00:00"), roles, "actor.layout={tp: 4, dp: 1}")
@@ -174,94 +176,98 @@ def test_gpus_without_a_role_are_named(on_h100s: Path) -> None:
     ("changed", "message"),
     [
         ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
-        ({"time": "2"}, "--time=2: 120 s, but the run is told to save --grace=120 s before the end"),
+        ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
         ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
-        ({"container": "pyxis"}, "--container=pyxis: --image= does not go with it"),
-        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: there is no such file"),
-        ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such is not there"),
-        ({"template": Path("/no/such")}, "--template=/no/such: there is no such file"),
+        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: set both or neither"),
+        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
+        ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
+        ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
         ({"nodes": 4}, "cluster.nodes=4: the ranks take 2 devices, 1 on a node, and so 2 of the nodes would be empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_options_that_cannot_be(changed: dict, message: str, tmp_path: Path) -> None:
+def test_invalid_options_are_rejected(changed: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, **changed), f"run.folder={tmp_path}/runs")
     assert message in str(refused.value)
-    assert not (tmp_path / "runs").exists()  # nothing half-written
+    assert not (tmp_path / "runs").exists()  # a rejected launch writes nothing
 
 
-def test_files_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_local_to_this_machine_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     keys = [f"run.folder={tmp_path}/runs", "model.path=/dev/shm", f"data.source={tmp_path}/no.jsonl"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, *keys)
-    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
-        f"run.folder={tmp_path}/runs: it lies on {tmp_path}, which only this machine has",
-        "model.path=/dev/shm: it lies on /dev/shm, which only this machine has",
-        f"data.source={tmp_path}/no.jsonl: it lies on {tmp_path}, which only this machine has",
-        f"data.source={tmp_path}/no.jsonl: there is no such file here",
+    assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
+        f"run.folder={tmp_path}/runs: {tmp_path} exists only on this machine",
+        "model.path=/dev/shm: /dev/shm exists only on this machine",
+        f"data.source={tmp_path}/no.jsonl: {tmp_path} exists only on this machine",
+        f"data.source={tmp_path}/no.jsonl: no such file",
     ]
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_rejected(tmp_path: Path) -> None:
     functions = "[{function: /no/such.py:f}, {function: exact_match}]"
     keys = ["model.path=/no/model", "data.source=prompts.txt", f"rewards.functions={functions}"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
-    assert [line.split("; ")[0] for line in str(refused.value).splitlines()] == [
-        "model.path=/no/model: there is no such folder here",
-        "data.source=prompts.txt: there is no such file here",
-        "rewards.functions=/no/such.py: there is no such file here",
-        "rewards.judge=/no/j.py: there is no such file here",
+    assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
+        "model.path=/no/model: no such folder",
+        "data.source=prompts.txt: no such file",
+        "rewards.functions=/no/such.py: no such file",
+        "rewards.judge=/no/j.py: no such file",
     ]
 
 
-def test_files_in_a_container_are_looked_for_where_they_are_outside(tmp_path: Path) -> None:
+def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     request = replace(ON_CPU, container="pyxis", image="registry/name:1", mounts=[f"{tmp_path}:/data:ro"])
     keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
-    assert any("--image=registry/name:1: the nodes fetch it by this name" in line for line in lines)
-    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: there is no such file"):
+    assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
+    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: no such file"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
-    launch(ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image")  # the nodes look there
+    launch(
+        ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image"
+    )  # paths inside the image are checked on the nodes
 
 
-def test_a_disk_of_this_machine_is_told_to_jobs_of_several_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (*EIGHT, f"run.folder={tmp_path}")
-    for kind, nodes, told in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
-        monkeypatch.setattr(checks, "_kind", lambda path, kind=kind: kind)
+    for kind, nodes, expected in (("ext4", 4, True), ("nfs4", 4, False), ("ext4", 1, False)):
+        monkeypatch.setattr(checks, "_file_system_type", lambda path, kind=kind: kind)
         lines = launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=nodes), *keys)
-        warned = [line for line in lines if "is on a disk of this machine (ext4): the job fails at its start" in line]
-        assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * told
+        warned = [
+            line for line in lines if "is on a local disk of this machine (ext4). The job fails at its start" in line
+        ]
+        assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * expected
 
 
-def test_nodes_that_the_layout_does_not_fill(on_h100s: Path) -> None:
+def test_nodes_must_match_the_layout(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8)
     with pytest.raises(
-        UserError, match="16 ranks with a GPU each, and 1 x --gpus-per-node=8 are 8 GPUs; give --nodes=2"
+        UserError, match=r"16 ranks with one GPU each, but 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2"
     ):
         launch(on_h100s, on_gpus)
-    with pytest.raises(UserError, match="16 ranks with a GPU each, and 3 x --gpus-per-node=8 are 24 GPUs; raise dp"):
+    with pytest.raises(
+        UserError, match=r"16 ranks with one GPU each, but 3 x --gpus-per-node=8 = 24 GPUs\. Fix: raise dp"
+    ):
         launch(on_h100s, replace(on_gpus, nodes=3))
 
 
-def test_a_recipe_that_cannot_fit_and_a_time_that_is_shorter_than_a_step(on_h100s: Path) -> None:
+def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8, nodes=2)
     [step] = [line for line in launch(on_h100s, on_gpus) if "a step takes" in line]
     seconds = int(re.search(r"about (\d+) s", step)[1])
     assert 0 < seconds < 3000
-    shorter = replace(on_gpus, time="6", grace=200)  # 360 s, of which 200 + 60 + 120 are for start and end
+    shorter = replace(on_gpus, time="6", grace=200)  # 360 s, but start and saving alone need 200 + 60 + 120 s
     with pytest.raises(UserError, match=f"--time=6: 360 s, but a step takes about {seconds} s"):
         launch(on_h100s, shorter)
     with pytest.raises(UserError, match="GiB"):
         launch(on_h100s, on_gpus, "rollout.kv_cache_gib=90")
 
 
-def test_what_is_finished_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickstart, keys = ROOT / "configs/quickstart.yaml", (f"run.folder={tmp_path}", "run.name=s")
     finished = {"s", "s-1"}
     monkeypatch.setattr(submit, "check_beginning", lambda c: "already at step 3" if c.run.name in finished else None)
@@ -271,20 +277,20 @@ def test_what_is_finished_is_not_launched_again(tmp_path: Path, monkeypatch: pyt
     assert "#SBATCH --array=0,2\n" in script_of(tmp_path / "s")
 
 
-def test_a_grace_time_that_is_shorter_than_a_step_is_told(on_h100s: Path) -> None:
+def test_grace_shorter_than_a_step_is_reported(on_h100s: Path) -> None:
     request = replace(ON_CPU, gpus=8, nodes=2, time="4:00:00")
     [seconds] = [int(found[1]) for line in launch(on_h100s, request) if (found := re.search(r"about (\d+) s", line))]
-    told = "at the end of an allocation the run loses its steps since the last checkpoint"
-    assert any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
-    assert not any(told in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
+    message = "at the end of an allocation the run loses its steps since the last checkpoint"
+    assert any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
+    assert not any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
 
 
-def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:
-    """Two replicas and one engine for each node that it is on; each run of a sweep can."""
+def test_fewest_nodes_writes_configs_with_fewer_replicas(tmp_path: Path) -> None:
+    """Each node has two replicas and one engine. Every run of the sweep can be scaled down."""
     request = replace(ON_CPU, nodes=4, fewest=1)
     keys = (*EIGHT, f"run.folder={tmp_path}", "run.name=fewer")
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys, sweeps=["run.seed=0,1"])
-    assert "attempts are on 4 nodes or, where some are lost, on 3 or 2 or 1" in lines
+    assert "attempts use 4 nodes, or 3 or 2 or 1 after nodes are lost" in lines
     assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "3", "2", "1"]
     for seed in range(2):
         folder = JobFolder.of(tmp_path / f"fewer-{seed}")
@@ -294,7 +300,7 @@ def test_a_run_may_go_on_with_fewer_replicas(tmp_path: Path) -> None:
             assert (config.run.seed, config.batch.prompts_per_step, config.resume) == (seed, 16, "auto")
 
 
-def test_nodes_that_replicas_do_not_divide_by_are_left_out(tmp_path: Path) -> None:
+def test_node_counts_with_fractional_replicas_are_left_out(tmp_path: Path) -> None:
     keys = (
         "actor.layout={pp: 1, dp: 8, last_stage_layers: null}",
         "rollout.replicas=2",
@@ -305,13 +311,13 @@ def test_nodes_that_replicas_do_not_divide_by_are_left_out(tmp_path: Path) -> No
     assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "2"]
 
 
-def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, tmp_path: Path) -> None:
-    """The optimizer is shared out over the replicas: half of them hold more each."""
+def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path: Path) -> None:
+    """The optimizer state is sharded over the replicas, so half as many replicas hold larger shards."""
     request = Request(nodes=2, time="4:00:00", fewest=1)
     launch(on_h100s, request)
     assert array(script_of(tmp_path / "runs/big"), "sizes") == ["2", "1"]
     full = ("actor.layout={tp: 1, dp: 8}", "actor.recompute=full", "actor.tokens_per_microbatch=32768")
-    with pytest.raises(UserError, match="can be on no fewer than 2: on 1: --gpus 8xH100-80GB: while the actor trains"):
+    with pytest.raises(UserError, match="needs at least 2 nodes; on 1: --gpus 8xH100-80GB: while the actor trains"):
         launch(on_h100s, request, *full)
 
 
@@ -322,7 +328,7 @@ def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, t
         (
             1,
             ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),
-            "the run can be on no fewer than 2: on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is no whole number",
+            "the run needs at least 2 nodes; on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
         ),
         (
             1,
@@ -331,13 +337,11 @@ def test_nodes_on_which_fewer_replicas_do_not_fit_are_left_out(on_h100s: Path, t
                 "actor.layout={pp: 1, dp: 2, last_stage_layers: null}",
                 "rollout.replicas=2",
             ),
-            "on 1: cluster.roles: its devices are for all nodes",
+            "on 1: cluster.roles: explicit roles cannot run on fewer nodes",
         ),
     ],
 )
-def test_a_run_that_cannot_be_on_fewer_nodes_is_refused(
-    tmp_path: Path, fewest: int, keys: Sequence[str], message: str
-) -> None:
+def test_run_that_cannot_scale_down_is_rejected(tmp_path: Path, fewest: int, keys: Sequence[str], message: str) -> None:
     request = replace(ON_CPU, nodes=2, fewest=fewest)
     with pytest.raises(UserError, match=re.escape(message)):
         launch(ROOT / "configs/quickstart.yaml", request, f"run.folder={tmp_path}", *(keys or EIGHT))

@@ -1,4 +1,4 @@
-"""Operations against torch's own count of the same model in transformers."""
+"""FLOPs compared with torch's count for the same model in transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SIZES = dict(
 HF = SIZES | {"model_type": "llama"}
 
 
-def test_forward_and_backward_as_torch_counts_them():
-    """torch counts every pair of query and key, which eager attention computes, and no gradient of the embedding."""
+def test_flops_match_torchs_counts():
+    """Torch counts all pairs of query and key, as eager attention computes them, and no gradient of the embedding."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
     num_tokens = 24

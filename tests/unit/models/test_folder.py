@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from megarl.models import folder as model_folder
-from megarl.models.folder import NotHere, config_here, default_cache, read_config, real_path, resolve
+from megarl.models.folder import ModelNotLocal, default_cache, read_config, read_local_config, real_path, resolve
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_symlink_is_resolved_once(tmp_path):
         assert real_path(other) == other
 
 
-@pytest.mark.parametrize("look", [resolve, config_here])
+@pytest.mark.parametrize("look", [resolve, read_local_config])
 def test_path_that_is_not_a_hub_id_has_no_revision(tmp_path, look):
     (tmp_path / "config.json").write_text("{}")
     for path in (str(tmp_path), "package:name"):
@@ -94,12 +94,12 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     code = textwrap.dedent("""
         import sys
         from megarl.models.folder import resolve
-        from megarl.models.folder import NotHere, config_here
-        print(resolve("some/model"), config_here("some/model"))
-        print(resolve("some/model", revision="v1"), config_here("some/model", revision="v1"))
+        from megarl.models.folder import ModelNotLocal, read_local_config
+        print(resolve("some/model"), read_local_config("some/model"))
+        print(resolve("some/model", revision="v1"), read_local_config("some/model", revision="v1"))
         try:
-            config_here("some/absent")
-        except NotHere as why:
+            read_local_config("some/absent")
+        except ModelNotLocal as why:
             print(why)
         for hub_id in ("some/absent", "not a hub id"):
             try:
@@ -154,14 +154,14 @@ def test_config_of_a_package_needs_no_conversion(distribution, tmp_path, monkeyp
     distribution("one", "one/a.gguf", content=b"no GGUF")
     cache = tmp_path / "cache"
     with pytest.raises(ValueError, match=r"^model\.path: could not read .*one/a\.gguf as GGUF \(.+\)"):
-        config_here("package:one", cache)
+        read_local_config("package:one", cache)
     folder = cache / f"one-1.2-transformers-{version('transformers')}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert config_here("package:one", cache) == {"model_type": "llama"}
+    assert read_local_config("package:one", cache) == {"model_type": "llama"}
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    with pytest.raises(NotHere, match="requires torch"):
-        config_here("package:one", cache)
+    with pytest.raises(ModelNotLocal, match="requires torch"):
+        read_local_config("package:one", cache)
 
 
 def test_first_of_two_concurrent_conversions_wins(distribution, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A reward model whose tokenizer cannot read the samples is refused before anything starts."""
+"""Reward models whose tokenizer does not fit their input format are refused before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def actor(tmp_path_factory) -> Path:
 
 
 def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> Path | None:
-    """Writes a reward model with the actor's shapes and this tokenizer, and finds it."""
+    """Write a reward model with the actor's shapes and this tokenizer, and return its folder as found."""
     config = json.loads((actor / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -30,26 +30,26 @@ def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: s
     return find_models(load(BASE, [*required, *keys])).reward_model
 
 
-def test_ids_are_read_with_the_actors_tokenizer_only(actor, tmp_path):
+def test_input_format_ids_requires_the_actors_tokenizer(actor, tmp_path):
     assert find(actor, tmp_path, tiny_tokenizer(300), "ids") == tmp_path
-    with pytest.raises(ValueError, match=r"its tokenizer is not that of .* set reward_model.input_format=text or chat"):
+    with pytest.raises(ValueError, match=r"tokenizer differs from that of .* set reward_model.input_format=text"):
         find(actor, tmp_path, merging_tokenizer(), "ids")
 
 
-def test_text_and_conversations_are_read_with_any(actor, tmp_path):
+def test_input_formats_text_and_chat_accept_any_tokenizer(actor, tmp_path):
     for reads in ("text", "chat"):
         assert find(actor, tmp_path, merging_tokenizer(), reads) == tmp_path
 
 
-def test_a_conversation_needs_a_chat_template(actor, tmp_path):
+def test_input_format_chat_requires_a_chat_template(actor, tmp_path):
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"has no chat template; set reward_model.input_format=text"):
+    with pytest.raises(ValueError, match=r"has no chat template. Fix: set reward_model.input_format=text"):
         find(actor, tmp_path, tokenizer, "chat")
     assert find(actor, tmp_path, tokenizer, "text") == tmp_path
 
 
-def test_a_judge_needs_a_chat_template(actor, tmp_path):
+def test_judge_requires_a_chat_template(actor, tmp_path):
     required = [f"model.path={actor}", "data.source=arithmetic", f"reward_model.path={tmp_path}"]
     keys = ["reward_model={engine: vllm, input_format: question, judge: {max_new_tokens: 16}}"]
     config = load(BASE, [*required, "rollout={context_length: 64, max_new_tokens: 16}", *keys])
@@ -60,5 +60,5 @@ def test_a_judge_needs_a_chat_template(actor, tmp_path):
     tokenizer.chat_template = None
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"=question: the tokenizer of .* has no chat template; take an instruction-t"):
+    with pytest.raises(ValueError, match=r"=question: the tokenizer of .* has no chat template. Fix: use an ins"):
         find_models(config)

@@ -9,7 +9,7 @@ from megarl.models.rules import (
     check_critic_model,
     check_model,
     check_reward_model,
-    engine_cuts_keep_blocks_whole,
+    engine_shards_keep_blocks_whole,
 )
 from megarl.resharding.families import quantised_destinations, vllm_holders
 from tests.published_models import CONFIGS
@@ -83,8 +83,8 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5); choose "
-                "pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
+                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: "
+                "choose pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
                 "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
         ),
@@ -92,7 +92,7 @@ def test_model_fits(overrides: list[str]) -> None:
             ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
             [
                 "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
-                "other stages (17 / 2 = 8.5); choose pp"
+                "other stages (17 / 2 = 8.5). Fix: choose pp"
             ],
         ),
         (
@@ -102,23 +102,23 @@ def test_model_fits(overrides: list[str]) -> None:
                 "6.5); choose from 1"
             ],
         ),
-        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0); choose pp"]),
-        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages; choose pp"]),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: choose pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: choose pp"]),
         (
             ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
             ["30 layers over 31 stages (30 / 31 = 0.9677)"],
         ),
         (
             ["rollout.context_length=8193", "actor.tokens_per_microbatch=10000"],
-            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings); set"],
+            ["rollout.context_length=8193: the model has 8192 positions (max_position_embeddings). Fix: set"],
         ),
         (
             ["rollout.top_k=49153"],
-            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens; set rollout.top_k to"],
+            ["rollout.top_k=49153: the model's vocabulary has 49152 tokens. Fix: set rollout.top_k to"],
         ),
     ],
 )
-def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list[str]) -> None:
+def test_layout_that_does_not_fit_the_model_is_refused(overrides: list[str], messages: list[str]) -> None:
     lines = model_errors(SMOLLM2, *overrides)
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
@@ -128,7 +128,7 @@ def test_layout_that_does_not_fit_the_model(overrides: list[str], messages: list
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported; the known ones are {', '.join(FAMILIES)}"),
+        ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
         (
@@ -166,7 +166,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
     context = window + 1
     overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
     (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
-    assert line.startswith(f"rollout.context_length={context}: with sliding_window {window} the model would not see")
+    assert line.startswith(f"rollout.context_length={context}: longer than the model's sliding_window={window}, while")
     overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
     check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
 
@@ -174,7 +174,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
 def test_incomplete_model_config_is_refused() -> None:
     lines = model_errors({"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 9})
     assert lines == [
-        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads; take the "
+        "model.path=smollm2: its config.json lacks intermediate_size, num_attention_heads. Fix: use the "
         "config.json of the original model"
     ]
 
@@ -208,7 +208,7 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
-            "between two of them model.path=smollm2 may send a token to other experts; set algorithm.trust_region",
+            "model.path=smollm2 may route a token to other experts in each pass. Fix: set algorithm.trust_region",
         ),
         (
             MIXTRAL,
@@ -228,13 +228,13 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["actor.layout.tp=2"],
-            "actor.layout.tp=2, sequence_parallel=false: with experts every rank would dispatch all tokens",
+            "actor.layout.tp=2, sequence_parallel=false: every rank would dispatch all tokens",
         ),
         (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
     ],
 )
-def test_experts_that_do_not_fit(model: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: list[str], message: str) -> None:
     (line,) = model_errors(model, *overrides)
     assert message in line
 
@@ -270,18 +270,18 @@ DEEPSEEK = SMOLLM2 | {
         ({"attention_bias": True}, "attention_bias true is not supported"),
     ],
 )
-def test_features_of_deepseek_that_are_not_done_are_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], message: str) -> None:
     check_model(recipe(), DEEPSEEK)
     (line,) = model_errors(DEEPSEEK | changed)
     assert message in line
 
 
-def test_router_that_the_engine_would_not_see_is_refused() -> None:
+def test_missing_router_keys_for_the_engine_are_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
-    assert "its config.json lacks topk_method, and the engine would route by softmax, without the bias; add" in line
+    assert "lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
 
 
-def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
+def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
     odd = QWEN3_MOE | {"intermediate_size": 7}
     check_model(recipe("rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"), odd)
     lines = model_errors(
@@ -290,13 +290,13 @@ def test_rows_of_a_dense_mlp_matter_only_where_there_is_one() -> None:
     assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
 
 
-def test_heads_without_groups_are_their_own_kv_heads() -> None:
+def test_missing_kv_heads_default_to_attention_heads() -> None:
     ungrouped = {name: value for name, value in SMOLLM2.items() if name != "num_key_value_heads"}
     (line,) = model_errors(ungrouped, "actor.layout.tp=9")
     assert "MLP rows" in line
 
 
-def test_engine_may_repeat_kv_heads() -> None:
+def test_engine_may_replicate_kv_heads() -> None:
     wide = SMOLLM2 | {"num_attention_heads": 12}
     check_model(recipe("rollout.tp=6"), wide)
     assert model_errors(wide, "rollout.tp=4") == [
@@ -314,11 +314,11 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
         ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
         ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: it has 2 labels (id2label), and a score is one"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: has 2 labels (id2label), but a score is one"),
         ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
     ],
 )
-def test_critic_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_critic_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
     config = recipe(GAE, "critic.path=rm", "critic.layout.pp=1", "critic.tokens_per_microbatch=256", *overrides)
     with pytest.raises(ValueError) as error:
         check_critic_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
@@ -335,33 +335,33 @@ def test_critic_from_the_actors_model_fits() -> None:
     [
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
         ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
         ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
         ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
     ],
 )
-def test_reward_model_that_does_not_fit(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_reward_model_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
     config = recipe("reward_model.path=rm", *overrides)
     with pytest.raises(ValueError) as error:
         check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
     assert message in str(error.value)
 
 
-def test_a_judge_is_a_language_model_of_any_vocabulary() -> None:
+def test_judge_is_a_language_model_of_any_vocabulary() -> None:
     judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
-    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without"):
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without a score head"):
         check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
     with pytest.raises(
-        ValueError, match=r"SequenceClassification, and reward_model.input_format=question asks a language"
+        ValueError, match=r"SequenceClassification, but reward_model.input_format=question requires a language"
     ):
         check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
     with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
         check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
 
 
-def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
+def test_trained_classifier_kind_must_fit_the_objective() -> None:
     whole = ["algorithm.objective.name=reward_model", "data.format=preferences"]
     steps = ["algorithm.objective.name=process_reward_model", "data.format=labels"]
     check_model(recipe(*whole), CLASSIFIER)
@@ -369,11 +369,11 @@ def test_a_classifier_that_is_trained_scores_what_has_labels() -> None:
     for keys in (whole, steps):
         check_model(recipe(*keys), SMOLLM2)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForSequenceClassification, and .*=process_reward_model trains"
+        ValueError, match=r"it is a \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForTokenClassification, and .*=reward_model trains a \.\.\.ForSeq"
+        ValueError, match=r"it is a \.\.\.ForTokenClassification, but .*=reward_model trains a \.\.\.ForSeq"
     ):
         check_model(recipe(*whole), TOKEN_CLASSIFIER)
 
@@ -387,20 +387,22 @@ VLLM = "reward_model.engine=vllm"
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
         ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
         ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: it has 2 labels (id2label), and a score"),
+        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
     ],
 )
-def test_reward_model_that_vllm_does_not_serve(changed: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_reward_model_that_vllm_cannot_serve_is_refused(
+    changed: dict[str, Any], overrides: list[str], message: str
+) -> None:
     config = recipe("reward_model.path=rm", VLLM, *overrides)
     with pytest.raises(ValueError) as error:
         check_reward_model(config, SMOLLM2 | {"vocab_size": 49152}, CLASSIFIER | {"vocab_size": 49152} | changed)
     assert message in str(error.value)
 
 
-def test_vllm_attends_in_windows_where_megatron_does_not() -> None:
+def test_vllm_supports_attention_windows_unlike_megatron() -> None:
     model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
     check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
-    with pytest.raises(ValueError, match="with sliding_window 64 the model would not see"):
+    with pytest.raises(ValueError, match="longer than the model's sliding_window=64"):
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
@@ -416,18 +418,16 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
         ["reward_model.input_format=chat", "algorithm.advantage.estimator=grpo"],
     ],
 )
-def test_rewards_of_tokens_are_of_sampled_ones(overrides: list[str]) -> None:
+def test_token_scores_must_refer_to_sampled_tokens(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
-    with pytest.raises(
-        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores tokens of its own"
-    ):
+    with pytest.raises(ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"):
         check_reward_model(
             recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
         )
 
 
-def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_its_own() -> None:
+def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     read = ["reward_model.path=rm", "reward_model.input_format=text", "reward_model.aggregation=mean"]
     check_reward_model(recipe(*read), SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
     long = recipe(*read, "reward_model.context_length=9000")
@@ -446,8 +446,8 @@ def test_a_reward_model_that_reads_text_may_have_any_vocabulary_and_a_length_of_
 
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name: str, whole_experts: bool) -> None:
-    """Those tensor-parallel sizes, and no others, of which the engine's pieces begin and end where blocks do."""
+def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: bool) -> None:
+    """The rule accepts exactly the tensor-parallel sizes whose shards start and end at block boundaries."""
     model = completed(CONFIGS[name] | {"num_hidden_layers": 4})
     for tp in (1, 2, 4, 8):
         keys = ("rollout.quantization=fp8_block", f"rollout.tp={tp}")
@@ -456,7 +456,7 @@ def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name:
             holders = vllm_holders(model, tp, 1, "bfloat16", whole_experts)
         except ValueError:
             continue
-        message = engine_cuts_keep_blocks_whole(recipe(*keys, experts), model)
+        message = engine_shards_keep_blocks_whole(recipe(*keys, experts), model)
         try:
             quantised_destinations(model, holders)
         except ValueError:
@@ -465,16 +465,16 @@ def test_engines_of_fp8_blocks_are_refused_where_a_cut_would_split_a_block(name:
             assert message is None
 
 
-def test_the_remedies_of_a_split_block() -> None:
+def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
-    message = engine_cuts_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
+    message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine's rank has 192 MLP rows of an expert, no multiple "
-        "of 128, and blocks cannot be cut; choose rollout.tp from 1, 2, or "
-        "rollout.vllm_overrides={enable_expert_parallel: true}, which gives ranks whole experts"
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, not a "
+        "multiple of 128, and blocks cannot be split. Fix: choose rollout.tp from 1, 2, or set "
+        "rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
-    message = engine_cuts_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
+    message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
-        "has 576 query rows, no multiple of 128, and blocks cannot be cut; set rollout.quantization=null"
+        "has 576 query rows, not a multiple of 128, and blocks cannot be split. Fix: set rollout.quantization=null"
     )

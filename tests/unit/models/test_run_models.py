@@ -1,4 +1,4 @@
-"""The models of a run, which are found and named before it starts."""
+"""Models of a run, found and identified before it starts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_paths_of_folders_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's folder moves the link `latest` before its workers load the model."""
+def test_model_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link `latest` moves to the new run before its workers load the model."""
     real = folder(tmp_path / "first")
     (tmp_path / "latest").symlink_to("first")
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def test_paths_of_folders_are_real_ones(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_models(load(BASE, ["model.path=latest", "data.source=arithmetic"])).actor == real
 
 
-def test_each_model_is_known_by_its_weights(tmp_path: Path) -> None:
+def test_models_are_identified_by_their_weights(tmp_path: Path) -> None:
     actor, other = folder(tmp_path / "actor"), folder(tmp_path / "other")
     for path in (actor, other):
         (path / "model.safetensors").write_text(path.name)
@@ -58,7 +58,7 @@ def test_each_model_is_known_by_its_weights(tmp_path: Path) -> None:
     assert identities["model.path"]["hash"] != identities["implicit_reward.path"]["hash"]
 
 
-def test_each_model_says_what_of_it_is_left_out(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(run_models, "_check_tokenizer", lambda *_: None)
     plain = folder(tmp_path / "plain", num_nextn_predict_layers=0)
     predicting = folder(tmp_path / "predicting", num_nextn_predict_layers=1)

@@ -1,4 +1,4 @@
-"""Relative costs against the floating point operations that torch counts in transformers' models."""
+"""Relative costs compared with torch's FLOP counts for models of transformers."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def operations(model: torch.nn.Module, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_costs_are_those_that_torch_counts(name):
+def test_costs_match_torchs_flop_counts(name):
     model_type, changes = MODELS[name]
     config = AutoConfig.for_model(model_type, **COMMON | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     cost = TokenCost.of_model(config.to_dict())
-    # The trunk's count is linear · T + pair · T², and the head's scored · T; eager attention computes all pairs.
+    # The backbone takes linear · T + pair · T², the head scored · T operations; eager attention computes all pairs.
     few, many = operations(model.model, 8), operations(model.model, 16)
     pair = (many - 2 * few) / (16**2 - 2 * 8**2)
     linear = (few - 8**2 * pair) / 8
@@ -42,7 +42,7 @@ def test_costs_are_those_that_torch_counts(name):
     assert cost.scored == pytest.approx(scored / linear)
 
 
-def test_a_token_goes_through_the_chosen_experts_only():
+def test_token_cost_counts_only_active_experts():
     config = COMMON | dict(model_type="qwen3_moe", head_dim=8, moe_intermediate_size=20, num_experts_per_tok=4)
     few, many = (TokenCost.of_model(config | dict(num_experts=count)) for count in (8, 64))
     dense = TokenCost.of_model(COMMON | dict(model_type="qwen3", head_dim=8))  # 4 · 20 rows of 80

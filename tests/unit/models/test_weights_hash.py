@@ -1,4 +1,4 @@
-"""The hash of a model's weights."""
+"""Hash of a model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of published models with layouts that are given, for several tests."""
+"""Plans of published models with given layouts, shared by several test files."""
 
 from __future__ import annotations
 

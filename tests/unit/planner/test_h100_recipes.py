@@ -1,4 +1,4 @@
-"""The recipes for H100s are held to what can be known without one. `test_recipe_parameters.py` builds their models."""
+"""Checks of the H100 recipes that need no GPU. `test_recipe_parameters.py` builds their models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tools.benchmarks.figures import RESULTS
 from tools.benchmarks.recipes import predict
 
 LEAST_FREE = 0.05
-"""The share of a GPU's memory that a recipe leaves free, by the arithmetic."""
+"""Minimum share of a GPU's memory that a recipe must leave free in the plan."""
 
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
 @each
-def test_its_step_fits_with_room_to_spare(recipe: H100Recipe, tmp_path: Path) -> None:
+def test_recipe_step_fits_with_free_memory(recipe: H100Recipe, tmp_path: Path) -> None:
     config = load(recipe.file, recipe.overrides(tmp_path))
     plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_it_is=True).best
     assert plan.problem is None
@@ -35,7 +35,7 @@ def test_its_step_fits_with_room_to_spare(recipe: H100Recipe, tmp_path: Path) ->
 
 
 @each
-def test_its_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
     request = Request(nodes=recipe.nodes, time="4:00:00", gpus=8)
     keys = [*recipe.overrides(tmp_path), f"run.folder={tmp_path}/runs"]
@@ -54,9 +54,11 @@ def test_its_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: pyt
         if not load(recipe.file).is_offline
     ],
 )
-def test_its_refit_is_planned_and_proven(recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colocated, nothing crosses nodes; else every element comes once into a node of engines, or into the nodes of
-    one."""
+def test_recipe_refit_writes_every_element_once(
+    recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colocated refits send nothing between nodes. Otherwise every element enters each node with engines once, or the
+    nodes of each engine once if it spans several."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     config = load(recipe.file, recipe.overrides(tmp_path))
     found = preview_refit(config, 8, "inter=50GB/s,intra=400GB/s")
@@ -67,7 +69,7 @@ def test_its_refit_is_planned_and_proven(recipe: H100Recipe, tmp_path: Path, mon
     assert found.bytes_by_link["inter"] == pytest.approx(times * weights, rel=0.01)
 
 
-def test_their_predictions_are_recorded_as_they_are_made() -> None:
-    """`python tools/benchmarks/recipes.py --out …` records them anew."""
+def test_recorded_predictions_are_current() -> None:
+    """`python tools/benchmarks/recipes.py --out …` updates the record."""
     recorded = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))["runs"]
     assert json.loads(json.dumps([predict(recipe) for recipe in RECIPES])) == recorded

@@ -1,4 +1,4 @@
-"""GPUs as they are given on the command line, and the links of groups of ranks."""
+"""Parsing of clusters, and link bandwidths of process groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.planner.hardware import GPUS, LINK_SHARE, read_cluster
 
 
 @pytest.mark.parametrize("text", ["64xH100-80GB", "64xh100", "64 x H100"])
-def test_a_number_and_a_gpu(text):
+def test_cluster_is_parsed_from_number_and_gpu(text):
     cluster = read_cluster(text)
     assert (cluster.num_gpus, cluster.name, cluster.num_nodes) == (64, "H100-80GB", 8)
 
@@ -17,25 +17,25 @@ def test_a_number_and_a_gpu(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("H100", "expected a number and a GPU, such as 64xH100-80GB"),
+        ("H100", "expected a number and a GPU. Fix: use a form such as 64xH100-80GB"),
         ("0xH100", "expected a number and a GPU"),
-        ("8xH10", "H10 is unknown; did you mean H"),
-        ("8xTPU", "The known ones are A100-80GB, H100-80GB"),
+        ("8xH10", r"unknown GPU H10 \(did you mean H"),
+        ("8xTPU", "unknown GPU TPU. Fix: use one of A100-80GB, H100-80GB"),
     ],
 )
-def test_what_cannot_be_read_is_refused(text, problem):
+def test_malformed_cluster_is_refused(text, problem):
     with pytest.raises(UserError, match=problem):
         read_cluster(text)
 
 
-def test_every_gpu_names_the_source_of_its_figures():
+def test_every_gpu_has_plausible_figures_and_a_source():
     for gpu in GPUS.values():
         assert gpu.source
         assert gpu.memory_gib * 2**30 < 1e9 * 200
         assert gpu.network_gb_s < gpu.nvlink_gb_s < gpu.memory_gb_s
 
 
-def test_a_group_over_nodes_sends_over_the_cards_of_its_ranks_there():
+def test_ring_over_nodes_uses_network_cards_of_its_ranks():
     cluster = read_cluster("32xH100")
     inside, outside = (LINK_SHARE * 1e9 * speed for speed in (450, 50))
     assert cluster.link_bytes_per_second(8) == inside

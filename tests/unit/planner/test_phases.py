@@ -1,4 +1,4 @@
-"""The memory of phases, each by itself, and of a node's host."""
+"""GPU memory of each phase, and host memory of a node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loads_of(*overrides: str, gpus: str = "8xH100", model: str = DENSE):
     return {load.phase.partition(",")[0]: load for load in plan_of(model, gpus, *overrides).loads}
 
 
-def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
+def test_training_load_is_rank_memory_plus_reserves():
     plan = plan_of(DENSE, "8xH100", *KEYS)
     layout, workload = plan.config.actor.layout, plan.workload
     rows = round(16384 * workload.packed(plan.config.actor).scored_share)
@@ -37,7 +37,7 @@ def test_training_is_the_closed_form_of_a_rank_and_what_else_is_there():
     assert training.total == pytest.approx(max(rank.total for rank in ranks) + reserve)
 
 
-def test_phases_are_not_added():
+def test_phase_peaks_are_not_added():
     loads = loads_of(*KEYS)
     assert set(loads) == {PASSES, TRAINS, REFIT, SAMPLES}
     assert "engine: KV cache" in loads[SAMPLES].parts and "engine: KV cache" not in loads[REFIT].parts
@@ -46,7 +46,7 @@ def test_phases_are_not_added():
     assert loads[PASSES].total < loads[TRAINS].total
 
 
-def test_devices_of_their_own_hold_their_own():
+def test_disaggregated_devices_hold_only_their_own_role():
     engines = ("rollout.tp=2", "rollout.replicas=2", "rollout.kv_cache_gib=10", "cluster.placement=disaggregated")
     loads = loads_of(*layout_keys(tp=2, dp=2), *engines)
     assert not any(part.startswith("actor") for part in (*loads[REFIT].parts, *loads[SAMPLES].parts))
@@ -62,18 +62,18 @@ def ppo_plan(tmp_path, *overrides, gpus=2):
     ).best
 
 
-def test_a_critic_stays_beside_the_actor_while_either_trains(tmp_path):
+def test_critic_stays_on_the_gpu_while_the_actor_trains(tmp_path):
     plan = ppo_plan(tmp_path)
     loads = {load.phase: load.parts for load in plan.loads}
-    assert "critic: what stays" in loads[TRAINS]
-    assert "actor: what stays" in loads["while the critic trains"]
+    assert "critic: not offloaded" in loads[TRAINS]
+    assert "actor: not offloaded" in loads["while the critic trains"]
     assert {"actor: weights, gradients, optimizer", "critic: weights, gradients, optimizer"} <= set(loads[REFIT])
     assert set(plan.times.training) == {"actor", "critic"}
     assert plan.times.training["actor"].passes == {} and plan.times.training["critic"].passes
 
 
-def test_what_a_critic_offloads_is_not_beside_the_actor(tmp_path):
-    """Each gains the bytes of the other's optimizer, and the steps take the time to move both."""
+def test_offloaded_critic_states_free_memory_for_the_actor(tmp_path):
+    """Each model gains the bytes of the other's optimizer, and steps include the time to move both."""
     stay, leave = (
         ppo_plan(tmp_path, *keys) for keys in ((), [f"{m}.offload=[optimizer]" for m in ("actor", "critic")])
     )
@@ -86,8 +86,8 @@ def test_what_a_critic_offloads_is_not_beside_the_actor(tmp_path):
     assert stay.times.moving == 0 < leave.times.moving
 
 
-def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
-    """The critic has two GPUs, then shares those of the actor; the engines have two others."""
+def test_only_models_on_the_same_devices_share_memory(tmp_path):
+    """The critic has its own two GPUs or shares the actor's; the engines have two others."""
     apart, shared = (
         ppo_plan(
             tmp_path,
@@ -97,7 +97,7 @@ def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
         )
         for c in ("2-3", "0-1")
     )
-    for plan, beside in ((apart, set()), (shared, {"critic: what stays"})):
+    for plan, beside in ((apart, set()), (shared, {"critic: not offloaded"})):
         loads = {load.phase: load.parts for load in plan.loads}
         assert {
             part
@@ -109,7 +109,7 @@ def test_only_what_is_on_the_same_devices_is_beside_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])
-def test_what_is_offloaded_is_on_the_host_while_the_engine_samples(offload, stays):
+def test_offloaded_states_are_on_the_host_during_sampling(offload, stays):
     plan = plan_of(DENSE, "8xH100", *KEYS, f"actor.offload={offload}")
     sampling = next(load for load in plan.loads if load.phase == SAMPLES)
     assert sum(part.startswith("actor: ") for part in sampling.parts) == stays
@@ -117,7 +117,7 @@ def test_what_is_offloaded_is_on_the_host_while_the_engine_samples(offload, stay
     assert (plan.times.moving > 0) == (stays == 1)
 
 
-def test_an_optimizer_on_the_host_is_there_and_not_on_the_gpu():
+def test_cpu_offloaded_optimizer_is_only_in_host_memory():
     here, there = (plan_of(DENSE, "8xH100", *KEYS, *more) for more in ((), (ON_HOST,)))
     moved = here.fullest.parts.get("actor: optimizer", 0)
     assert "actor: optimizer" not in {part for load in there.loads if "train" in load.phase for part in load.parts}
@@ -139,13 +139,13 @@ ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
         (["rollout.vllm_overrides={quantization: fp8}"], True),
     ],
 )
-def test_weights_of_sleeping_engines_are_on_the_host_where_no_refit_comes_first(keys, kept):
-    """Engines sleep between rounds for a reward model on their GPUs only."""
+def test_sleeping_engines_keep_weights_if_no_refit_follows(keys, kept):
+    """Between rounds, engines sleep only if a reward model shares their GPUs."""
     host = plan_of(DENSE, "16xH100", *KEYS, *keys).host
     assert ("sleeping engines: weights" in host) == kept
 
 
-def test_host_memory_is_checked_too():
+def test_full_host_memory_is_a_problem():
     keys = (*layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11), ON_HOST)
     engines = ("rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=1", "actor.recompute=full")
     engines += ("actor.offload=[parameters, gradients, optimizer]", ROUNDS, BESIDE)
@@ -155,4 +155,4 @@ def test_host_memory_is_checked_too():
     assert without.problem is None and 1900 * GIB < sum(without.host.values()) < 2048 * GIB
     assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
     assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
-    assert "has 2048; offload less, or set checkpoint.background=false" in reference.problem
+    assert "has 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem

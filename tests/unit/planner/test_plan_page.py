@@ -1,4 +1,4 @@
-"""The page of a plan: everything is on it, and nothing is loaded by it."""
+"""The HTML page of a plan: its content, and that it loads no external resources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def planned(folder: Path, gpus: str, *overrides: str, model: str = "Qwen2.5-7B")
     return plan_recipe(config, read_cluster(gpus), as_it_is=True)
 
 
-def test_who_is_on_which_gpu(tmp_path):
+def test_page_shows_the_ranks_of_each_gpu(tmp_path):
     engines = ("rollout.tp=2", "rollout.replicas=8", "rollout.kv_cache_gib=4")
     page = render(planned(tmp_path, "16xH100", *layout_keys(tp=2, pp=2, cp=2, dp=2), *engines))
     cells = re.findall(r"<td class=stage(\d)>(\d+)<span>(.*?)</span><span>(.*?)</span></td>", page)
@@ -33,7 +33,7 @@ def test_who_is_on_which_gpu(tmp_path):
     assert page.count("<th>node ") == 2
 
 
-def test_roles_with_gpus_of_their_own(tmp_path):
+def test_page_shows_disaggregated_roles(tmp_path):
     keys = ("cluster.placement=disaggregated", "rollout.replicas=4", "rollout.kv_cache_gib=4")
     page = render(planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=2), *keys))
     assert "<td class=stage0>3<span>trainer: dp 1, tp 1</span></td>" in page
@@ -41,7 +41,7 @@ def test_roles_with_gpus_of_their_own(tmp_path):
     assert "disaggregated: trainer on GPUs 0-3, engine on GPUs 4-7." in page
 
 
-def test_the_page_shows_every_phase_and_loads_nothing(tmp_path):
+def test_page_shows_every_phase_and_loads_nothing(tmp_path):
     keys = (*layout_keys(tp=2, dp=4), "rollout.replicas=8", "rollout.kv_cache_gib=4", "run.name=a-b")
     found = planned(tmp_path, "8xH100", *keys, "algorithm.kl.coefficient=0.1")
     page = render(found)
@@ -52,8 +52,8 @@ def test_the_page_shows_every_phase_and_loads_nothing(tmp_path):
     assert "default-src 'none'" in page
 
 
-def test_nothing_is_overwritten(tmp_path):
+def test_existing_page_is_not_overwritten(tmp_path):
     found = planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=4), "rollout.replicas=8")
     write(found, tmp_path / "plan.html")
-    with pytest.raises(UserError, match=r"plan.html: already there, and nothing is overwritten"):
+    with pytest.raises(UserError, match=r"plan.html: already exists and is not overwritten"):
         write(found, tmp_path / "plan.html")

@@ -1,4 +1,4 @@
-"""The parameters of the ranks of each recipe, against the models that Megatron really builds for them."""
+"""Parameter counts of each recipe's ranks, compared with the models that Megatron builds."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.unit.resharding.megatron_world import real_rank
 
 CASES = {recipe.file: recipe.model for recipe in RECIPES}
 CASES |= {recipe: "SmolLM2-135M" for recipe in sorted(CONFIGS.glob("*.yaml")) if recipe != BASE}
-"""Recipe -> the model that its language models and its classifiers have the decoder of."""
+"""Recipe -> the model whose decoder its language models and classifiers use."""
 
 
 CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
-"""The workers whose model has a score head in place of a language head."""
+"""Workers whose model has a score head in place of the language head."""
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
-def test_ranks_hold_what_the_real_model_holds(recipe: Path) -> None:
-    """Every pipeline stage of every model that runs in Megatron, each with the head that its workers give it. A reward
-    model comes with its head, as another recipe has trained it."""
+def test_planned_ranks_match_real_models(recipe: Path) -> None:
+    """Compares every pipeline stage of every Megatron model, including the head that its worker adds. A reward model
+    already has its head, as trained by another recipe."""
     config, published = load(recipe), MODELS[CASES[recipe]]
     for placed in config.all_placed:
         role, layout = placed.section, placed.layout
@@ -49,8 +49,10 @@ def test_ranks_hold_what_the_real_model_holds(recipe: Path) -> None:
 
 @cache
 def real_counts(hf_config: str, layout: str) -> list[int]:
-    """Returns the parameters of the last rank of each stage, on the meta device. Recipes that share a model and a
-    layout share it, so both are JSON."""
+    """Return the parameter count of the last rank of each stage, built on the meta device.
+
+    Both arguments are JSON, so that the cache is shared by recipes with the same model and layout.
+    """
     sizes = Layout.model_validate_json(layout)
     ranks = sizes.world_size // sizes.pp
     ends = [(stage + 1) * ranks - 1 for stage in range(sizes.pp)]

@@ -1,5 +1,4 @@
-"""Layouts that others have published fit on their GPUs; ones like those of reports that ran out of memory do not, and
-the reason is said."""
+"""Published layouts fit on their GPUs. Layouts that ran out of memory in bug reports do not, for the right reason."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("who", PUBLISHED)
-def test_a_published_layout_fits(who):
+def test_published_layout_fits(who):
     gpus, *overrides = PUBLISHED[who]
     plan = plan_of(QWEN, gpus, *CONTEXT, "actor.recompute=full", *overrides)
     assert plan.problem is None
     assert plan.fullest.total > 0.5 * plan.cluster.memory_bytes
 
 
-def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
-    """verl's own recipe has engines of 8, and moves gradients out before they take weights."""
+def test_verls_tp8_engines_require_offloaded_gradients():
+    """verl's own recipe has engines with tp=8 and offloads gradients before a refit."""
     gpus, *overrides = PUBLISHED["verl, engines of 16"]
     eight = (*CONTEXT, "actor.recompute=full", "rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=8")
     assert plan_of(QWEN, gpus, *overrides, *eight).problem is None
@@ -56,9 +55,9 @@ def test_verls_engines_of_eight_need_gradients_that_are_away_in_a_refit():
     assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
 
-def test_235b_on_128_h20_with_a_bad_split():
-    """ms-swift#7125 ran out of memory on these GPUs with engines of 8 beside a model that was not shared out enough. In
-    two stages it is refused; in as many as NeMo-RL's, beside engines of 16 and without gradients, it fits."""
+def test_bad_split_of_235b_on_128_h20_is_refused():
+    """ms-swift#7125 ran out of memory on these GPUs with engines of tp=8 and a model sharded over too few GPUs. Two
+    pipeline stages are refused; as many as in NeMo-RL, with engines of tp=16 and offloaded gradients, fit."""
     bad = layout_keys(tp=4, pp=2, ep=8, etp=1, dp=16)
     engines = ("rollout.tp=8", "rollout.replicas=16", "rollout.kv_cache_gib=8")
     plan = plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *bad, *engines)
@@ -66,22 +65,22 @@ def test_235b_on_128_h20_with_a_bad_split():
         "--gpus 128xH20-96GB: while the actor computes log-probs, on pipeline stage 1, a GPU"
     )
     assert "28.3 (actor: parameters) + 56.7 (actor: gradients) + 2" in plan.problem
-    assert plan.problem.endswith("give actor.layout more tp, pp or ep, or dp to share the optimizer over")
+    assert plan.problem.endswith("increase tp, pp or ep of actor.layout, or dp to shard the optimizer further")
     good = layout_keys(tp=2, pp=8, ep=8, etp=1, dp=8, first_stage_layers=11, last_stage_layers=11)
     engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", "actor.offload=[gradients]")
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None
 
 
-def test_30b_on_32_h200_with_everything_resident():
-    """verl#3364 ran out of memory on these GPUs. An engine that is given most of each, while nothing of the model is
-    offloaded, is refused; with optimizer and gradients away it fits."""
+def test_30b_on_32_h200_fits_only_with_offloading():
+    """verl#3364 ran out of memory on these GPUs. An engine with most of the memory fits only if the model's optimizer
+    and gradients are offloaded."""
     split = layout_keys(tp=4, pp=2, dp=4, ep=2, etp=1)
     cache = ("rollout.tp=4", "rollout.replicas=8", "rollout.kv_cache_gib=98")
     keys = (*CONTEXT, "actor.recompute=full", *split, *cache)
     resident = plan_of("Qwen3-30B-A3B", "32xH200", *keys)
     assert resident.problem.startswith("--gpus 32xH200-141GB: while the engine samples, a GPU would hold")
     assert "(actor: optimizer) + " in resident.problem
-    assert resident.problem.endswith("lower rollout.kv_cache_gib, or move more by actor.offload")
+    assert resident.problem.endswith("lower rollout.kv_cache_gib, or add parts to actor.offload")
     offloaded = plan_of(
         "Qwen3-30B-A3B",
         "32xH200",

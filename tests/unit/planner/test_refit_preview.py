@@ -1,4 +1,4 @@
-"""Figures of a recipe's refit."""
+"""Refit figures of a recipe."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def recipe(model: Path, placement: str, *overrides: str) -> Config:
     return load(BASE, [*keys, *LAYOUT, *overrides])
 
 
-def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
-    """The bytes by hand: what stays on the devices, what moves inside nodes and between them."""
+def test_colocated_preview_equals_reshard(model: Path) -> None:
+    """The bytes per link equal those of `megarl reshard` for the same layouts."""
     for ranks_per_node in (8, 4):
         found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
         sides = "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4"
@@ -42,9 +42,8 @@ def test_a_colocated_recipe_is_planned_rank_by_rank(model: Path) -> None:
         assert found.bytes_by_link["local"] > 0 == found.bytes_wasted
 
 
-def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
-    """GPUs are numbered over trainers and engines: a node of 8 holds the trainers, the next one the engines; one of 12
-    holds all."""
+def test_disaggregated_preview_equals_reshard(model: Path) -> None:
+    """GPUs are numbered over trainers and engines, which are on two nodes of 8 GPUs or on one node of 12 GPUs."""
     config = recipe(model, "disaggregated", "rollout.replicas=2")
     apart, together = (preview_refit(config, ranks, SPEEDS) for ranks in (8, 12))
     expected = reshard(str(model), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=2", 8, SPEEDS)
@@ -52,7 +51,7 @@ def test_a_disaggregated_recipe_has_devices_of_its_own(model: Path) -> None:
     assert together.bytes_by_link == {"inter": 0, "intra": apart.bytes_total, "local": 0}
 
 
-def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
+def test_fp8_refit_sends_one_byte_per_element(model: Path) -> None:
     sizes = dict(hidden_size=1536, head_dim=256, intermediate_size=1536, num_key_value_heads=6, vocab_size=64)
     (model / "config.json").write_text(json.dumps(config_of(**sizes) | {"max_position_embeddings": 4096}))
     keys = "rollout.quantization=fp8_block", "model.dtype=bfloat16", "rollout.replicas=4"
@@ -63,33 +62,36 @@ def test_engines_of_fp8_blocks_take_a_byte_for_an_element(model: Path) -> None:
     assert found.bytes_wasted == 0
 
 
-def test_devices_are_shared_as_far_as_both_have_ranks_on_them(model: Path) -> None:
-    """A recipe for CPUs, where all are on one machine, may have fewer engines than ranks."""
+def test_colocated_preview_accepts_fewer_engines_than_ranks(model: Path) -> None:
+    """A recipe for CPUs may have fewer engine ranks than trainer ranks."""
     found = preview_refit(recipe(model, "colocated", "rollout.replicas=1"), 8, SPEEDS)
     assert (found.ranks_source, found.ranks_destination) == (8, 2)
     assert found.bytes_by_link["local"] > 0 == found.bytes_by_link["inter"]
 
 
-def test_the_transport_is_the_recipes(model: Path) -> None:
-    """Colocated engines on nodes of two devices, which have a stage each, are sent the other one."""
+def test_transport_description_follows_the_placement(model: Path) -> None:
+    """With two devices per node, each node holds one pipeline stage, and engines receive the other over the network."""
     colocated, apart = recipe(model, "colocated"), recipe(model, "disaggregated")
     assert transport_of(colocated, preview_refit(colocated, 8, SPEEDS)).endswith(
-        "cluster.placement=colocated, rollout.transport=auto: read where they lie, by CUDA IPC or in shared memory"
+        "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"
     )
     assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
-        "in shared memory; sent from node to node, over NCCL or gloo, where an engine's node lacks them"
+        "in shared memory; sent between nodes over NCCL or gloo if an engine's node lacks them"
     )
-    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent, over NCCL or gloo")
+    assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent over NCCL or gloo")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads do not divide by 4"),
-        (["model.path=nobody/nothing"], r"^model.path=nobody/nothing: .* not been downloaded; give a folder that has"),
+        (
+            ["model.path=nobody/nothing"],
+            r"^model.path=nobody/nothing: .* not been downloaded. Fix: use a folder that contains",
+        ),
         (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
     ],
 )
-def test_what_cannot_be_planned_is_named(model: Path, overrides: list[str], message: str) -> None:
+def test_unplannable_recipe_is_refused(model: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         preview_refit(recipe(model, "colocated", *overrides), 8, SPEEDS)

@@ -1,4 +1,4 @@
-"""The seconds of a save at sizes whose answer is known."""
+"""Save times of models with known sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import layout_keys, plan_of
 
 
-def test_a_save_of_70_billion_parameters(tmp_path: Path) -> None:
-    """Llama-3.1-70B has 70,553,706,496 parameters, of 2 + 12 bytes. Its 64 ranks on 8 nodes write alike."""
+def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
+    """Llama-3.1-70B has 70,553,706,496 parameters of 2 + 12 bytes. Its 64 ranks on 8 nodes write equal amounts."""
     [recipe] = [recipe for recipe in RECIPES if "70b" in recipe.name]
     config = load(recipe.file, recipe.overrides(tmp_path))
     planned = plan_recipe(config, read_cluster("64xH100"), as_it_is=True)
@@ -26,7 +26,7 @@ def test_a_save_of_70_billion_parameters(tmp_path: Path) -> None:
     assert save.node_bytes == pytest.approx(of_node, rel=1e-3)
     assert save.writing == pytest.approx(of_node / 4e9, rel=1e-3) == pytest.approx(30.87, rel=1e-3)
     assert save.copying == pytest.approx(of_node / 8 / (0.75 * 64e9), rel=1e-3)
-    assert "written by the fullest node in 30.9 s at 4 GB/s, while training goes on" in table(planned)
+    assert "written by the fullest node in 30.9 s at 4 GB/s, in the background" in table(planned)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_a_save_of_70_billion_parameters(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nodes_write_what_a_checkpoint_has(model: str, gpus: int, sizes: dict[str, int], dtype: str) -> None:
+def test_written_bytes_match_the_checkpoint_size(model: str, gpus: int, sizes: dict[str, int], dtype: str) -> None:
     plan = plan_of(model, f"{gpus}xH100", *layout_keys(**sizes), f"model.dtype={dtype}")
     size = checkpoint_bytes(plan.config, {"actor": CONFIGS[model]})
     assert plan.save.node_bytes * gpus / 8 == pytest.approx(size, rel=0.01)
 
 
-def test_what_is_not_saved_takes_no_time() -> None:
+def test_no_checkpoint_has_no_save_time() -> None:
     assert plan_of("Qwen2.5-7B", "8xH100", *layout_keys(dp=8), "checkpoint.every_steps=null").save is None

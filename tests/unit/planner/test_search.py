@@ -1,4 +1,4 @@
-"""The layouts that a search proposes: all keep the rules and fit, the fastest is first."""
+"""Layouts that the search proposes: all keep the rules and fit, and the fastest comes first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def found(model: str, gpus: str, *overrides: str) -> Found:
         ("Phi-4", "24xH100", ()),
     ],
 )
-def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
+def test_proposed_plans_fit_and_keep_the_rules(model, gpus, overrides):
     result = found(model, gpus, *overrides)
     assert result.plans and result.nearest is None
     seconds = [plan.times.seconds for plan in result.plans]
@@ -51,15 +51,15 @@ def test_what_is_proposed_keeps_the_rules_and_fits(model, gpus, overrides):
             assert num_devices(plan.config) == plan.cluster.num_gpus
 
 
-def test_models_that_fit_in_turns_only_are_found_whatever_the_recipe_offloads():
-    """Actor and critic of 7B on two GPUs: each alone has room there."""
+def test_search_offloads_models_that_fit_only_in_turns():
+    """Actor and critic of 7B on two GPUs fit only one at a time."""
     models, config = dict.fromkeys(("actor", "critic"), CONFIGS["Qwen2.5-7B"]), recipe(GAE)
     assert config.actor.offload == config.critic.offload == []
     result = search(config, models["actor"], Models.of(models), Workload.of(config), read_cluster("2xH100"))
     assert result.plans and all(plan.config.critic.offload for plan in result.plans)
 
 
-def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():
+def test_indivisible_sizes_are_named_with_the_arithmetic():
     result = found("Qwen2.5-7B", "8xH100")
     assert (
         "actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5); choose from 1, 2, 4" in result.refused
@@ -67,25 +67,25 @@ def test_sizes_that_do_not_divide_are_named_with_the_arithmetic():
     assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
 
 
-def test_what_no_layout_mends_is_refused():
+def test_rule_broken_in_every_layout_is_refused():
     with pytest.raises(UserError, match=r"rollout\.context_length=65536: the model has 40960 positions"):
         found("Qwen3-32B", "32xH100", "rollout.context_length=65536", "actor.tokens_per_microbatch=65536")
 
 
-def test_where_nothing_fits_the_nearest_says_what_it_lacks():
+def test_nearest_layout_is_reported_if_none_fits():
     result = found("Qwen2.5-72B", "8xA100")
     assert not result.plans
     assert "a GPU would hold" in result.nearest.problem
 
 
-def test_a_layout_is_described_by_what_differs_from_one_process():
+def test_layout_description_lists_only_changed_sizes():
     config = recipe(*layout_keys(tp=2, pp=4, ep=2, dp=2, last_stage_layers=1))
     sizes = config.actor.layout.model_dump()
     assert describe_layout(sizes) == dict(tp=2, pp=4, ep=2, dp=2, etp=2, last_stage_layers=1)
     assert describe_layout(recipe().actor.layout.model_dump()) == {"dp": 1}
 
 
-def test_recomputation_only_where_there_is_no_room():
+def test_recomputation_is_chosen_only_if_needed():
     small, large = (
         found("Qwen3-0.6B", "8xH200"),
         found("Qwen3-32B", "16xH100", "rollout.context_length=32768", "actor.tokens_per_microbatch=32768"),
@@ -97,12 +97,12 @@ def test_recomputation_only_where_there_is_no_room():
 RECIPES = sorted(
     path.name for path in CONFIGS_FOLDER.glob("*.yaml") if path.name not in ("base.yaml", "smollm2-cpu-rlhf.yaml")
 )
-"""The recipes that come with megarl, but for the one whose model is what two others trained."""
+"""megarl's recipes, except one whose models are trained by two other recipes."""
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_planned(name, cache_with_config, monkeypatch):
+def test_every_recipe_can_be_planned(name, cache_with_config, monkeypatch):
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
     planned = plan_recipe(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
     assert planned.best.problem is None
-    assert ", as if products were in bfloat16:" in table(planned)
+    assert ", with matrix products in bfloat16:" in table(planned)

@@ -1,4 +1,4 @@
-"""Simulated steps against what follows by hand."""
+"""Simulated steps compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megarl.planner.simulation import Speeds, log_normal_lengths, recorded_lengt
 
 
 def speeds(train: float, refit: float = 1.0, replicas: int = 1, concurrent: int = 64) -> Speeds:
-    """Engines that take 0.1 s for a token of each of their sequences, however many these are."""
+    """Return speeds with engine steps of 0.1 s at any batch size."""
     return Speeds(replicas, concurrent, lambda _: 0.1, train, refit)
 
 
-def test_in_turn_a_step_takes_all_of_its_parts():
+def test_synchronous_step_is_the_sum_of_its_phases():
     found = simulate(speeds(train=20), 4, 0, lambda: [100, 200])
     assert found.step_seconds == pytest.approx(200 * 0.1 + 20 + 1)
     assert found.engines_idle == pytest.approx(21 / 41) and found.trainers_idle == pytest.approx(21 / 41)
@@ -20,21 +20,21 @@ def test_in_turn_a_step_takes_all_of_its_parts():
 
 
 @pytest.mark.parametrize("train", [30, 8])
-def test_a_step_ahead_the_slower_side_counts(train):
-    """The samples of one step have room at a time, and take 20 s."""
+def test_one_step_off_takes_the_slower_side(train):
+    """The engine fits exactly the samples of one step, which take 20 s."""
     found = simulate(speeds(train, concurrent=8), 4, 1, lambda: [200, 200])
     assert found.step_seconds == pytest.approx(max(train, 20) + 1)
     assert found.largest_age == 1
     assert found.trainers_idle == pytest.approx(1 - train / found.step_seconds)
 
 
-def test_sequences_that_have_no_room_wait_for_their_turn():
+def test_sequences_beyond_capacity_are_queued():
     assert simulate(speeds(train=0, refit=0, concurrent=2), 4, 0, lambda: [100]).step_seconds == pytest.approx(20)
     both = simulate(speeds(train=0, refit=0, concurrent=2, replicas=2), 4, 0, lambda: [100])
     assert both.step_seconds == pytest.approx(10) and both.engines_idle == pytest.approx(0)
 
 
-def test_long_responses_leave_engines_idle_but_for_staleness():
+def test_staleness_keeps_engines_busy_despite_long_responses():
     lengths = [log_normal_lengths(1000, 8000, samples=8) for _ in range(2)]
     in_turn = simulate(speeds(train=400, replicas=4), 32, 0, lengths[0])
     ahead = simulate(speeds(train=400, replicas=4), 32, 2, lengths[1])
@@ -42,7 +42,7 @@ def test_long_responses_leave_engines_idle_but_for_staleness():
     assert 0 < ahead.mean_age <= ahead.largest_age <= 2
 
 
-def test_lengths_are_those_that_were_asked_for():
+def test_drawn_lengths_have_the_requested_distribution():
     draw = log_normal_lengths(1000, 100_000, samples=20_000)
     drawn = draw()
     assert sum(drawn) / len(drawn) == pytest.approx(1000, rel=0.05) and min(drawn) >= 1
@@ -50,8 +50,8 @@ def test_lengths_are_those_that_were_asked_for():
     assert set(recorded_lengths([3, 5], 100)()) == {3, 5}
 
 
-def test_on_shared_devices_only_the_wait_for_long_responses_is_gained():
-    """Eight have room at a time. In turn the short ones of a step leave theirs unused until the long ones end."""
+def test_colocated_overlap_saves_only_the_tail():
+    """Eight sequences fit at once. Synchronously, slots of short responses stay empty until the long ones finish."""
     alike = [simulate(speeds(train=20, concurrent=8), 4, n, lambda: [200, 200], is_colocated=True) for n in (0, 1)]
     assert [found.step_seconds for found in alike] == pytest.approx([20 + 21, 20 + 21])
     in_turn, ahead = (
@@ -59,7 +59,7 @@ def test_on_shared_devices_only_the_wait_for_long_responses_is_gained():
     )
     assert in_turn.step_seconds == pytest.approx(30 + 21)
     assert ahead.step_seconds == pytest.approx(20 + 21, rel=0.05) and ahead.largest_age == 1
-    assert ahead.engines_idle == pytest.approx(21 / 41, rel=0.05), "nobody samples while the models train"
+    assert ahead.engines_idle == pytest.approx(21 / 41, rel=0.05), "engines pause while the models train"
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_on_shared_devices_only_the_wait_for_long_responses_is_gained():
         (4, True, lambda _: 3, 20 + 4 + 3),
         (10, False, lambda tokens: 0.05 * tokens, 20 + 0.05 * 100),
     ],
-    ids=["in turns", "half of the response is there when weights come"],
+    ids=["in turns", "half of the response is sampled before the refit"],
 )
-def test_engines_read_again_what_is_under_way(train, is_colocated, recompute, seconds):
-    """One response at a time, of 20 s, the next of which has begun when the step before ends."""
+def test_engines_recompute_running_sequences_after_a_refit(train, is_colocated, recompute, seconds):
+    """The engine samples one response of 20 s at a time and has started the next one when a step ends."""
     given = Speeds(1, 1, lambda _: 0.1, train, 0.0, recompute)
     assert simulate(given, 1, 1, lambda: [200], is_colocated=is_colocated).step_seconds == pytest.approx(seconds)

@@ -1,4 +1,4 @@
-"""The seconds of a step at sizes whose answer is known, and against plans and published runs that were recorded."""
+"""Step times at sizes with known answers, and compared with recorded plans and published runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINE = ("rollout.tp=1", "rollout.replicas=8", "rollout.kv_cache_gib=20")
 BATCH = ("batch.prompts_per_step=64", "batch.samples_per_prompt=16", "batch.prompts_per_update=64")
 
 
-def test_an_update_takes_what_its_products_take_at_the_stated_share():
+def test_update_time_follows_from_flops():
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH)
     time, workload = plan.times.training["actor"], plan.workload
     shape, count = ModelShape.of(CONFIGS[DENSE]), workload.trained
@@ -42,15 +42,15 @@ def test_an_update_takes_what_its_products_take_at_the_stated_share():
     assert set(time.volume) == {"replicas"}
 
 
-def test_an_engine_reads_again_as_it_reads_a_prompt():
-    """The seconds of a rollout are those of eight engines, which read 64 prompts together."""
+def test_recompute_costs_as_much_as_prefill():
+    """The rollout's time is that of eight engines, which prefill 64 prompts in total."""
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH, prompt_tokens=3000)
     seconds = recompute_seconds(plan.config, ModelParameters(CONFIGS[DENSE]), plan.cluster, prompt_tokens=1000)
     assert seconds(2000) == pytest.approx(plan.times.rollout.parts["prompts"] / 64 * 8)
 
 
-def test_samples_share_a_prompt_in_a_microbatch_but_not_under_context_parallelism():
-    """Computes the tokens of a long prompt of 16 samples once, or 16 times."""
+def test_samples_share_prompts_only_without_cp():
+    """A long prompt of 16 samples is computed once, or 16 times with context parallelism."""
     lengths = dict(prompt_tokens=4096.0, response_tokens=256.0)
     shared, apart = (
         plan_of(
@@ -65,7 +65,7 @@ def test_samples_share_a_prompt_in_a_microbatch_but_not_under_context_parallelis
     assert seconds[0] < 0.2 * seconds[1]
 
 
-def test_a_pipeline_waits_for_as_long_as_its_other_stages_take():
+def test_pipeline_bubble_matches_closed_form():
     """(p − 1) / v microbatches of the slowest stage, of m + (p − 1) / v."""
     keys = (*ENGINE, *BATCH, "actor.recompute=full")
     plain, virtual = (
@@ -80,7 +80,7 @@ def test_a_pipeline_waits_for_as_long_as_its_other_stages_take():
     )
 
 
-def test_passes_are_those_that_the_algorithm_needs():
+def test_passes_are_those_that_the_algorithm_requires():
     keys = (*layout_keys(dp=8), *ENGINE, *BATCH)
     without, reference, both = (
         plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"]
@@ -95,7 +95,7 @@ def test_passes_are_those_that_the_algorithm_needs():
     assert sum(reference.passes.values()) == pytest.approx(without.update["matrix products"] / 3)
 
 
-def test_updates_are_made_in_each_epoch_and_passes_once():
+def test_epochs_multiply_updates_but_not_passes():
     keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")
     once, thrice = (
         plan_of(DENSE, "8xH100", *keys, f"batch.epochs={epochs}").times.training["actor"] for epochs in (1, 3)
@@ -105,16 +105,16 @@ def test_updates_are_made_in_each_epoch_and_passes_once():
     assert thrice.volume["replicas"] == pytest.approx(3 * once.volume["replicas"])
 
 
-def test_trpo_takes_two_passes_and_a_gradient_for_each_product():
+def test_trpo_product_costs_two_passes_and_a_gradient():
     keys = (*layout_keys(dp=8), *ENGINE, *BATCH, "model.dtype=float32", "algorithm.objective.name=unclipped")
     region = "algorithm.trust_region={kl_limit: 0.01, iterations: 4}"
     plain, trpo = (plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"] for more in ((), (region,)))
     assert trpo.update["matrix products"] == pytest.approx(5 * plain.update["matrix products"])
-    # The pass of the old policy, two for each product, and a trial; a gradient is three.
+    # One old-policy pass, two passes per product, and one trial pass; an update costs as much as three passes.
     assert trpo.passes["matrix products"] == pytest.approx(10 * plain.update["matrix products"] / 3)
 
 
-def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_nodes():
+def test_expert_all_to_all_over_nodes_uses_the_network():
     keys = ("rollout.tp=4", "rollout.replicas=8", *BATCH, "actor.recompute=full")
     plans = [plan_of("Qwen3-30B-A3B", "32xH100", *layout_keys(ep=ep, etp=1, dp=32), *keys) for ep in (8, 32)]
     near, far = (plan.times.training["actor"] for plan in plans)
@@ -125,18 +125,18 @@ def test_experts_are_sent_their_tokens_and_over_the_network_where_they_span_node
     sent = 2 * tokens * active * hidden * 2 * layers * 4  # there and back; forward, again, and twice backward
     assert near.volume["expert"] == pytest.approx(sent * 7 / 8, rel=0.1)
     assert far.volume["expert"] == pytest.approx(sent * 31 / 32, rel=0.1)
-    assert far.update["tokens to experts"] > 5 * near.update["tokens to experts"]
+    assert far.update["expert-parallel all-to-all"] > 5 * near.update["expert-parallel all-to-all"]
 
 
-def test_the_kv_cache_of_a_token():
-    """Published: 128 KiB a token of Llama-3.1-8B, about 69 kB of DeepSeek-V3's latents, on each rank."""
+def test_kv_cache_bytes_match_published_sizes():
+    """Published sizes per token and rank: 128 KiB for Llama-3.1-8B, about 69 kB for DeepSeek-V3's latents."""
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10  # repeated
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
 
 
-def test_one_sequence_reads_all_weights_for_each_token():
+def test_decoding_one_sequence_reads_all_weights_per_token():
     one = ("batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.prompts_per_update=4")
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *one, response_tokens=1023)
     tokens = plan.workload.longest_response
@@ -144,7 +144,7 @@ def test_one_sequence_reads_all_weights_for_each_token():
     assert weights == pytest.approx(tokens * 2 * 7_615_616_512 / (3350e9 * MEMORY_SHARE), rel=0.01)
 
 
-def test_a_larger_cache_holds_more_sequences_and_samples_no_slower():
+def test_larger_kv_cache_speeds_up_sampling():
     keys = (*layout_keys(dp=8), "rollout.tp=1", "rollout.replicas=8", *BATCH)
     small, large = (plan_of(DENSE, "8xH100", *keys, f"rollout.kv_cache_gib={gib}").times.rollout for gib in (0.25, 20))
     assert large.concurrent == pytest.approx(80 * small.concurrent, rel=0.05)
@@ -153,7 +153,7 @@ def test_a_larger_cache_holds_more_sequences_and_samples_no_slower():
     assert large.full <= large.seconds
 
 
-def test_asynchrony_takes_the_slower_of_both_on_devices_of_their_own():
+def test_overlap_on_separate_devices_takes_the_slower_side():
     engines = ("rollout.tp=1", "rollout.replicas=4", "rollout.kv_cache_gib=20", "cluster.placement=disaggregated")
     times = plan_of(DENSE, "8xH100", *layout_keys(dp=4), *engines, *BATCH).times
     training = times.training["actor"].seconds
@@ -162,7 +162,7 @@ def test_asynchrony_takes_the_slower_of_both_on_devices_of_their_own():
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
-def test_models_on_devices_of_their_own_are_trained_side_by_side(tmp_path, placement):
+def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
@@ -180,7 +180,7 @@ def test_models_on_devices_of_their_own_are_trained_side_by_side(tmp_path, place
 
 
 @pytest.mark.parametrize("name", ["latent", "direct"])
-def test_latent_attentions_operations_are_its_projections(name):
+def test_latent_attention_weights_are_its_projections(name):
     config = CONFIGS["DeepSeek-V3"] | ({"q_lora_rank": None} if name == "direct" else {})
     query = 7168 * 1536 + 1536 * 128 * 192 if name == "latent" else 7168 * 128 * 192
     rest = 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
@@ -208,8 +208,8 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_refit_takes_as_long_as_its_simulated_plan(case):
-    """Those of `megarl reshard`, as recorded, over 50 and 400 GB/s."""
+def test_refit_time_matches_the_simulated_plan(case):
+    """The plans are recorded by `megarl reshard` for links of 50 and 400 GB/s."""
     model, text, engines, colocated = PLANS[case]
     layout = Layout(
         **{**ONE_PROCESS, **{k: int(v) for k, v in _fields(text, ONE_PROCESS).items()}}, sequence_parallel=False
@@ -225,27 +225,27 @@ def test_a_refit_takes_as_long_as_its_simulated_plan(case):
 PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 
-def test_published_steps_are_recorded_as_they_are_predicted():
-    """`python tools/benchmarks/published_steps.py --out …` records them anew."""
+def test_recorded_published_steps_are_current():
+    """`python tools/benchmarks/published_steps.py --out …` updates the record."""
     assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED
 
 
-def test_published_steps_are_predicted_within_the_stated_factor_but_for_the_stated_misses():
+def test_published_steps_are_within_the_stated_factor():
     within = [run for run in PUBLISHED if 1 / published_steps.FACTOR <= run["ratio"] <= published_steps.FACTOR]
     missed = [(run["who"], run["model"], run["gpus"]) for run in PUBLISHED if run not in within]
     assert missed == published_steps.MISSES
 
 
-def test_refit_inside_a_node_takes_its_own_links():
-    """Two ranks share what they send to an engine of the same node, over NVLink."""
+def test_refit_inside_a_node_uses_nvlink():
+    """Two trainer ranks each send half of the weights to an engine on the same node over NVLink."""
     keys = ("cluster.placement=disaggregated", "rollout.tp=2", *layout_keys(tp=2))
     plan = plan_of("Qwen3-0.6B", "4xH100", *keys)
     assert plan.problem is None
     assert plan.times.refit.seconds == pytest.approx(0.596e9 / 337.5e9, rel=0.01)
 
 
-def test_engines_of_fp8_blocks_take_and_read_a_byte_for_each_element_of_a_layers_matrices():
-    """Each block has a scale of four bytes. The rest is in bfloat16."""
+def test_fp8_engines_read_one_byte_per_matrix_element():
+    """Each block has a scale of four bytes. All other parameters are in bfloat16."""
     keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
     whole, quantised = (
         plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))

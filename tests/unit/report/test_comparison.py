@@ -1,4 +1,4 @@
-"""The comparison of runs, but for how a browser shows it (tests/browser)."""
+"""Tests of the comparison page. tests/browser checks how a browser renders it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_run(folder: Path, name: str, **config: float) -> Path:
     return folder
 
 
-def test_what_differs_is_listed_and_what_one_run_lacks_is_a_dash(tmp_path: Path) -> None:
+def test_differing_keys_are_listed_with_dashes_for_missing_ones(tmp_path: Path) -> None:
     first = make_run(tmp_path / "1", "a", lr=1e-6, beta=0.9)
     text = comparison.write([first, make_run(tmp_path / "2", "b", lr=1e-6, gamma=1.0)]).read_text()
     table = text.split('id="differences"')[1].split("</table>")[0]
@@ -27,13 +27,13 @@ def test_what_differs_is_listed_and_what_one_run_lacks_is_a_dash(tmp_path: Path)
     assert "2 keys differ." in text and 'aria-label="own/x"' in text
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_labelled_by_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / number, "<a>") for number in ("1", "2")]
     text = comparison.write(runs).read_text()
     assert "<th>1</th><th>2</th>" in text
     assert "No key differs." in text and "<a>" not in text
 
 
-def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="6 runs: at most 5 can be told apart"):
+def test_more_runs_than_colours_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="6 runs: a chart has colours for at most 5"):
         comparison.write([tmp_path] * 6)

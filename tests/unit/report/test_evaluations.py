@@ -23,7 +23,7 @@ def evaluated(step: int) -> dict:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of four steps, evaluated before the first and after the second and the last."""
+    """A run of four steps with evaluations before the first step and after steps 2 and 4."""
     folder = make_run(tmp_path, 4, target=4)
     lines = {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     for step in (0, 2, 4):
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_curves_are_of_the_steps_that_were_evaluated_with_their_intervals(run: Path) -> None:
+def test_curves_cover_the_evaluated_steps_with_intervals(run: Path) -> None:
     charts = {chart.title: (chart, history) for chart, history in charts_of(read_history(run / "metrics.jsonl"))}
     assert list(charts) == [f"Evaluation: a, {name}" for name in ("avg@4", "pass@4", "pass^4")]
     chart, history = charts["Evaluation: a, avg@4"]
@@ -46,7 +46,7 @@ def test_curves_are_of_the_steps_that_were_evaluated_with_their_intervals(run: P
     assert np.allclose(low, [-0.1, 0.1, 0.3]) and np.allclose(high, [0.1, 0.3, 0.5])
 
 
-def test_the_page_has_curves_and_samples_in_which_markup_is_text(run: Path) -> None:
+def test_page_has_curves_and_samples_with_escaped_markup(run: Path) -> None:
     text = write(run)
     page = Page(text)
     titles = [attributes["aria-label"] for attributes in page.all("svg")]
@@ -55,37 +55,37 @@ def test_the_page_has_curves_and_samples_in_which_markup_is_text(run: Path) -> N
     section = re.search(r'<section id="evaluations">.*?</section>', text, re.DOTALL).group()
     assert section.index("before step 1") < section.index("after step 2") < section.index("after step 4")
     assert section.count("<article") == 6 and section.count("no score") == 3
-    assert section.index("f hung") < section.index("after 0"), "what failed comes first"
+    assert section.index("f hung") < section.index("after 0"), "failed samples come first"
     assert "<script" not in section and "<img" not in section and "&lt;/script&gt;" in section
 
 
-def test_a_run_without_evaluations_has_no_section(tmp_path: Path) -> None:
+def test_run_without_evaluations_has_no_section(tmp_path: Path) -> None:
     assert 'id="evaluations"' not in write(make_run(tmp_path, 3))
 
 
-def test_many_steps_and_samples_are_thinned_out_evenly(tmp_path: Path) -> None:
+def test_steps_and_samples_are_subsampled_evenly(tmp_path: Path) -> None:
     files = {step: tmp_path / f"{step}.jsonl" for step in range(0, 101, 5)}
     for file in files.values():
         file.write_text("".join(json.dumps(sample(reward=i)) + "\n" for i in range(200)))
-    [found] = read_evaluations({"a": files})
-    assert len(found.steps) == MAX_STEPS and {0, 100} <= found.steps.keys()
-    assert [len(samples) for samples in found.steps.values()] == [MAX_SAMPLES] * MAX_STEPS
-    assert [found.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]
+    [selected] = read_evaluations({"a": files})
+    assert len(selected.steps) == MAX_STEPS and {0, 100} <= selected.steps.keys()
+    assert [len(samples) for samples in selected.steps.values()] == [MAX_SAMPLES] * MAX_STEPS
+    assert [selected.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]
 
 
-def test_a_rollout_of_several_turns_is_shown_message_by_message(run: Path) -> None:
-    said = [
+def test_multi_turn_rollouts_have_one_block_per_message(run: Path) -> None:
+    messages = [
         {"role": "user", "content": "What is 2 + 3?"},
         {"role": "assistant", "content": f"{ATTACK} let me see", "tool_calls": [{"name": "add<b>"}]},
         {"role": "tool", "content": None},
         {"role": "assistant", "content": "5" * 5000},
     ]
-    rows = [sample(reward=0.5, response="55", messages=said, stop_reason="max_turns")]
+    rows = [sample(reward=0.5, response="55", messages=messages, stop_reason="max_turns")]
     file = run / "evaluations" / "a" / "step_000004.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = re.search(r'<section id="evaluations">.*?</section>', write(run), re.DOTALL).group()
     article = section[section.rindex("<article") :]
     assert re.findall(r'class="block role-(\w+)"', article) == ["user", "assistant", "tool", "assistant"]
     assert "let me see" in article and "What is 2 + 3?" in article and "max_turns" in article
-    assert "characters left out" in article and "5" * 2000 not in article
+    assert "characters omitted" in article and "5" * 2000 not in article
     assert "<script" not in section and "add<b>" not in section and "add&lt;b&gt;" in article

@@ -10,7 +10,7 @@ def write_lines(path, *lines):
     return path
 
 
-def test_columns_over_steps(tmp_path):
+def test_history_has_a_column_per_metric(tmp_path):
     path = write_lines(
         tmp_path / "metrics.jsonl",
         {"step": 1, "reward/mean": 0.25, "policy/loss": None, "nonfinite": ["policy/loss"]},
@@ -29,7 +29,7 @@ def test_columns_over_steps(tmp_path):
     assert history.unreadable == []
 
 
-def test_lines_cut_by_a_crash_are_left_out_and_counted(tmp_path):
+def test_partial_lines_are_dropped_and_listed(tmp_path):
     path = write_lines(
         tmp_path / "metrics.jsonl", {"step": 1, "a": 1.0}, '{"step": 2, "a', {"step": 3, "a": 3.0}, '{"step": 4'
     )
@@ -39,25 +39,25 @@ def test_lines_cut_by_a_crash_are_left_out_and_counted(tmp_path):
     assert history.unreadable == [2, 4]
 
 
-def test_bytes_that_are_not_text_are_an_unreadable_line(tmp_path):
+def test_invalid_utf8_is_an_unreadable_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2\xc3')
     assert read_history(path).unreadable == [2]
 
 
-def test_of_a_repeated_step_the_last_counts(tmp_path):
+def test_last_line_of_a_repeated_step_counts(tmp_path):
     lines = [{"step": step, "a": value} for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0))]
     history = read_history(write_lines(tmp_path / "metrics.jsonl", *lines))
     assert history.steps.tolist() == [1, 2, 3]
     assert history["a"].tolist() == [1.0, 20.0, 3.0]
 
 
-def test_nan_literals_are_not_numbers(tmp_path):
+def test_nan_literals_become_nan(tmp_path):
     history = read_history(write_lines(tmp_path / "metrics.jsonl", '{"step": 1, "a": NaN, "b": Infinity}'))
     assert np.isnan([history["a"][0], history["b"][0]]).all()
 
 
-def test_a_missing_file_is_a_run_without_steps(tmp_path):
+def test_missing_file_has_no_steps(tmp_path):
     history = read_history(tmp_path / "metrics.jsonl")
     assert history.steps.tolist() == []
     assert history["reward/mean"].tolist() == []

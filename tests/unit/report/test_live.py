@@ -1,4 +1,4 @@
-"""`megarl watch`: the report of a run on this machine's own address, for who knows its token."""
+"""Tests of `megarl watch`, the live report behind a secret token on localhost."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(run: Path) -> Iterator[str]:
-    with serve(run) as (found, answer):
-        threading.Thread(target=answer, daemon=True).start()
-        yield found
+    with serve(run) as (url, serve_requests):
+        threading.Thread(target=serve_requests, daemon=True).start()
+        yield url
 
 
 def add_step(run: Path, step: int) -> None:
@@ -39,13 +39,13 @@ def get(address: str, host: str | None = None, method: str = "GET") -> tuple[int
     request = urllib.request.Request(address, headers={} if host is None else {"Host": host}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=WAIT_S) as answer:
-            return answer.status, answer.read().decode(), dict(answer.headers)
+        with opener.open(request, timeout=WAIT_S) as response:
+            return response.status, response.read().decode(), dict(response.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), dict(error.headers)
 
 
-def test_the_page_and_its_state_follow_the_run_and_nothing_is_written(address: str, run: Path) -> None:
+def test_page_and_state_follow_the_run_without_writing(address: str, run: Path) -> None:
     status, page, headers = get(address)
     before = get(f"{address}state")[1]
     assert status == 200 and "<h1>watched</h1>" in page and f'data-state="{before}"' in page
@@ -55,23 +55,23 @@ def test_the_page_and_its_state_follow_the_run_and_nothing_is_written(address: s
     assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "metrics.jsonl", "rollouts"]
 
 
-def test_only_who_knows_the_token_is_answered(address: str) -> None:
+def test_requests_without_the_token_are_rejected(address: str) -> None:
     root = address.rsplit("/", 2)[0]
     for path in ("/", "/state", "/guess/", "/guess/state", "//state", address.removeprefix(root) + "../../etc/passwd"):
         assert get(root + path)[:2] == (404, "not found\n")
     assert address.startswith("http://127.0.0.1:") and len(address.split("/")[3]) >= 20
 
 
-def test_another_sites_name_for_this_machine_is_not_answered(address: str) -> None:
+def test_requests_with_a_foreign_host_header_are_rejected(address: str) -> None:
     assert get(address, host="evil.example:80")[0] == 404
     assert get(address, host=f"localhost:{address.split(':')[2].split('/')[0]}")[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_it_takes_nothing_in(address: str, method: str) -> None:
+def test_other_http_methods_are_not_implemented(address: str, method: str) -> None:
     assert get(address, method=method)[0] == 501
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give the folder of a run"), serve(tmp_path / "none"):
+def test_live_report_requires_a_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass the folder of a run"), serve(tmp_path / "none"):
         pass

@@ -25,14 +25,14 @@ def test_bins_tile_the_steps_evenly(num_steps):
     assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
 
 
-def test_bin_means_skip_what_is_not_finite():
+def test_bin_means_skip_nonfinite_values():
     values = np.array([1.0, np.nan, 3.0, np.nan, np.inf, 5.0, 6.0])
     starts = np.array([0, 3, 5])
     expected = [2.0, np.nan, 5.5]
     np.testing.assert_array_equal(plots.bin_means(values, starts), expected)
 
 
-def test_the_line_of_a_long_run_has_at_most_max_points():
+def test_line_of_a_long_run_has_at_most_max_points():
     for num_steps in (3, 10_000):
         svg = plots.draw(plots.REWARD, history(num_steps, reward__mean=np.linspace(0, 1, num_steps)))
         line = re.search(r'<g id="line2d_\d+">\s*<path d="([^"]*)"[^>]*var\(--series-1\)', svg)
@@ -41,8 +41,8 @@ def test_the_line_of_a_long_run_has_at_most_max_points():
         assert 2 <= num_points <= plots.MAX_POINTS
 
 
-def test_a_spike_in_a_long_run_stays_visible():
-    """The mean of a bin hides it, the shade does not: the axis reaches it."""
+def test_spike_in_a_long_run_stays_visible():
+    """The mean of its bin hides the spike, but the shaded area and the axis include it."""
     values = np.ones(10_000)
     values[5000] = 200.0
     chart = plots.Chart("Gradient norm", "", (("policy/grad_norm", "norm"),))
@@ -64,7 +64,7 @@ def test_one_step_draws_every_chart():
     ElementTree.fromstring(plots.draw_phases(single))
 
 
-def test_nothing_to_draw():
+def test_draw_returns_none_without_values():
     assert plots.draw(plots.REWARD, history(0)) is None
     assert plots.draw(plots.REWARD, history(2, reward__mean=[np.nan, np.nan])) is None
     assert plots.draw_phases(history(0)) is None
@@ -72,41 +72,41 @@ def test_nothing_to_draw():
 
 
 def heights(svg):
-    """The height of each stacked part, in units of the drawing, by the name of its colour."""
-    found = {}
+    """Return the height of each stacked part in SVG units, by colour name."""
+    heights_by_colour = {}
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         colour = re.search(r"fill: var\((--series-\d)\)", path.get("style", ""))
         ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d"))]
         if colour and path.get("clip-path"):
-            found[colour[1]] = max(ys) - min(ys)
-    return found
+            heights_by_colour[colour[1]] = max(ys) - min(ys)
+    return heights_by_colour
 
 
 def test_phases_are_stacked_up_to_the_step_time():
-    """The phases rollout, train and refit explain 9 of 10 s: the rest is named other."""
+    """Rollout, train and refit take 9 of 10 s. The remaining second is shown as other."""
     times = {"time__rollout": [4.0], "time__train": [3.0], "time__refit": [2.0], "time__step": [10.0]}
-    found = heights(plots.draw_phases(history(1, **times)))
-    assert found.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
-    unit = found["--series-1"] / 4
+    drawn = heights(plots.draw_phases(history(1, **times)))
+    assert drawn.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
+    unit = drawn["--series-1"] / 4
     reference = {"--series-2": 0.0, "--series-3": 3.0, "--series-4": 2.0, "--series-5": 1.0}
     for colour, seconds in reference.items():
-        assert found[colour] / unit == pytest.approx(seconds, abs=1e-3)
+        assert drawn[colour] / unit == pytest.approx(seconds, abs=1e-3)
 
 
-def test_ages_are_stacked_and_the_oldest_are_one_part():
+def test_staleness_is_stacked_with_one_part_for_the_oldest():
     shares = [0.5, 0.25, 0.0, 0.0, 0.05, 0.0, 0.0, 0.2]
     svg = plots.draw_ages(
         history(1, **{f"weights__staleness_{age}_share": [share] for age, share in enumerate(shares)})
     )
-    found = heights(svg)
-    unit = found["--series-1"] / 0.5
+    drawn = heights(svg)
+    unit = drawn["--series-1"] / 0.5
     reference = {"--series-1": 0.5, "--series-2": 0.25, "--series-3": 0.0, "--series-4": 0.0, "--series-5": 0.25}
-    assert {colour: height / unit for colour, height in found.items()} == pytest.approx(reference, abs=1e-3)
-    assert "4 and more" in svg
+    assert {colour: height / unit for colour, height in drawn.items()} == pytest.approx(reference, abs=1e-3)
+    assert "4 or more" in svg
     assert plots.draw_ages(history(1, weights__staleness_max=[1.0])) is None
 
 
-def test_charts_are_reproducible_and_use_the_colours_of_the_page():
+def test_charts_are_deterministic_and_use_css_variables():
     columns = history(3, reward__mean=[0.1, 0.2, 0.3], reward__std=[0.1, 0.1, 0.1])
     svg = plots.draw(plots.REWARD, columns)
     assert svg == plots.draw(plots.REWARD, columns)
@@ -114,18 +114,18 @@ def test_charts_are_reproducible_and_use_the_colours_of_the_page():
     assert "var(--series-1)" in svg and "var(--muted)" in svg
 
 
-def test_drawing_leaves_the_settings_of_matplotlib_alone():
+def test_drawing_does_not_change_matplotlib_settings():
     before = dict(matplotlib.rcParams)
     plots.draw(plots.REWARD, history(1, reward__mean=[0.5]))
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_title_is_escaped():
+def test_title_is_escaped():
     chart = plots.Chart('<b>"', "", (("a", "a"),))
     assert ElementTree.fromstring(plots.draw(chart, history(1, a=[1.0]))).get("aria-label") == '<b>"'
 
 
-def test_log_axis_only_for_positive_values():
+def test_log_axis_requires_positive_values():
     chart = plots.Chart("x", "", (("a", "a"),), log=True)
     logarithmic = plots.draw(chart, history(2, a=[1e-6, 1e-2]))
     linear = plots.draw(chart, history(2, a=[0.0, 1e-2]))

@@ -14,7 +14,7 @@ RESOURCES = Path(report.__file__).parent
 
 
 class Page(HTMLParser):
-    """Elements and their attributes, and the text by the id of the element that it is in."""
+    """The elements of a page with their attributes, and its text by the id of the enclosing element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ def embedded_rollouts(text):
     return json.loads(Page(text).texts["rollouts"])
 
 
-def test_summary(tmp_path):
+def test_summary_shows_the_final_values(tmp_path):
     summary = Page(write(make_run(tmp_path, 5, target=5))).texts["summary"]
     for shown in ("0.100 → 0.400", "5 of 5", "25s", "3,000", "1.25 GB", "5.0e-06"):
         assert shown in summary
 
 
-def test_reward_comes_first_and_other_metrics_are_drawn_too(tmp_path):
+def test_reward_chart_is_first_and_other_metrics_follow(tmp_path):
     page = Page(write(make_run(tmp_path, 3)))
     titles = [attributes["aria-label"] for attributes in page.all("svg")]
     assert titles[0] == "Reward"
@@ -91,7 +91,7 @@ def test_reward_comes_first_and_other_metrics_are_drawn_too(tmp_path):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 10_000])
-def test_any_length(tmp_path, num_steps):
+def test_report_supports_any_number_of_steps(tmp_path, num_steps):
     text = write(make_run(tmp_path, num_steps, target=num_steps or 1))
     page = Page(text)
     assert len(text) < 2_000_000
@@ -100,17 +100,17 @@ def test_any_length(tmp_path, num_steps):
     assert ("10000 steps are drawn as 400 points" in text) == (num_steps == 10_000)
 
 
-def test_notes_say_what_is_missing(tmp_path):
+def test_notes_list_missing_and_nonfinite_data(tmp_path):
     nonfinite = '"policy/loss": null, "nonfinite": ["policy/loss"]'
     tail = f'{{"step": 4, {nonfinite}, "policy/skipped_updates": 2.0}}\n{{"step": 5, "rew'
     notes = Page(write(make_run(tmp_path, 3, tail=tail))).texts["notes"]
     assert "The run has reached step 4 of 14." in notes
-    assert "metrics.jsonl: line 5 could not be read" in notes
+    assert "metrics.jsonl: skipped line 5, which could not be parsed" in notes
     assert "policy/loss was NaN or infinite at step 4." in notes
-    assert "policy/skipped_updates: 2 updates were skipped, since their gradient was NaN or infinite." in notes
+    assert "policy/skipped_updates: 2 updates were skipped because their gradient was NaN or infinite." in notes
 
 
-def test_a_complete_run_has_no_notes(tmp_path):
+def test_complete_run_has_no_notes(tmp_path):
     assert '<ul id="notes"></ul>' in write(make_run(tmp_path, 3, target=3))
 
 
@@ -127,25 +127,25 @@ def test_rollouts_are_embedded(tmp_path):
     assert "All 2 samples of the run" in text
 
 
-def test_what_the_viewer_leaves_out_is_said(tmp_path):
+def test_rollout_note_describes_the_selection(tmp_path):
     many = [sample(reward=float(index)) for index in range(200)]
     rollouts = [(step, many if step == 1 else [sample()]) for step in range(1, 31)]
     text = write(make_run(tmp_path, 1, rollouts=rollouts))
-    assert "Holds 20 of 30 steps, evenly spaced, and 147 of the 219 samples of these steps" in text
+    assert "Shows 20 of 30 steps, evenly spaced, and 147 of the 219 samples of these steps" in text
 
 
-def test_markup_in_the_run_is_inert(tmp_path):
+def test_markup_in_run_data_is_escaped(tmp_path):
     attacked = sample(prompt=ATTACK, response=ATTACK, answer=ATTACK, failure=ATTACK)
     text = write(make_run(tmp_path, 1, rollouts=[(1, [attacked])]))
     page = Page(text)
     assert embedded_rollouts(text)[0]["samples"][0]["response"] == ATTACK
-    # Nothing in the data can open or close an element, whatever follows it.
+    # The data cannot open or close an element.
     data = re.search(r'id="rollouts">(.*?)</script>', text, flags=re.DOTALL)[1]
     assert not set("<>&") & set(data)
     assert page.all("img") == page.all("i") == page.all("b") == []
     assert page.all("script") == [{"type": "application/json", "id": "rollouts"}, {}]
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    # The script that shows the rollouts makes text of them, never markup.
+    # The script inserts rollouts as text, never as markup.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval", read("page.js"))
 
 
@@ -153,8 +153,7 @@ def read(name):
     return (RESOURCES / name).read_text(encoding="utf-8")
 
 
-def test_only_the_script_of_the_page_may_run(tmp_path):
-    """The content security policy names the hash of exactly the embedded script."""
+def test_security_policy_allows_only_the_embedded_script(tmp_path):
     text = write(make_run(tmp_path, 1))
     script = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)[-1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -163,7 +162,7 @@ def test_only_the_script_of_the_page_may_run(tmp_path):
     assert f"script-src 'sha256-{digest}';" in policy
 
 
-def test_nothing_is_loaded_from_outside(tmp_path):
+def test_page_loads_no_external_resources(tmp_path):
     text = write(make_run(tmp_path, 3, rollouts=[(1, [sample()])]))
     for _, attributes in Page(text).elements:
         for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
@@ -171,22 +170,24 @@ def test_nothing_is_loaded_from_outside(tmp_path):
     assert not re.search(r"@import|url\((?!#)", text)
 
 
-def test_the_same_run_gives_the_same_report(tmp_path):
+def test_report_is_deterministic(tmp_path):
     folder = make_run(tmp_path, 3, rollouts=[(1, [sample()])])
     assert write(folder) == write(folder)
 
 
-def test_text_that_utf8_cannot_carry(tmp_path):
+def test_lone_surrogates_are_replaced(tmp_path):
     text = write(make_run(tmp_path, 1, rollouts=[(1, [sample(response="a\ud800b\u0000")])]))
     assert embedded_rollouts(text)[0]["samples"][0]["response"] == "a?b\u0000"
 
 
-def test_a_run_that_died_at_once_has_a_report(tmp_path):
+def test_run_without_metrics_has_a_report(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"name": "early"}))
     assert "No step has finished" in write(tmp_path)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no metrics.jsonl or manifest.json here; give the folder of a run"):
+def test_report_requires_a_run_folder(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"not a run folder \(no metrics.jsonl or manifest.json\). Fix: pass the folder of a run."
+    ):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,7 @@ def test_spread_is_even_and_keeps_both_ends(size, limit):
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_best_first_failed_last(tmp_path):
+def test_samples_are_sorted_by_reward_with_failed_ones_last(tmp_path):
     path = write_step(tmp_path, 1, [sample(0.0), sample(None, failure="timeout"), sample(1.0), sample(-1.0)])
     (step,) = read_rollouts({1: path}).steps
     assert [entry["reward"] for entry in step.samples] == [1.0, 0.0, -1.0, None]
@@ -49,28 +49,28 @@ def test_steps_and_samples_are_capped(tmp_path):
         assert step.num_samples == len(samples)
 
 
-def test_long_texts_lose_their_middle(tmp_path):
+def test_middle_of_long_texts_is_omitted(tmp_path):
     text = "b" + "x" * MAX_CHARACTERS + "e"
     (step,) = read_rollouts({1: write_step(tmp_path, 1, [sample(1.0, response=text, prompt="short")])}).steps
     shown = step.samples[0]["response"]
     assert shown[0] == "b" and shown[-1] == "e"
-    assert "… 2 characters left out …" in shown
+    assert "… 2 characters omitted …" in shown
     assert shown.count("x") == MAX_CHARACTERS - 2
     assert step.samples[0]["prompt"] == "short"
 
 
-def test_a_line_cut_by_a_crash_is_counted(tmp_path):
+def test_partial_line_is_counted_as_unreadable(tmp_path):
     (step,) = read_rollouts({1: write_step(tmp_path, 1, [sample(1.0)], tail='{"step": 1, "resp')}).steps
     assert (len(step.samples), step.num_samples, step.unreadable) == (1, 1, 1)
 
 
-def test_a_nan_reward_is_no_reward(tmp_path):
+def test_nan_reward_becomes_none(tmp_path):
     (step,) = read_rollouts({1: write_step(tmp_path, 1, [sample(float("nan")), sample(0.0)])}).steps
     assert [entry["reward"] for entry in step.samples] == [0.0, None]
 
 
-def test_log_probs_are_shown_by_their_mean(tmp_path):
-    """One that is not finite has no mean, and a file of an earlier megarl has none."""
+def test_samples_have_the_mean_log_prob(tmp_path):
+    """The mean is None if a log-prob is not finite or the field is missing."""
     samples = [
         sample(3.0, rollout_logprobs=[-1.0, -2.0], advantage=0.5),
         sample(2.0, rollout_logprobs=[float("-inf")], advantage=None),

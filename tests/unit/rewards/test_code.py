@@ -10,9 +10,9 @@ import pytest
 from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
 from megarl.sandbox.unsafe import Unsafe
 from tests.sandboxes import limits
-from tests.timing import HANG_S
+from tests.timing import HANG_S, WAIT_S
 
-PROVIDER = Unsafe(limits(wall_s=5.0))
+PROVIDER = Unsafe(limits(wall_s=float(WAIT_S)))
 
 
 def fenced(program: str) -> str:

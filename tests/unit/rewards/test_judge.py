@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments.child import answer
+from megarl.environments.child import call
 from megarl.rewards.judge import Order, Verdict, comparisons, verdicts
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
@@ -23,7 +23,7 @@ def longer(prompt: str, first: str, second: str, answer: str) -> bool | float:
 
 def judged(judge: Callable, samples: Sequence[Sample], order: Order = "both") -> dict[str, Verdict]:
     pairs = comparisons(samples, order, seed=0)
-    return verdicts(samples, [(item, Result(**answer(judge, item.arguments))) for item in pairs])
+    return verdicts(samples, [(item, Result(**call(judge, item.arguments))) for item in pairs])
 
 
 @pytest.mark.parametrize("order", ["both", "seeded"])

@@ -1,4 +1,4 @@
-"""What is known of a run before anything is loaded."""
+"""Tests of the checks before models and data are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.run.test_resume import PROMPTS, config, save, start
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """The folder of runs, where a is finished after its third step."""
+    """The parent folder of run `a`, which is finished after step 3."""
     settings = config(tmp_path, "run.steps=3")
     run = start(settings, PROMPTS)
     save(run, settings, 3)
@@ -26,7 +26,7 @@ def finished(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_finished_run_has_nothing_left_to_do(finished: Path) -> None:
+def test_finished_run_is_reported(finished: Path) -> None:
     assert check_beginning(config(finished, "run.steps=3", "resume=auto")) == f"{finished}/a: already at step 3 of 3"
     assert check_beginning(config(finished, "run.steps=4", "resume=auto")) is None
 
@@ -38,12 +38,12 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path) -> None:
         ("run.steps=2", r"^run.steps=2: .*/a has 3 steps done; set run.steps to at least 3"),
     ],
 )
-def test_a_finished_run_of_another_recipe_is_not_this_one(finished: Path, override: str, problem: str) -> None:
+def test_finished_run_of_another_recipe_raises(finished: Path, override: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         check_beginning(config(finished, "run.steps=3", "resume=auto", override))
 
 
-def test_a_finished_run_whose_model_was_moved_is_finished(tmp_path: Path) -> None:
+def test_finished_run_with_a_moved_model_is_finished(tmp_path: Path) -> None:
     models = {name: tmp_path / name for name in ("there", "here", "other")}
     for name, folder in models.items():
         folder.mkdir()
@@ -59,7 +59,7 @@ def test_a_finished_run_whose_model_was_moved_is_finished(tmp_path: Path) -> Non
         check_beginning(config(runs, "resume=auto", paths["other"]))
 
 
-def test_a_name_that_is_taken_is_refused_and_a_run_that_is_under_way_goes_on(tmp_path: Path) -> None:
+def test_taken_name_raises_unless_the_run_is_resumed(tmp_path: Path) -> None:
     assert check_beginning(config(tmp_path)) is None
     save(start(config(tmp_path), PROMPTS), config(tmp_path), 2)
     assert check_beginning(config(tmp_path, "resume=auto")) is None
@@ -67,11 +67,13 @@ def test_a_name_that_is_taken_is_refused_and_a_run_that_is_under_way_goes_on(tmp
     newest = tmp_path / "latest" / "checkpoints" / "step_000002"
     assert check_beginning(config(tmp_path, f"resume={newest}")) is None
     for resume in ("never", tmp_path / "b" / "checkpoints" / "step_000002"):
-        with pytest.raises(UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or run.replace=true"):
+        with pytest.raises(
+            UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or set run.replace=true"
+        ):
             check_beginning(config(tmp_path, f"resume={resume}"))
 
 
-def test_the_command_says_so_with_nothing_heavy_loaded(finished: Path) -> None:
+def test_command_reports_it_without_heavy_imports(finished: Path) -> None:
     code = """if True:
         import sys
         from megarl.cli import main
@@ -89,6 +91,6 @@ def test_the_command_says_so_with_nothing_heavy_loaded(finished: Path) -> None:
         )
         assert (done.returncode, done.stdout) == expected
     assert done.stderr.startswith(
-        f"megarl: error: run.name=a: {finished}/a has 4 steps of an earlier run; set resume=auto"
+        f"megarl: error: run.name=a: {finished}/a already contains 4 steps of an earlier run. Fix: set resume=auto"
     )
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever happens, the one that is pointed to is whole, or the damage is named."""
+"""Tests of checkpoints on disk: the latest one is complete after any crash, and damage is reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def test_a_checkpoint_is_read_as_it_was_saved(checkpoints: Checkpoints) -> None:
+def test_opened_checkpoint_equals_the_saved_one(checkpoints: Checkpoints) -> None:
     assert checkpoints.latest() is None
     saved = save(checkpoints, 20)
     assert checkpoints.latest() == saved.path == checkpoints.path / "step_000020"
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_read_as_it_was_saved(checkpoints: Checkpoints) -> None:
     assert names(checkpoints) == ["latest", "step_000020"]
 
 
-def test_checksums_are_those_of_sha256sum(checkpoints: Checkpoints) -> None:
+def test_checksums_are_sha256(checkpoints: Checkpoints) -> None:
     folder = checkpoints.begin(1)
     (folder / "file").write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
@@ -90,20 +90,20 @@ def flip(file: Path) -> None:
         (flip, "manifest.json", "manifest.json is damaged"),
     ],
 )
-def test_damage_is_named_with_the_checkpoint_before(checkpoints, damage, name, problem) -> None:
+def test_damage_is_reported_with_the_previous_checkpoint(checkpoints, damage, name, problem) -> None:
     latest = save(checkpoints, 10, 20, 30).path
     damage(latest / name)
     if problem.startswith("manifest.json is damaged") and damage is truncate:
-        damage(latest / name)  # the first byte that is lost is the newline at the end
+        damage(latest / name)  # the first lost byte is the trailing newline
     remedy = f"Fix: resume from the previous checkpoint with resume={checkpoints.path}/step_000020"
     with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*[.] {re.escape(remedy)}$"):
         opened = Checkpoint.open(latest)
         opened.verify(opened.files)
-    before = Checkpoint.open(checkpoints.path / "step_000020")
-    before.verify(before.files)
+    previous = Checkpoint.open(checkpoints.path / "step_000020")
+    previous.verify(previous.files)
 
 
-def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) -> None:
+def test_changed_state_is_detected(checkpoints: Checkpoints) -> None:
     manifest = save(checkpoints, 1).path / "manifest.json"
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
@@ -112,7 +112,7 @@ def test_every_changed_byte_of_the_state_is_noticed(checkpoints: Checkpoints) ->
         Checkpoint.open(manifest.parent)
 
 
-def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+def test_keep_retains_the_newest(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, 10, 15, 20)
     assert len(checkpoints) == 4
     checkpoints.keep(2)
@@ -122,23 +122,23 @@ def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
     assert names(checkpoints) == ["latest", "step_000020"]
 
 
-def test_the_one_that_is_pointed_to_is_never_removed(checkpoints: Checkpoints) -> None:
+def test_keep_retains_the_latest_pointer(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, 10, 15)
     checkpoints.point_to(checkpoints.path / "step_000005")
     checkpoints.keep(1)
     assert (checkpoints.path / "step_000005").exists()
 
 
-def test_going_back_discards_what_came_after(checkpoints: Checkpoints) -> None:
+def test_go_back_to_removes_later_checkpoints(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, 10, 15)
     checkpoints.go_back_to(10)
     assert names(checkpoints) == ["latest", "step_000005", "step_000010"]
     assert checkpoints.latest() == checkpoints.path / "step_000010"
 
 
-def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
-    before = save(checkpoints, 20, 30).path.with_name("step_000020")
-    shutil.copytree(before, before.with_name("step_000020.keep"))
+def test_folders_with_other_names_are_ignored(checkpoints: Checkpoints) -> None:
+    earlier = save(checkpoints, 20, 30).path.with_name("step_000020")
+    shutil.copytree(earlier, earlier.with_name("step_000020.keep"))
     (checkpoints.path / "step_25").mkdir()
     latest = save(checkpoints, 40)
     checkpoints.keep(1)
@@ -146,7 +146,7 @@ def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
     remove(latest.path / "manifest.json")
     with pytest.raises(ValueError, match="There is no earlier checkpoint"):
         Checkpoint.open(latest.path)
-    kept = before.with_name("step_000020.keep")
+    kept = earlier.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
     with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] There is no earlier"):
@@ -154,11 +154,11 @@ def test_other_names_are_somebody_elses(checkpoints: Checkpoints) -> None:
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: no `except Exception` of the program may see it."""
+    """Simulates a killed process. It is a BaseException, so that no `except Exception` catches it."""
 
 
-def operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Kills the process, in effect, after `limit` changes of the file system."""
+def limit_operations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Raise Killed after `limit` changes of the file system."""
     left = limit
 
     def counted(inner):
@@ -173,18 +173,18 @@ def operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, limit:
 
     for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "write_bytes"), (os, "fsync")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
-    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # one for each file that rmtree removes
+    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # once per file that rmtree removes
     monkeypatch.setattr(os, "rmdir", counted(os.rmdir))
 
 
-def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_latest_is_complete_after_a_kill_at_any_operation(tmp_path: Path) -> None:
     original = Checkpoints(tmp_path / "original")
     save(original, 10, 20)
     for limit in range(200):
         checkpoints = Checkpoints(tmp_path / "copy")
         shutil.copytree(original.path, checkpoints.path)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            operations(checkpoints, monkeypatch, limit)
+            limit_operations(monkeypatch, limit)
             try:
                 save(checkpoints, 30)
                 checkpoints.keep(2)
@@ -197,7 +197,7 @@ def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tm
         checkpoints.sweep()
         checkpoints.go_back_to(opened.step)
         assert not [name for name in names(checkpoints) if name.startswith(".")]
-        # The next attempt saves the same step again, whatever was left.
+        # The next attempt can save the same step again.
         if opened.step == 20:
             assert save(checkpoints, 30).step == 30
             checkpoints.keep(2)
@@ -207,7 +207,7 @@ def test_killed_after_any_change_of_the_disk_the_last_or_the_new_one_is_whole(tm
     assert finished and limit > 15
 
 
-def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkpoints, monkeypatch) -> None:
+def test_files_are_synced_before_rename_and_pointer_update(checkpoints, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
 
     def recording(kind: str, inner, name):
@@ -228,21 +228,21 @@ def test_everything_is_on_the_disk_before_it_has_a_name_and_is_pointed_to(checkp
     save(checkpoints, 10)
     hidden = ".step_000010"
     files = [f"{hidden}/actor/__0_0.distcp", f"{hidden}/actor/__1_0.distcp", f"{hidden}/actor/.metadata"]
-    before = {*files, f"{hidden}/manifest.json", f"{hidden}/actor", hidden}
+    synced = {*files, f"{hidden}/manifest.json", f"{hidden}/actor", hidden}
     named, pointed = events.index(("name", "step_000010")), events.index(("name", "latest"))
-    assert {path for kind, path in events[:named] if kind == "sync"} == before
+    assert {path for kind, path in events[:named] if kind == "sync"} == synced
     assert events[named + 1 : pointed] == [("sync", "."), ("sync", ".latest")]
     assert events[pointed + 1 :] == [("sync", ".")]
 
 
-def test_a_leftover_without_a_name_is_removed_by_the_next(checkpoints: Checkpoints) -> None:
+def test_incomplete_checkpoint_is_removed_by_the_next_save(checkpoints: Checkpoints) -> None:
     write(checkpoints, 10)
     assert names(checkpoints) == [".step_000010"]
     save(checkpoints, 20)
     assert names(checkpoints) == ["latest", "step_000020"]
 
 
-def test_notes_of_the_ranks_are_not_part_of_a_checkpoint(checkpoints: Checkpoints) -> None:
+def test_rank_notes_are_not_part_of_a_checkpoint(checkpoints: Checkpoints) -> None:
     files = write(checkpoints, 10)
     hidden, [shared, *by_rank] = checkpoints.path / ".step_000010", sorted(files, key=lambda record: record.path)
     for rank, record in enumerate(by_rank):
@@ -253,7 +253,7 @@ def test_notes_of_the_ranks_are_not_part_of_a_checkpoint(checkpoints: Checkpoint
     assert {f"actor/{file.name}" for file in (saved.path / "actor").iterdir()} == {record.path for record in files}
 
 
-def test_a_file_that_was_not_written_is_no_checkpoint(checkpoints: Checkpoints) -> None:
+def test_commit_with_a_missing_file_raises(checkpoints: Checkpoints) -> None:
     files = write(checkpoints, 10)
     (checkpoints.path / ".step_000010" / "actor" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata is missing"):
@@ -261,7 +261,7 @@ def test_a_file_that_was_not_written_is_no_checkpoint(checkpoints: Checkpoints) 
     assert checkpoints.latest() is None
 
 
-def test_a_full_disk_is_refused_with_the_arithmetic(checkpoints: Checkpoints, monkeypatch) -> None:
+def test_full_disk_raises_with_the_arithmetic(checkpoints: Checkpoints, monkeypatch) -> None:
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 5 * 10**9, 5 * 10**9)
     )
@@ -269,7 +269,7 @@ def test_a_full_disk_is_refused_with_the_arithmetic(checkpoints: Checkpoints, mo
     with pytest.raises(ValueError) as error:
         checkpoints.require_space(2 * 10**9, keep=2, number=3)
     assert str(error.value) == (
-        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (one "
-        "is written before the oldest is removed); free some there, lower checkpoint.keep, or set "
-        "checkpoint.every_steps=null and checkpoint.on_signal=false"
+        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (a "
+        "new one is written before the oldest is removed). Fix: free disk space, lower checkpoint.keep, or set "
+        "checkpoint.every_steps=null and checkpoint.on_signal=false."
     )

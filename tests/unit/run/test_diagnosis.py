@@ -1,4 +1,4 @@
-"""The comparison of sides stage by stage, and what `megarl diagnose` says of a run that it cannot take."""
+"""Tests of the stage-by-stage comparison and of the errors of `megarl diagnose`."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ def outputs(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def broken_from(stage: str) -> dict[str, np.ndarray]:
-    """One token is a tenth away from there on."""
-    found = outputs()
-    for name in list(found)[list(found).index(stage) :]:
-        found[name][3] *= 1.1
-    return found
+    """Return outputs in which one token is scaled by 1.1 from `stage` on."""
+    broken = outputs()
+    for name in list(broken)[list(broken).index(stage) :]:
+        broken[name][3] *= 1.1
+    return broken
 
 
-def test_a_difference_is_of_the_token_that_is_furthest_away() -> None:
+def test_difference_is_the_maximum_over_tokens() -> None:
     a, b = outputs()["layer 0"], broken_from("layer 0")["layer 0"]
     assert difference("layer 0", b, a) == pytest.approx(0.1, rel=1e-5)
     assert difference("log-probs", np.float32([-1, -2]), np.float32([-1, -2.5, -9])) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("odd", "apart"), [("trainer", "1.0e-01"), ("engine", "9.1e-02")])
-def test_the_first_stage_that_differs_is_named_with_its_side(odd: str, apart: str) -> None:
-    """The difference is relative to the engine's values, a tenth larger if it is the odd one."""
+@pytest.mark.parametrize(("odd", "expected"), [("trainer", "1.0e-01"), ("engine", "9.1e-02")])
+def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str) -> None:
+    """The difference is relative to the engine's values, which are 1.1 times larger if the engine is odd."""
     sides = dict.fromkeys(("trainer", "engine", "plain"), outputs()) | {odd: broken_from("layer 1")}
     stages = compare(sides, "float32")
-    found = first_different(stages)
-    assert (found.name, found.odd) == ("layer 1", odd)
-    assert verdict(stages).startswith(f"layer 1 is the first that differs: trainer and engine are {apart} apart")
-    assert verdict(stages).endswith(f"look at the {odd}'s")
+    first = first_different(stages)
+    assert (first.name, first.odd) == ("layer 1", odd)
+    assert verdict(stages).startswith(
+        f"layer 1 is the first stage that differs: trainer and engine differ by {expected}"
+    )
+    assert verdict(stages).endswith(f"inspect this stage in the {odd}")
     assert [row.endswith("<") for row in table(stages).splitlines()] == [False, False, False, True, True, True]
 
 
-def test_sides_that_agree_are_told_so() -> None:
+def test_equal_sides_agree() -> None:
     stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), "float32")
     assert first_different(stages) is None and verdict(stages).startswith("trainer and engine agree")
 
 
-def test_values_that_are_no_numbers_differ() -> None:
-    nothing = {name: np.full_like(values, np.nan) for name, values in outputs().items()}
-    stages = compare({"trainer": outputs(), "engine": nothing, "plain": outputs()}, "float32")
+def test_nan_outputs_differ() -> None:
+    nan_outputs = {name: np.full_like(values, np.nan) for name, values in outputs().items()}
+    stages = compare({"trainer": outputs(), "engine": nan_outputs, "plain": outputs()}, "float32")
     assert first_different(stages).name == "embedding"
 
 
@@ -72,36 +74,36 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_first_sample_with_token_ids_is_taken(run: Path) -> None:
-    found = find_rollout(run, None, None)
-    assert (found.step, found.sample_id) == (3, "3.0.1") and found.token_ids[:3] == [1, 2, 3]
-    assert len(found.token_ids) == 512
-    assert find_rollout(run, 3, "3.0.1") == found
+def test_find_rollout_takes_the_first_sample_with_token_ids(run: Path) -> None:
+    rollout = find_rollout(run, None, None)
+    assert (rollout.step, rollout.sample_id) == (3, "3.0.1") and rollout.token_ids[:3] == [1, 2, 3]
+    assert len(rollout.token_ids) == 512
+    assert find_rollout(run, 3, "3.0.1") == rollout
 
 
 @pytest.mark.parametrize(
     ("step", "sample", "message"),
     [
-        (2, None, "--step 2: .* has the rollouts of the steps 1 to 3"),
-        (3, "3.9.9", "--sample 3.9.9: step 3 has no such sample"),
-        (3, "3.0.0", "sample 3.0.0 lacks token ids, which run.token_samples of a step's samples have"),
+        (2, None, "--step 2: .* has rollouts of steps 1 to 3"),
+        (3, "3.9.9", "--sample 3.9.9: not in step 3. Fix: choose a sample_id from"),
+        (3, "3.0.0", "sample 3.0.0 lacks token ids, which are saved for run.token_samples samples per step"),
         (1, None, "no sample has token ids"),
     ],
 )
-def test_what_is_not_there_is_told_in_a_line(run: Path, step, sample, message: str) -> None:
+def test_missing_rollout_raises_a_one_line_error(run: Path, step, sample, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         find_rollout(run, step, sample)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_no_run_or_no_model_is_told(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a run, as it has no config\.resolved\.yaml"):
+def test_folders_without_a_run_or_model_raise(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a run folder \(no config\.resolved\.yaml\)"):
         read_config(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"--model .*: no Hugging Face folder"):
+    with pytest.raises(UserError, match=r"--model .*: not a Hugging Face model folder"):
         find_weights(run, read_config(run), tmp_path / "elsewhere")
 
 
-def test_one_rank_computes_the_whole_model_without_adapters(run: Path) -> None:
+def test_single_rank_config_has_no_adapters(run: Path) -> None:
     config = on_one_rank(read_config(run), 512)
     assert config.actor.layout.world_size == config.num_ranks["rollout"] == 1
     assert config.actor.adapters is None and config.rollout.vllm_overrides == {"load_format": "auto"}

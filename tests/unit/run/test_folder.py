@@ -31,7 +31,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_new_run(config):
+def test_create_makes_folder_and_latest_link(config):
     folder = RunFolder.create(config)
     root = Path(config.run.folder)
     assert folder.path == root / "first"
@@ -47,8 +47,8 @@ def test_a_new_run(config):
     assert sorted(entry.name for entry in root.iterdir()) == ["first", "latest"]
 
 
-def test_the_folder_of_a_job_stays_where_the_job_works(config):
-    """A folder that has only the job's is free; steps before the first checkpoint are lost with their attempt."""
+def test_folder_of_a_job_is_reused(config):
+    """A folder with only the job's subfolder is free. Steps before the first checkpoint are lost."""
     automatic = config.model_copy(update={"resume": "auto"})
     job = RunFolder.of(config).path / LAUNCH
     job.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_the_folder_of_a_job_stays_where_the_job_works(config):
     assert first.logs.is_dir()
 
 
-def test_earlier_runs_of_the_name_are_kept(config):
+def test_earlier_runs_of_the_same_name_are_kept(config):
     root = Path(config.run.folder)
     replacing = config.model_copy(update={"run": config.run.model_copy(update={"replace": True})})
     for number, moved in enumerate([None, root / "first.1", root / "first.2"]):
@@ -72,11 +72,11 @@ def test_earlier_runs_of_the_name_are_kept(config):
     assert (root / "latest").resolve() == root / "first"
 
 
-def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
+def test_reopen_keeps_data_up_to_the_checkpoint(config):
     folder = RunFolder.create(config)
     (folder.logs / "trainer-0.log").write_text("first")
     lines = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in (1, 2, 3)]
-    folder.metrics.write_text("".join(lines) + '{"step": 4, "rew')  # killed while it wrote
+    folder.metrics.write_text("".join(lines) + '{"step": 4, "rew')  # killed while writing
     for step in (1, 2, 3, 4):
         folder.rollouts(step).write_text(str(step))
     for name in ("step_000003.jsonl.bak", "step_3.jsonl", "notes"):
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
     assert (again.path, again.attempt, again.moved) == (folder.path, 2, None)
     assert again.metrics.read_text() == "".join(lines[:2])
     assert list(again.rollout_files()) == [1, 2]
-    assert again.model.exists()  # until there is another
+    assert again.model.exists()  # until it is exported again
     assert len(list((folder.path / "rollouts").iterdir())) == 2 + 3
     assert yaml.safe_load(again.config.read_text())["run"]["steps"] == 500
     manifest = json.loads(again.manifest.read_text())
@@ -104,17 +104,19 @@ def test_a_run_that_goes_on_keeps_what_it_had_by_then(config):
     assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
 
 
-def test_a_folder_that_is_no_runs_is_not_used(config):
+def test_folder_with_other_files_raises(config):
     path = Path(config.run.folder) / "first"
     path.mkdir(parents=True)
-    assert RunFolder.create(config).path == path  # an empty one
+    assert RunFolder.create(config).path == path  # an empty folder is free
     for name in ("config.resolved.yaml", "manifest.json"):
         (path / name).unlink()
-    with pytest.raises(ValueError, match=r"^run.name=first: .*/first has something else in it; set resume=auto"):
+    with pytest.raises(
+        ValueError, match=r"^run.name=first: .*/first already contains other files. Fix: set resume=auto"
+    ):
         RunFolder.create(config)
 
 
-def test_a_run_that_goes_on_is_no_longer_finished(config):
+def test_reopened_run_is_not_finished(config):
     folder = RunFolder.create(config)
     assert folder.finished_after is None
     folder.finish(3)
@@ -123,8 +125,8 @@ def test_a_run_that_goes_on_is_no_longer_finished(config):
     assert RunFolder.reopen(config, step=3).finished_after is None
 
 
-def test_a_manifest_is_whole_or_not_there(config, monkeypatch):
-    """A run that is killed while it begins does not stop the next one from reading it."""
+def test_manifest_is_written_atomically(config, monkeypatch):
+    """A run that is killed during startup leaves no partial manifest."""
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception, match="killed"):
         RunFolder.create(config)
@@ -132,13 +134,13 @@ def test_a_manifest_is_whole_or_not_there(config, monkeypatch):
     assert RunFolder.of(config).finished_after is None
 
 
-def test_a_run_that_goes_on_at_once_has_no_metrics(config):
+def test_run_reopened_at_step_zero_has_no_metrics(config):
     RunFolder.create(config)
     assert RunFolder.reopen(config, step=0).metrics.read_text() == ""
 
 
-def test_a_run_whose_logs_were_removed_goes_on(config):
-    """Logs are large, and people remove them."""
+def test_run_without_logs_can_be_reopened(config):
+    """Users delete logs because they are large."""
     folder = RunFolder.create(config)
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     for name in ("logs", "rollouts"):
@@ -149,7 +151,7 @@ def test_a_run_whose_logs_were_removed_goes_on(config):
     assert sorted(file.name for file in folder.logs.iterdir()) == ["config.resolved.yaml", "manifest.json"]
 
 
-def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):
+def test_new_model_replaces_the_earlier_one_once_complete(config):
     folder = RunFolder.create(config)
     with folder.new_model() as path:
         path.mkdir()
@@ -158,7 +160,7 @@ def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):
         path.mkdir()
         raise OSError("lost")
     assert (folder.model / "weights").read_text() == "first"
-    (folder.path / ".model" / "new").mkdir(parents=True)  # of a run that was killed
+    (folder.path / ".model" / "new").mkdir(parents=True)  # left by a killed run
     with folder.new_model() as path:
         assert not path.exists() and (folder.model / "weights").read_text() == "first"
         path.mkdir()
@@ -167,16 +169,16 @@ def test_a_new_model_takes_the_place_of_the_one_before_when_it_is_whole(config):
     assert not (folder.path / ".model").exists()
 
 
-def test_latest_follows_the_newest_run(config):
+def test_latest_points_to_the_newest_run(config):
     RunFolder.create(config)
     other = config.model_copy(update={"run": config.run.model_copy(update={"name": "second"})})
     folder = RunFolder.create(other)
     assert (Path(config.run.folder) / "latest").resolve() == folder.path
 
 
-def test_the_name_latest_is_refused(config):
+def test_name_latest_is_reserved(config):
     other = config.model_copy(update={"run": config.run.model_copy(update={"name": "latest"})})
-    with pytest.raises(ValueError, match=r"run.name=latest: .* choose another"):
+    with pytest.raises(ValueError, match=r"run.name=latest: reserved for .* choose another"):
         RunFolder.create(other)
     assert not Path(config.run.folder).exists()
 
@@ -187,7 +189,7 @@ def test_paths_are_absolute(config, tmp_path, monkeypatch):
     assert RunFolder.create(relative).path == tmp_path / "here" / "first"
 
 
-def test_manifest(config):
+def test_manifest_describes_models_data_versions_and_host(config):
     models = {"model.path": {"folder": "/models/tiny", "hash": "def456"}}
     manifest = json.loads(RunFolder.create(config, data_hash="abc123", models=models).manifest.read_text())
     assert manifest["models"] == models
@@ -202,13 +204,13 @@ def test_manifest(config):
     assert manifest["host"]["memory_gb"] == pytest.approx(physical / 1e9, rel=0.01)
 
 
-def test_a_missing_distribution_has_no_version(config, monkeypatch):
+def test_missing_distribution_has_no_version(config, monkeypatch):
     monkeypatch.setattr("megarl.run.folder.DISTRIBUTIONS", ("no-such-distribution",))
     manifest = json.loads(RunFolder.create(config).manifest.read_text())
     assert manifest["versions"]["no-such-distribution"] is None
 
 
-def test_git_state(tmp_path):
+def test_git_state_has_commit_and_dirty_flag(tmp_path):
     git(tmp_path, "init", "--quiet")
     assert _git_state(tmp_path) is None  # no commit yet
     (tmp_path / "file").write_text("one")
@@ -220,7 +222,7 @@ def test_git_state(tmp_path):
     assert _git_state(tmp_path) == {"commit": commit, "dirty": True}
     inner = tmp_path / "site-packages"
     inner.mkdir()
-    assert _git_state(inner) is None  # that checkout is not megarl's
+    assert _git_state(inner) is None  # the enclosing checkout is not megarl's
 
 
 def test_rollout_files_are_ordered_by_step(tmp_path):
@@ -235,7 +237,7 @@ def test_rollout_files_are_ordered_by_step(tmp_path):
     ]
 
 
-def test_an_evaluation_before_the_first_step_is_no_step_and_is_made_again(config):
+def test_evaluation_before_the_first_step_is_repeated(config):
     first = RunFolder.create(config)
     first.metrics.write_text('{"step": 0, "evaluation/a/avg@1": 0.5}\n')
     first.evaluation("a", 0).parent.mkdir(parents=True)
@@ -246,7 +248,7 @@ def test_an_evaluation_before_the_first_step_is_no_step_and_is_made_again(config
     assert again.metrics.read_text() == "" and again.evaluation_files() == {"a": {}}
 
 
-def test_evaluations_up_to_the_step_that_a_run_goes_on_after_stay(config):
+def test_reopen_keeps_evaluations_up_to_the_checkpoint(config):
     first = RunFolder.create(config)
     lines = [f'{{"step": {step}, "evaluation/a/avg@1": {step / 10}}}\n' for step in range(4)]
     first.metrics.write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""A run's folder is one process's, as long as that lives."""
+"""Tests of the exclusive lock of a run folder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def test_another_process_is_refused_with_who_has_it_until_that_is_killed(tmp_path: Path) -> None:
+def test_lock_names_its_holder_until_that_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
-        who = re.escape(f"{folder} is in use by process {holder.pid} on {platform.node()}; ")
+        message = re.escape(f"{folder} is in use by process {holder.pid} on {platform.node()}. Fix: ")
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"^run.name=a: {who}"), run_lock(folder):
+            with pytest.raises(ValueError, match=f"^run.name=a: {message}"), run_lock(folder):
                 pass
         with run_lock(folder.with_name("b")):
             holder.kill()
@@ -47,7 +47,7 @@ def test_another_process_is_refused_with_who_has_it_until_that_is_killed(tmp_pat
             pass
 
 
-def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_file_system_without_locks_causes_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:
     def fail(number: int) -> None:
         def flock(*_) -> None:
             raise OSError(number, os.strerror(number))
@@ -56,16 +56,17 @@ def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch, capsys) -> N
 
     fail(errno.ENOSYS)
     with run_lock(tmp_path / "a"):
-        assert capsys.readouterr().out.startswith(f"{tmp_path}/.a.lock: this disk has no locks (Function not impl")
+        expected = f"{tmp_path}/.a.lock: file locks are not supported here (Function not impl"
+        assert capsys.readouterr().out.startswith(expected)
     fail(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"), run_lock(tmp_path / "a"):
         pass
 
 
 @pytest.mark.parametrize(("folder", "why"), [("taken", "File exists"), ("taken/runs", "Not a directory")])
-def test_a_folder_in_which_no_file_can_be_made_is_named(tmp_path: Path, folder: str, why: str) -> None:
+def test_folder_that_is_not_writable_raises(tmp_path: Path, folder: str, why: str) -> None:
     (tmp_path / "taken").write_text("a file")
     place = tmp_path / folder
-    line = f"run.folder={place}: it cannot be written ({why}: {place}); set run.folder to a folder of yours"
+    line = f"run.folder={place}: not writable ({why}: {place}). Fix: set run.folder to a writable folder."
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"), run_lock(place / "a"):
         pass

@@ -39,7 +39,7 @@ def console_lines(*steps: tuple[int, dict], total: int = 14) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_run_on_offline_data_has_columns_of_its_own():
+def test_console_has_other_columns_for_offline_data():
     stream = io.StringIO()
     sink = ConsoleSink(3, stream, is_offline=True)
     sink.write(1, {"preference/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})
@@ -50,7 +50,7 @@ def test_a_run_on_offline_data_has_columns_of_its_own():
     assert second[2] == "2.5000" and second[5:8] == ["1.250", "–", "12,345"]
 
 
-def test_jsonl_is_readable_after_every_step(tmp_path):
+def test_jsonl_is_valid_after_every_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)
     for step in (1, 2):
@@ -61,7 +61,7 @@ def test_jsonl_is_readable_after_every_step(tmp_path):
         assert next(iter(strict_json(lines[-1]))) == "step"
 
 
-def test_jsonl_continues_an_existing_file(tmp_path):
+def test_jsonl_appends_to_an_existing_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
         JsonlSink(path).write(step, {})
@@ -69,14 +69,14 @@ def test_jsonl_continues_an_existing_file(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_jsonl_stays_json_with_nonfinite_values(tmp_path, value):
+def test_jsonl_writes_nonfinite_values_as_null(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
     JsonlSink(path).write(1, {"policy/loss": value, "reward/mean": 0.5})
     expected = {"step": 1, "policy/loss": None, "reward/mean": 0.5, "nonfinite": ["policy/loss"]}
     assert strict_json(path.read_text()) == expected
 
 
-def test_console_shows_every_quantity():
+def test_console_shows_all_columns():
     header, line = console_lines((3, STEP))
     shown = ["3/14", "5m41s", "0.123±0.333", "7.2", "12%", "0.812", "12.3", "1.2e-06", "512"]
     assert line.split() == [*shown, "12.1s", "18.0s", "0.4s", "6.92GB"]
@@ -97,7 +97,7 @@ def test_console_fits_100_columns_and_has_no_control_characters():
         assert line.isprintable()
 
 
-def test_console_shows_a_dash_for_what_is_missing():
+def test_console_shows_a_dash_for_missing_metrics():
     without = {name: value for name, value in STEP.items() if name not in ("policy/entropy", "time/step")}
     cells = console_lines((1, without))[1].split()
     assert cells[1] == "–"  # the ETA needs the time of a step
@@ -112,8 +112,8 @@ def test_console_prefers_pss_and_falls_back_to_rss():
     assert console_lines((1, rss_only))[1].endswith("9.50GB")
 
 
-def test_eta_follows_the_latest_steps():
-    """Two slow first steps leave the average of ten after ten quick ones."""
+def test_eta_uses_the_latest_steps():
+    """The two slow first steps leave the window of ten steps."""
     steps = [(step, {"time/step": 100.0 if step <= 2 else 1.0}) for step in range(1, 13)]
     lines = console_lines(*steps, total=22)
     assert lines[1].split()[1] == "35m00s"
@@ -138,5 +138,5 @@ def test_header_is_repeated():
         (math.nan, "–"),
     ],
 )
-def test_duration(seconds, shown):
+def test_duration_is_formatted_compactly(seconds, shown):
     assert duration(seconds) == shown

@@ -1,4 +1,4 @@
-"""Models whose paths lead elsewhere than when their run began."""
+"""Tests of model paths that resolve to another folder than at the start of their run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model of the run `before`, to which runs/latest leads."""
+    """The model of the run `before`, which runs/latest points to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
     monkeypatch.setattr("megarl.run.context.checkpoint_bytes", lambda *_: 0)
@@ -40,22 +40,22 @@ def recipe(*overrides: str) -> Config:
 
 
 def begin(given: Config) -> tuple[str, Mapping[str, str]]:
-    """Begins a run as `megarl train` does. Returns the path of its model, and where others lie."""
+    """Start a run as `megarl train` does. Return the path of its model and all model paths."""
     settings = find_model_paths(given)
     folders = ModelFolders(Path(settings.model.path), None, None, None)
     with RunContext.prepare(settings, folders, PROMPTS, model_paths(given)):
         return settings.model.path, model_paths(settings)
 
 
-def test_the_same_command_goes_on_after_the_link_has_moved_to_the_run(before: Path, capsys) -> None:
-    said = f"model.path={LATEST}: the run goes on with {before}, where this led when it began\n"
+def test_same_command_resumes_after_the_link_has_moved(before: Path, capsys) -> None:
+    message = f"model.path={LATEST}: uses {before}, to which it resolved when the run started\n"
     assert begin(recipe("resume=auto"))[0] == str(before)
     assert Path("runs/latest").resolve().name == "a"
-    assert said not in capsys.readouterr().out
+    assert message not in capsys.readouterr().out
     for _ in range(2):
         assert begin(recipe("resume=auto"))[0] == str(before)
-        assert said in capsys.readouterr().out
-    # By the command that an early end prints, then as at first; meanwhile another run has been made.
+        assert message in capsys.readouterr().out
+    # Resume with the command that an early end prints, then with the original one after another run was created.
     assert begin(config(Path("runs"), f"model.path={before}", "resume=auto"))[0] == str(before)
     model(Path("runs/other/model"))
     Path("runs/latest").unlink()
@@ -63,7 +63,7 @@ def test_the_same_command_goes_on_after_the_link_has_moved_to_the_run(before: Pa
     assert begin(recipe("resume=auto"))[0] == str(before)
 
 
-def test_a_link_leads_where_it_leads_for_another_run(before: Path) -> None:
+def test_other_runs_resolve_the_current_link(before: Path) -> None:
     begin(recipe())
     after = model(Path("runs/a/model"))
     assert find_model_paths(recipe("run.name=b", "resume=auto")).model.path == str(after.resolve())
@@ -72,7 +72,7 @@ def test_a_link_leads_where_it_leads_for_another_run(before: Path) -> None:
     assert find_model_paths(other).model.path == str(after.resolve())
 
 
-def test_a_folder_that_is_gone_is_not_gone_on_with(before: Path) -> None:
+def test_missing_earlier_folder_is_not_used(before: Path) -> None:
     begin(recipe())
     before.rename("elsewhere")
     assert find_model_paths(recipe("resume=auto")).model.path == LATEST

@@ -1,4 +1,4 @@
-"""The checks of a recipe before it runs, by `megarl check` and at the beginning of `megarl train`."""
+"""Tests of `megarl check`, whose checks `megarl train` runs at startup."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Commands run in this process."""
+    """Run commands in this process."""
     monkeypatch.setattr(supervisor, "supervised", lambda: nullcontext(tmp_path / "scratch"))
 
 
 def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> tuple[dict[str, str], str]:
-    """Returns the rows of stdout by their names, and stderr, of a `megarl check` that ends well and leaves nothing."""
+    """Run a successful `megarl check` that leaves no files or processes. Return the rows of stdout by name, and
+    stderr."""
     before = set(psutil.Process().children())
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
     with pytest.raises(SystemExit) as exit:
@@ -72,7 +73,7 @@ def functions(recipe: Path, *entries: str) -> str:
     return f"rewards.functions=[{', '.join(listed)}]"
 
 
-def test_what_the_checks_found_is_printed(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     rows, errors = check(
         recipe,
         tmp_path,
@@ -83,22 +84,22 @@ def test_what_the_checks_found_is_printed(recipe: Path, tmp_path: Path, capfd: p
     )
     assert errors == ""
     assert rows["model"] == f"{recipe.parent}/model"
-    assert rows["data"] == "8 prompts; the first: '0 + 0 =', answer '0'"
+    assert rows["data"] == "8 prompts; first: '0 + 0 =', answer '0'"
     file = f"{recipe.parent}/rewards.py"
-    assert (
-        rows["rewards"] == f"judge gives 0.5, {file}:length gives 1, {file}:turns gives 0.5 for the first row's answer"
-    )
+    assert rows["rewards"] == f"judge = 0.5, {file}:length = 1, {file}:turns = 0.5 for the first row's answer"
     assert rows["disk"].startswith("2 + 1 checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
 
 
-def test_functions_get_the_columns_of_the_row(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_reward_functions_receive_the_columns_of_the_row(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     data = tmp_path / "data" / "rows.jsonl"
     data.parent.mkdir()
     data.write_text('{"prompt": "1 + 1 =", "answer": "2", "answer_of_next": 7}\n' * 4)
     (tmp_path / "runs").mkdir()
     rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
-    assert errors == "" and ":number gives 7 for the first row's answer" in rows["rewards"]
+    assert errors == "" and ":number = 7 for the first row's answer" in rows["rewards"]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,13 @@ def test_functions_get_the_columns_of_the_row(recipe: Path, tmp_path: Path, capf
         ("hangs", f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1"),
     ],
 )
-def test_a_reward_that_fails_on_the_first_answer_is_a_warning(
+def test_reward_that_fails_on_the_first_answer_is_a_warning(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
 ) -> None:
     rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
-    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure}, whose response is the"
+    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure} (the trial used"
     assert errors.splitlines()[-1].startswith(warning)
-    assert rows["rewards"] == "nothing for the first row's answer"
+    assert rows["rewards"] == "none for the first row's answer"
 
 
 def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -142,13 +143,15 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
         return f"evaluation.sets=[{', '.join(items)}]"
 
     rows, errors = check(recipe, tmp_path, capfd, sets("text_game"))
-    assert rows["evaluation"] == "s0 of 3 prompts" and errors == ""
+    assert rows["evaluation"] == "s0 (3 prompts)" and errors == ""
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}"]
     sys.argv.append(sets("text_gam", "calculator, options: {hihg: 3}"))
     with pytest.raises(SystemExit):
         cli.main()
     first, second = capfd.readouterr().err.splitlines()
-    assert first.startswith("megarl: error: evaluation.sets: s0: environment.class: no environment 'text_gam'; did you")
+    assert first.startswith(
+        "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment; did you"
+    )
     assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: calculator has no such opt")
 
 
@@ -157,7 +160,7 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
     rows, errors = check(
         recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
     )
-    assert rows["evaluation"] == "a of 7 prompts"
+    assert rows["evaluation"] == "a (7 prompts)"
     assert errors.startswith(
         f"megarl: warning: evaluation.sets: a: rewards.functions: {recipe.parent}/rewards.py:nothing"
     )

@@ -1,4 +1,4 @@
-"""The place where a run begins, by the key `resume`."""
+"""Tests of the starting point of a run by the key `resume`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def config(root: Path, *overrides: str) -> Config:
 
 
 def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
-    """Writes what a run leaves after `step` with three prompts a step: the metrics of one step more, and a
-    checkpoint."""
+    """Write the checkpoint of `step` and the metrics of one further step, as a run with three prompts per step does."""
     while resume_point.state.step < step:
         resume_point.state.cursor.take(3)
         resume_point.state.average.add(1 / (resume_point.state.step + 3), decay=0.9)
@@ -59,7 +58,7 @@ def save(resume_point: ResumePoint, settings: Config, step: int) -> Path:
     return checkpoints.commit(step, state, [seal(weights, weights.parent)]).path
 
 
-def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
+def test_never_starts_over_and_keeps_the_earlier_folder(root: Path) -> None:
     first = start(config(root), PROMPTS)
     assert (first.state.step, first.checkpoint) == (0, None)
     save(first, config(root), 1)
@@ -67,8 +66,8 @@ def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
     with pytest.raises(UserError) as refused:
         start(config(root), PROMPTS)
     assert str(refused.value) == (
-        f"run.name=a: {root}/a has 2 steps of an earlier run; set resume=auto to go on with it, or another run.name, "
-        "or run.replace=true, which moves it aside"
+        f"run.name=a: {root}/a already contains 2 steps of an earlier run. Fix: set resume=auto to continue it, choose "
+        "another run.name, or set run.replace=true to move it aside."
     )
     assert sorted(root.rglob("*")) == before
     second = start(config(root, "run.replace=true"), PROMPTS)
@@ -76,7 +75,7 @@ def test_never_starts_anew_and_keeps_the_earlier_folder(root: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_start_that_failed_leaves_no_folder_aside(root: Path, resume: str) -> None:
+def test_folder_of_a_failed_start_is_reused(root: Path, resume: str) -> None:
     first = start(config(root), PROMPTS)
     (first.folder.logs / "engine-0.log").write_text("out of memory")
     second = start(config(root, f"resume={resume}", "run.seed=3"), PROMPTS)
@@ -85,23 +84,23 @@ def test_a_start_that_failed_leaves_no_folder_aside(root: Path, resume: str) -> 
     assert names(root) == ["a", "latest"]
 
 
-def test_auto_moves_steps_aside_of_which_nothing_was_saved(root: Path) -> None:
+def test_auto_moves_a_run_without_checkpoints_aside(root: Path) -> None:
     start(config(root), PROMPTS).folder.metrics.write_text('{"step": 1}\n')
     again = start(config(root, "resume=auto"), PROMPTS)
     assert (again.state.step, again.folder.moved) == (0, root / "a.1")
 
 
-def test_a_model_in_the_folder_is_not_moved_aside_with_it(root: Path) -> None:
+def test_model_inside_the_folder_is_not_moved_aside(root: Path) -> None:
     save(start(config(root), PROMPTS), config(root), 1)
     (root / "a" / "model").mkdir()
     with pytest.raises(
-        UserError, match=r"^model.path=.*/a/model: it lies in .*/a, .* move aside; set another run.name"
+        UserError, match=r"^model.path=.*/a/model: inside .*/a, .* move aside. Fix: choose another run.name"
     ):
         start(config(root, "run.replace=true", f"model.path={root}/a/model"), PROMPTS)
     assert names(root) == ["a", "latest"]
 
 
-def test_auto_goes_on_from_the_newest(root: Path) -> None:
+def test_auto_resumes_from_the_newest_checkpoint(root: Path) -> None:
     first = start(config(root, "resume=auto"), PROMPTS)
     assert first.describe() == "starts at the first step"
     save(first, config(root), 2)
@@ -110,7 +109,7 @@ def test_auto_goes_on_from_the_newest(root: Path) -> None:
 
     again = start(config(root, "resume=auto", "run.steps=300"), PROMPTS)
     assert (again.state.step, again.checkpoint.path) == (3, newest)
-    assert again.describe() == f"goes on after step 3, from {newest}"
+    assert again.describe() == f"resumes after step 3 from {newest}"
     assert (again.folder.path, again.folder.attempt) == (root / "a", 2)
     assert [json.loads(line)["step"] for line in again.folder.metrics.read_text().splitlines()] == [1, 2, 3]
     assert again.state.cursor.take(6) == expected
@@ -121,7 +120,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_a_killed_run_was_removing_is_removed(root: Path) -> None:
+def test_partially_removed_checkpoint_is_removed(root: Path) -> None:
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2)]
     saved[0].rename(saved[0].with_name(".step_000001.removed"))
@@ -129,16 +128,16 @@ def test_what_a_killed_run_was_removing_is_removed(root: Path) -> None:
     assert names(again.folder.checkpoints) == ["latest", "step_000002"]
 
 
-def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_whole(root: Path) -> None:
-    """The ranks find out later whether it is, each for its own files."""
+def test_older_checkpoints_are_kept_until_the_newest_is_loaded(root: Path) -> None:
+    """The ranks verify the newest one later, each its own files."""
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2, 3)]
     again = start(config(root, "resume=auto", "checkpoint.keep=1"), PROMPTS)
     assert again.checkpoint.path == saved[-1] and all(path.exists() for path in saved)
 
 
-def test_one_that_was_killed_before_it_pointed_to_the_newest(root: Path) -> None:
-    """The newest is removed only for one that is whole."""
+def test_newer_checkpoint_is_removed_only_for_a_valid_one(root: Path) -> None:
+    """The run was killed before it pointed `latest` to the newest checkpoint."""
     first = start(config(root), PROMPTS)
     earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
     (earlier / "weights").write_bytes(bytes(8))
@@ -152,7 +151,7 @@ def have_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
 
 
-def test_the_disk_must_hold_one_more_than_are_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_needs_space_for_one_more_than_keep(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have_space(monkeypatch, 299)
     start(config(root, "checkpoint.keep=2", "checkpoint.every_steps=null"), PROMPTS)
     with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 3 more checkpoints need 3 x 0.00"):
@@ -166,12 +165,12 @@ def test_the_disk_must_hold_one_more_than_are_kept(root: Path, monkeypatch: pyte
     have_space(monkeypatch, 99)
     with pytest.raises(ValueError, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
         start(config(root, "checkpoint.keep=3", "resume=auto"), PROMPTS)
-    # The oldest of the three gives way, though a killed run did not come to it.
+    # The oldest of the three, which a killed run did not remove, makes space.
     start(config(root, "checkpoint.keep=2", "resume=auto"), PROMPTS)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_disk_without_room_costs_nothing_that_is_there(root: Path, monkeypatch, resume: str) -> None:
+def test_full_disk_leaves_the_folder_unchanged(root: Path, monkeypatch, resume: str) -> None:
     first = start(config(root), PROMPTS)
     save(first, config(root), 2)
     first.folder.rollouts(3).touch()
@@ -185,15 +184,15 @@ def test_a_disk_without_room_costs_nothing_that_is_there(root: Path, monkeypatch
 
 
 @pytest.mark.parametrize("copy", ["checkpoints/step_000002.keep", "kept/step_000002"])
-def test_a_copy_in_the_runs_own_folder_is_not_moved_away_with_it(root: Path, copy: str) -> None:
+def test_renamed_checkpoint_inside_the_folder_raises(root: Path, copy: str) -> None:
     path = save(start(config(root), PROMPTS), config(root), 2)
     shutil.copytree(path, root / "a" / copy)
-    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* its name is checkpoints/step_000002; give it that"):
+    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* not named checkpoints/step_000002. Fix: rename it"):
         start(config(root, f"resume={root}/a/{copy}"), PROMPTS)
     assert path.exists()
 
 
-def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:
+def test_checkpoint_of_the_same_run_rewinds_it(root: Path) -> None:
     first = start(config(root), PROMPTS)
     earlier, later = save(first, config(root), 2), save(first, config(root), 4)
     again = start(config(root, f"resume={earlier}"), PROMPTS)
@@ -203,7 +202,7 @@ def test_a_folder_of_the_same_run_goes_back_to_it(root: Path) -> None:
     assert len(again.folder.metrics.read_text().splitlines()) == 2
 
 
-def test_a_folder_of_another_run_is_left_as_it_is(root: Path) -> None:
+def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
     first = start(config(root), PROMPTS)
     earlier, later = save(first, config(root), 2), save(first, config(root), 4)
     branch = start(config(root, "run.name=b", f"resume={earlier}"), PROMPTS)
@@ -215,7 +214,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(root: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "prompts", "problem"),
     [
-        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: there is no such folder; give never, auto or"),
+        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: no such folder. Fix: set it to never, auto or"),
         (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
         (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
         (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 was saved with 0. Fix"),
@@ -223,12 +222,12 @@ def test_a_folder_of_another_run_is_left_as_it_is(root: Path) -> None:
         (
             lambda path: "resume=auto",
             PromptSet(PROMPTS.prompts, "another"),
-            r"^data.source=arithmetic: its prompts have changed since .*step_000002 was saved \(hash another…, then ",
+            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another…, was ",
         ),
     ],
     ids=["no folder", "not a checkpoint", "damaged", "another run", "fewer steps", "other prompts"],
 )
-def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, problem) -> None:
+def test_rejected_checkpoint_leaves_the_folder_unchanged(root, prepare, prompts, problem) -> None:
     path = save(start(config(root), PROMPTS), config(root), 2)
     override = prepare(path)
     before = sorted(root.rglob("*"))
@@ -239,25 +238,25 @@ def test_what_is_refused_leaves_the_folder_untouched(root, prepare, prompts, pro
 
 
 @pytest.mark.parametrize("path", ["/models/m", "some/model"])
-def test_another_model_under_the_same_path_is_refused(root: Path, path: str) -> None:
+def test_changed_model_under_the_same_path_raises(root: Path, path: str) -> None:
     settings = config(root, f"model.path={path}")
     saved = save(start(settings, PROMPTS), settings, 2)
     changed = {"model.path": {"folder": "/models/other", "hash": "abcdefghij"}}
     before = sorted(root.rglob("*"))
     with pytest.raises(UserError) as refused:
         start(config(root, f"model.path={path}", "resume=auto"), PROMPTS, changed)
-    remedy = " (model.revision chooses a commit)" if path == "some/model" else ""
+    remedy = " (model.revision selects a commit)" if path == "some/model" else ""
     assert str(refused.value) == (
-        f"model.path=/models/other: its weights (hash abcdefgh…) are not those that the run of {saved} started from, "
-        f"then in /models/m (hash 12345678…); restore them{remedy}, or start another run with resume=never and a new "
-        "run.name"
+        f"model.path=/models/other: its weights (hash abcdefgh…) differ from those that the run of {saved} started "
+        f"from, in /models/m (hash 12345678…). Fix: restore them{remedy}, or start another run with resume=never and "
+        "a new run.name."
     )
     assert sorted(root.rglob("*")) == before
     again = start(config(root, f"model.path={path}", "model.revision=v1", "resume=auto"), PROMPTS)
     assert again.state.step == 2
 
 
-def test_a_model_that_was_moved_is_known_by_its_weights(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(start(config(root), PROMPTS), config(root), 2)
     elsewhere = config(root, "resume=auto", "model.path=/new/m")
     before = sorted(root.rglob("*"))
@@ -267,12 +266,11 @@ def test_a_model_that_was_moved_is_known_by_its_weights(root: Path, capsys: pyte
     assert capsys.readouterr().out == ""
     again = start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": MODELS["model.path"]["hash"]}})
     assert again.state.step == 2
-    assert capsys.readouterr().out == "model.path=/new/m: its weights are those of m, where the run began\n"
+    assert capsys.readouterr().out == "model.path=/new/m: has the same weights as m, which the run started from\n"
     assert "/new/m" in again.folder.config.read_text()
 
 
-def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
-    """The link to the newest run, through which its checkpoints have another path."""
+def test_checkpoint_path_through_the_latest_link_is_resolved(root: Path) -> None:
     first = start(config(root), PROMPTS)
     save(first, config(root), 1)
     again = start(config(root, f"resume={root}/latest/checkpoints/step_000001"), PROMPTS)
@@ -280,7 +278,7 @@ def test_the_newest_run_is_found_by_its_link(root: Path) -> None:
     assert again.checkpoint.path.exists()
 
 
-def test_a_folder_whose_logs_were_removed_goes_on(root: Path) -> None:
+def test_run_without_logs_is_resumed(root: Path) -> None:
     save(start(config(root), PROMPTS), config(root), 2)
     shutil.rmtree(root / "a" / "logs")
     again = start(config(root, "resume=auto"), PROMPTS)
@@ -289,7 +287,7 @@ def test_a_folder_whose_logs_were_removed_goes_on(root: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["metrics", "state", "logs"])
-def test_a_folder_that_cannot_be_opened_loses_nothing(root: Path, damage: str, monkeypatch) -> None:
+def test_folder_that_cannot_be_opened_is_unchanged(root: Path, damage: str, monkeypatch) -> None:
     first = start(config(root), PROMPTS)
     if damage == "state":
         monkeypatch.setattr(RunState, "dump", lambda _: {"step": 2})
@@ -310,7 +308,7 @@ def test_a_folder_that_cannot_be_opened_loses_nothing(root: Path, damage: str, m
     assert first.folder.metrics.read_text() == text
 
 
-def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:
+def test_damaged_earlier_checkpoint_keeps_later_ones(root: Path) -> None:
     first = start(config(root), PROMPTS)
     earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
     (earlier / "weights").write_bytes(bytes(8))
@@ -320,7 +318,7 @@ def test_a_damaged_earlier_checkpoint_costs_no_later_one(root: Path) -> None:
     assert start(config(root, "resume=auto"), PROMPTS).state.step == 2
 
 
-def test_prompts_that_are_drawn_by_weights_and_solve_rates_go_on(root: Path) -> None:
+def test_weighted_prompt_order_is_resumed(root: Path) -> None:
     prompts = PromptSet(PROMPTS.prompts, PROMPTS.data_hash, weights=(1.0, 2.0, 3.0, 4.0, 5.0))
     keys = ("data.source=d.jsonl", "data.weight_column=w", "data.solved_weight=0.1")
     first = start(config(root, *keys), prompts)

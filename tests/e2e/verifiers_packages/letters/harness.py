@@ -4,16 +4,16 @@ from verifiers.v1.runtimes import ProgramResult
 
 
 class LettersHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks for one letter of the prompt after the other, in this process."""
+    """Sends the prompt's letters one by one, from this process."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> ProgramResult:
-        talk = []
+        messages = []
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for letter in data.prompt:
-                talk.append({"role": "user", "content": letter})
-                answer = await client.chat.completions.create(model=ctx.model, messages=talk)
-                talk.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+                messages.append({"role": "user", "content": letter})
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         return ProgramResult(0, "", "")

@@ -1,4 +1,4 @@
-"""Letters, whose places in the alphabet are asked for, one after the other."""
+"""Tasks that request the positions of letters in the alphabet, one after the other."""
 
 from itertools import permutations
 from random import Random
@@ -12,7 +12,7 @@ CHOICE = Random(0)
 class LettersTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def places(self, trace: vf.Trace) -> float:
-        """Returns the share of right answers."""
+        """Return the share of correct answers."""
         said = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
         right = [str(LETTERS.index(letter)) for letter in self.data.prompt]
         return sum(map(str.__eq__, said, right)) / len(right)

@@ -1,4 +1,4 @@
-"""The folder by which nodes meet, and the driver's wait for them, with a stand-in for Ray's list of nodes."""
+"""The rendezvous folder, and the driver's wait for other nodes with a stand-in for Ray's list of nodes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def rendezvous(tmp_path: Path) -> NodeRendezvous:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the nodes that Ray has."""
+    """Return the numbers of the nodes that are alive in Ray; tests may change the list."""
     numbers: list[int] = []
     monkeypatch.setattr(gathering, "alive_nodes", lambda: {f"10.0.0.{number}": f"id {number}" for number in numbers})
     return numbers
 
 
-def test_an_invitation_is_read_by_others_and_by_no_stranger(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
+def test_invitation_is_readable_by_its_user_only(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
     assert NodeRendezvous(tmp_path / "nodes").invitation() == INVITED
     file = tmp_path / "nodes" / INVITATION
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -47,21 +47,21 @@ def test_an_invitation_is_read_by_others_and_by_no_stranger(rendezvous: NodeRend
     assert NodeRendezvous(tmp_path / "none").invitation() is None
 
 
-def test_an_attempt_leaves_nothing_to_the_next(rendezvous: NodeRendezvous) -> None:
+def test_new_invitation_removes_earlier_files(rendezvous: NodeRendezvous) -> None:
     rendezvous.report(report(2))
     rendezvous.ask_for_stacks([Path("a.log")])
     rendezvous.invite(replace(INVITED, id="b2"))
     assert rendezvous.reports() == [] and rendezvous.wanted_stacks() == (0, [])
 
 
-def test_versions_that_differ_are_told(rendezvous: NodeRendezvous) -> None:
+def test_differing_versions_are_returned(rendezvous: NodeRendezvous) -> None:
     assert INVITED.differing() == {}
     here = installed_versions(PACKAGES)["torch"]
     other = replace(INVITED, versions=INVITED.versions | {"torch": "1.0"})
     assert other.differing() == {"torch": ("1.0", here)}
 
 
-def test_reports_come_in_the_order_of_the_names_numbers(rendezvous: NodeRendezvous) -> None:
+def test_reports_are_in_natural_order_of_names(rendezvous: NodeRendezvous) -> None:
     for number in (10, 2, 1):
         rendezvous.report(report(number))
     assert [found.name for found in rendezvous.reports()] == ["n1", "n2", "n10"]
@@ -69,14 +69,14 @@ def test_reports_come_in_the_order_of_the_names_numbers(rendezvous: NodeRendezvo
     assert [found.peak_gb for found in rendezvous.reports()] == [(0.0, 0.0), (2.0, 1.0), (0.0, 0.0)]
 
 
-def test_stacks_are_asked_for_by_number(rendezvous: NodeRendezvous) -> None:
+def test_stack_requests_are_numbered(rendezvous: NodeRendezvous) -> None:
     assert rendezvous.wanted_stacks() == (0, [])
     rendezvous.ask_for_stacks([Path("/logs/a.log")])
     rendezvous.ask_for_stacks([Path("/logs/b.log")])
     assert rendezvous.wanted_stacks() == (2, [Path("/logs/b.log")])
 
 
-def test_the_run_takes_the_first_nodes_that_ray_has(rendezvous: NodeRendezvous, alive: list[int], capsys) -> None:
+def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive: list[int], capsys) -> None:
     for number in (2, 3, 4):
         rendezvous.report(report(number))
     rendezvous.report(report(5, invitation="of an earlier attempt"))
@@ -88,27 +88,25 @@ def test_the_run_takes_the_first_nodes_that_ray_has(rendezvous: NodeRendezvous, 
     ]
 
 
-def test_nodes_that_are_missing_in_time_are_counted_and_those_on_the_way_named(
-    rendezvous: NodeRendezvous, alive: list[int]
-) -> None:
+def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: list[int]) -> None:
     rendezvous.report(report(2))
     rendezvous.report(report(3))
     alive += [1, 2]
     message = (
-        r"nodes: of 3 other nodes 1 joined in cluster.timeouts.start=0 s \(n2\); n3 began to, see their ray-\*.log in "
-        "the logs; run megarl join runs/r on each of the others"
+        r"nodes: 1 of 3 other nodes joined within cluster.timeouts.start=0 s \(n2\); n3 tried to join, see their "
+        r"ray-\*.log in the logs. Fix: run megarl join runs/r on each of the others"
     )
     with pytest.raises(RunFailure, match=message):
         gather(rendezvous, 3, 0.0, "runs/r")
 
 
-def test_a_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: list[int]) -> None:
-    rendezvous.report(replace(report(2), problem="node n2: 4 GPUs, and the run takes 8 of each node"))
+def test_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: list[int]) -> None:
+    rendezvous.report(replace(report(2), problem="node n2: 4 GPUs, but the run uses 8 per node"))
     with pytest.raises(UserError, match="n2: 4 GPUs"):
         gather(rendezvous, 1, 100.0, "runs/r")
 
 
-def test_lost_nodes_are_those_that_ray_no_longer_has(alive: list[int]) -> None:
+def test_lost_nodes_are_those_missing_from_ray(alive: list[int]) -> None:
     alive += [1, 2]
     assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
     assert lost_nodes([report(2)], patience_s=0.0) == []

@@ -1,4 +1,4 @@
-"""The time that a run has from a signal to its end, and what cuts it short."""
+"""The grace period of a run after a signal, and what ends it early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["signals_are_heard"]
 
 INTERRUPTED = "megarl: error: interrupted; the run ends\n"
 TENTHS = 10 * GRACE_S
-SAVES = "interrupted; saves after the step under way"
+SAVES = "interrupted; saves after the current step"
 
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=True):
@@ -43,7 +43,7 @@ def begin(run: Program) -> None:
 
 
 def check_end(run: Program, code: int = 130) -> list[str]:
-    """Checks that it ends before its grace time does, with this status. Returns what it said."""
+    """Check that the program ends with this status before its grace period does. Return its output lines."""
     assert run.process.wait(WAIT_S) == code
     run.end()
     return run.process.stdout.read().splitlines()
@@ -51,7 +51,7 @@ def check_end(run: Program, code: int = 130) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("whom", ["parent", "child", "group", "both"])
-def test_what_is_awaited_comes_to_its_end(number: int, whom: str) -> None:
+def test_awaited_body_finishes(number: int, whom: str) -> None:
     with program(AWAITED.format(seconds=GRACE_S, tenths=10), grace_s=GRACE_S, repeat_s=WAIT_S) as run:
         begin(run)
         if whom == "group":
@@ -65,14 +65,14 @@ def test_what_is_awaited_comes_to_its_end(number: int, whom: str) -> None:
     assert said[1:] == ["told"]
 
 
-def test_the_grace_time_has_an_end() -> None:
+def test_grace_period_ends() -> None:
     with program(AWAITED.format(seconds=SHORT_S, tenths=TENTHS), grace_s=SHORT_S) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
         assert len(check_end(run)) == 1
 
 
-def test_a_second_signal_cuts_it_short() -> None:
+def test_second_signal_interrupts_awaited_body() -> None:
     with program(AWAITED.format(seconds=GRACE_S, tenths=TENTHS), grace_s=GRACE_S, repeat_s=0.0) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
@@ -81,8 +81,8 @@ def test_a_second_signal_cuts_it_short() -> None:
         assert check_end(run) == []
 
 
-def test_a_signal_that_comes_twice_at_once_is_one() -> None:
-    """GNU timeout, for one, sends it to the process and to its group."""
+def test_signal_repeated_at_once_counts_once() -> None:
+    """GNU timeout, for example, signals both the process and its group."""
     with program(AWAITED.format(seconds=GRACE_S, tenths=10), grace_s=GRACE_S, repeat_s=WAIT_S) as run:
         begin(run)
         for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
         assert check_end(run)[1:] == ["told"]
 
 
-def test_a_signal_in_the_middle_of_the_first_ones_handler_is_the_same(monkeypatch, capfd) -> None:
+def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
     told, clock = Interrupts(), time.monotonic
     told._driver, told._parent = os.getpid(), os.getppid()  # without its handlers, which these tests' own timer needs
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)
@@ -108,8 +108,8 @@ def test_a_signal_in_the_middle_of_the_first_ones_handler_is_the_same(monkeypatc
     assert capfd.readouterr().out.count(SAVES) == 1
 
 
-def test_without_the_parent_nothing_is_awaited() -> None:
-    """Nobody would end a process that hangs."""
+def test_lost_parent_interrupts_awaited_body() -> None:
+    """Without the parent, no process would end a hanging driver."""
     with program(AWAITED.format(seconds=GRACE_S, tenths=TENTHS), grace_s=GRACE_S) as run:
         begin(run)
         run.process.kill()
@@ -117,14 +117,14 @@ def test_without_the_parent_nothing_is_awaited() -> None:
         assert (code, errors) == (-signal.SIGKILL, INTERRUPTED)
 
 
-def test_what_is_not_awaited_has_the_time_to_finish() -> None:
+def test_clean_up_has_the_grace_period() -> None:
     with program(NOT_AWAITED.format(seconds=5, working=True, hang_s=HANG_S), grace_s=5) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
         assert check_end(run) == ["has time"]
 
 
-def test_a_second_signal_cuts_that_short_too() -> None:
+def test_second_signal_interrupts_the_clean_up() -> None:
     code = NOT_AWAITED.format(seconds=GRACE_S, working=True, hang_s=HANG_S)
     with program(code, grace_s=GRACE_S, repeat_s=0.0) as run:
         begin(run)
@@ -134,7 +134,7 @@ def test_a_second_signal_cuts_that_short_too() -> None:
         assert check_end(run) == []
 
 
-def test_without_a_grace_time_nothing_is_waited_for() -> None:
+def test_zero_grace_period_ends_at_once() -> None:
     with program(NOT_AWAITED.format(seconds=0, working="interrupts.left_s > 0", hang_s=HANG_S)) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)

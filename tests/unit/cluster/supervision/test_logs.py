@@ -1,4 +1,4 @@
-"""The log of a process."""
+"""Log file of a process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ print("c\\ud800d", file=sys.stderr)
 """
 
 
-def test_it_holds_text_that_utf8_cannot_carry(tmp_path: Path) -> None:
-    """A user's function may print an answer."""
+def test_log_accepts_lone_surrogates(tmp_path: Path) -> None:
+    """A reward function may print such a response."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "log")])
     assert done.returncode == 0
     assert sorted((tmp_path / "log").read_text().splitlines()) == [r"a\ud800b", r"c\ud800d"]

@@ -1,4 +1,4 @@
-"""The sampler of a run's memory."""
+"""The memory sampler of a run."""
 
 import threading
 
@@ -6,7 +6,7 @@ from megarl.cluster.supervision import memory
 from tests.timing import WAIT_S
 
 
-def test_it_keeps_the_highest_until_its_end(monkeypatch):
+def test_sampler_keeps_the_peak_until_exit(monkeypatch):
     readings, taken_up = [(2.0, 1.0), (1.0, 3.0)], threading.Event()
 
     def memory_gb() -> tuple[float, float]:

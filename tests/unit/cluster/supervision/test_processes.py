@@ -22,7 +22,7 @@ folder = Path(sys.argv[1])
 child = "import os, signal, sys, time; {ignore}; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep({seconds})"
 for name, ignore in (("polite", "0"), ("stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")):
     code = child.format(ignore=ignore, seconds=HANG_S)
-    # Through a process that ends at once: the one that counts is an orphan.
+    # Start it through a process that ends at once, so that it is an orphan.
     middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {str(folder / name)!r}])"
     subprocess.run([sys.executable, "-c", middle])
 time.sleep(HANG_S)
@@ -48,7 +48,7 @@ def test_all_descendants_end(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=True)
     pids = [int((tmp_path / name).read_text()) for name in ("polite", "stubborn")]
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert SHORT_S <= float(done.stdout) < WAIT_S, "the one that ignores SIGTERM takes the grace time"
+    assert SHORT_S <= float(done.stdout) < WAIT_S, "the process that ignores SIGTERM takes the grace period"
 
 
 HIDDEN_DRIVER = """
@@ -58,9 +58,9 @@ import psutil
 from megarl.cluster.supervision import memory, processes, segments, supervisor
 from tests.timing import HANG_S, POLL_S, WAIT_S
 NOBODY = 65534
-NOT_DUMPABLE = (4, 0, 0, 0, 0)  # of prctl: as with setuid programs, files in /proc are root's alone from then on
+NOT_DUMPABLE = (4, 0, 0, 0, 0)  # for prctl: files in /proc belong to root from then on, as for setuid programs
 if os.getuid() == 0:
-    # One that may not even be signalled.
+    # A process that this one may not signal.
     foreign = subprocess.Popen(["sleep", str(HANG_S)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(foreign.pid, end=" ")
     os.setgroups([])
@@ -99,8 +99,8 @@ with supervisor.supervised() as scratch:
 """
 
 
-def test_processes_that_may_not_be_read_end_like_the_others() -> None:
-    """Processes like setuid helpers of an ordinary user, beside one that has become another user's."""
+def test_unreadable_descendants_are_ended() -> None:
+    """The hidden process is like a setuid helper; as root, the test adds a process of another user, which stays."""
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=WAIT_S)
     *foreign, scratch, first, hidden, last = done.stdout.split()
     left = [pid for pid in map(int, (*foreign, first, hidden, last)) if psutil.pid_exists(pid)]
@@ -111,15 +111,15 @@ def test_processes_that_may_not_be_read_end_like_the_others() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_proc_does_not_tell_of_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's list of children has the hidden 13, as nothing else has, and not 12, a child of the child 11."""
+def test_unreadable_proc_entries_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 13 is hidden and only in the kernel's list of children; 12 is a child of 11 and only in /proc."""
     this_process = os.getpid()
     parents = {11: this_process, 12: 11, 14: 1, 15: 14}
     for pid, parent in parents.items():
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) (name) S {parent} 1 1 0")
-    (tmp_path / "16" / "stat").mkdir(parents=True)  # one that may not be read
-    (tmp_path / "17").mkdir()  # one that has ended
+    (tmp_path / "16" / "stat").mkdir(parents=True)  # an unreadable process
+    (tmp_path / "17").mkdir()  # a process that has ended
     (tmp_path / "uptime").touch()
     (tmp_path / str(this_process) / "task" / "1").mkdir(parents=True)
     (tmp_path / str(this_process) / "task" / "1" / "children").write_text("11 13 ")
@@ -178,15 +178,15 @@ print([exists(pid) for pid in (foreign.pid, plain, hidden, below_plain, below_hi
 
 
 def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a shell command where /proc is mounted with this option."""
+    """Run a shell command in a namespace with /proc mounted with this hidepid option."""
     mount = f"mount --make-rprivate / && mount -t proc -o hidepid={hidepid} proc /proc"
     namespace = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f"{mount} && {command}"]
     return subprocess.run(namespace, capture_output=True, text=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("hidepid", [1, 2], ids=["unreadable", "invisible"])
-def test_processes_that_proc_hides_end_too(hidepid: int) -> None:
-    """The processes are in a namespace, of a user other than root from whom /proc hides what is not hers."""
+def test_descendants_hidden_by_proc_are_ended(hidepid: int) -> None:
+    """The processes run in a namespace as a user from whom /proc hides other users' processes."""
     if in_namespace(hidepid, "true").returncode:
         pytest.skip("mounting /proc takes root; the test before has a stand-in")
     done = in_namespace(hidepid, f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HIDEPID_DRIVER)}")
@@ -219,21 +219,21 @@ while not (file.exists() and file.read_text().endswith("done")):
     time.sleep(POLL_S)
 tracker = int(file.read_text().split()[0])
 
-def go_on_when_the_others_are_gone():
+def resume_after_the_child_ends():
     while psutil.pid_exists(child.pid):
         time.sleep(POLL_S)
-    time.sleep(0.5)  # in which it would be killed
+    time.sleep(0.5)  # long enough to be killed by mistake
     os.kill(tracker, signal.SIGCONT)
 
-threading.Thread(target=go_on_when_the_others_are_gone).start()
+threading.Thread(target=resume_after_the_child_ends).start()
 processes.adopt_orphans()
 processes.end_descendants(grace_s=0.1, tracker_s=WAIT_S)
 print(psutil.pid_exists(tracker))
 """
 
 
-def test_a_tracker_has_time_to_remove_what_killed_processes_left(tmp_path: Path) -> None:
-    """One that gets no processor time while the others end."""
+def test_resource_tracker_has_time_to_clean_up(tmp_path: Path) -> None:
+    """The tracker is stopped while the other processes end."""
     file = tmp_path / "names"
     (tmp_path / "child.py").write_text(WITH_TRACKER)
     done = subprocess.run(
@@ -266,7 +266,7 @@ sum(iter(int, 1))  # in one call that never returns to the interpreter
 """
 
 
-def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> None:
+def test_stuck_process_writes_stacks_of_all_threads(tmp_path: Path) -> None:
     log, ready = tmp_path / "trainer-0.log", tmp_path / "ready"
     stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(ready)])
     wait_until(ready.exists)
@@ -276,7 +276,7 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
         assert processes.ask_for_stacks([tmp_path / "other.log"]) == []
         assert log.read_text() == ""
         assert processes.ask_for_stacks([log, tmp_path / "other.log"], patience_s=WAIT_S) == [log]
-        assert bystander.poll() is None, "it would be ended by the signal"
+        assert bystander.poll() is None, "the signal must not reach a process that does not handle it"
     finally:
         for process in (stuck, bystander):
             process.kill()
@@ -285,8 +285,8 @@ def test_a_stuck_process_tells_the_stacks_of_all_its_threads(tmp_path: Path) -> 
     assert "in <module>" in log.read_text()
 
 
-def test_stacks_of_all_processes_that_share_a_log_are_waited_for(tmp_path: Path) -> None:
-    """A busy machine lets one of them write long after the other."""
+def test_stacks_of_processes_with_a_shared_log_are_awaited(tmp_path: Path) -> None:
+    """On a busy machine, one process may write long after the other."""
     log, names = tmp_path / "rewards-0.log", ("first", "second")
     pair = [subprocess.Popen([sys.executable, "-c", STUCK, str(log), str(tmp_path / name)]) for name in names]
     wait_until(lambda: all((tmp_path / name).exists() for name in names))
@@ -316,10 +316,10 @@ def test_memory_counts_this_process_and_its_descendants() -> None:
     assert pss == pytest.approx(sum(member.pss for member in members) / 1e9, rel=0.02)
 
 
-def test_memory_of_a_process_that_has_ended_is_none() -> None:
+def test_zombie_has_no_memory() -> None:
     alone, _ = processes.memory_gb()
     child = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # leave it as a zombie
     rss, _ = processes.memory_gb()
     os.waitpid(child, 0)
     assert rss == pytest.approx(alone, rel=0.02)

@@ -18,7 +18,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def begin_and_be_killed(place: Path) -> None:
-    """Makes a folder and shared memory in a process that then waits, and kills it."""
+    """Create a scratch folder and shared memory in a process, and kill the process."""
     child = os.fork()
     if not child:
         folder = make_scratch()
@@ -37,7 +37,7 @@ def begin_and_be_killed(place: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_what_killed_runs_have_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+def test_sweep_removes_only_leftovers_of_dead_runs(tmp_path: Path) -> None:
     begin_and_be_killed(tmp_path)
     own = make_scratch()
     of_somebody_else = tmp_path / "megarl-notes"

@@ -26,15 +26,15 @@ sys.stdin.read()
 
 @pytest.fixture
 def paths() -> Iterator[list[Path]]:
-    """Segments that do not exist yet."""
+    """Yield paths of segments that do not exist yet."""
     paths = [segments.SHARED_MEMORY / f"megarl-test-{uuid4().hex}" for _ in range(6)]
     yield paths
     for path in paths:
         path.unlink(missing_ok=True)
 
 
-def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: list[Path]) -> None:
-    """Segments that it had merely mapped stay: those of programs that were there before, or that still use theirs."""
+def test_segments_of_a_killed_process_are_removed(tmp_path: Path, paths: list[Path]) -> None:
+    """Segments that the process only mapped stay: those of earlier programs, and those still used by others."""
     unlinked, noted, late, earlier, served, unmapped = paths
     earlier.touch()
     segments.note_earlier(tmp_path)
@@ -55,7 +55,7 @@ def test_those_that_a_killed_process_made_are_removed(tmp_path: Path, paths: lis
     assert [path for path in paths if path.exists()] == [earlier, served, unmapped]
 
 
-def test_one_that_uses_a_name_again_is_another(tmp_path: Path, paths: list[Path]) -> None:
+def test_reused_segment_name_is_a_different_segment(tmp_path: Path, paths: list[Path]) -> None:
     made, renewed, *_ = paths
     segments.note_earlier(tmp_path)
     for path in (made, renewed):
@@ -78,13 +78,13 @@ from tests.timing import HANG_S
 segments.name_semaphores(Path(sys.argv[1]))
 context = multiprocessing.get_context("spawn")
 lock = context.Lock()
-os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # as at the end of a run, before it came to it
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # as at the end of a run, before it cleans up
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
-    """Its process was killed before anything could be noted, and the process's tracker did not remove it."""
+def test_semaphore_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    """The process was killed before it recorded the semaphore, and its resource tracker did not remove it."""
     scratch = tmp_path / f"megarl-test-{uuid4().hex}"
     scratch.mkdir()
     segments.note_earlier(scratch)
@@ -95,7 +95,7 @@ def test_a_semaphore_is_known_from_the_moment_it_exists(tmp_path: Path) -> None:
     assert segments.made(scratch) == set()
 
 
-def test_nothing_was_made_by_a_run_whose_folder_is_gone(tmp_path: Path, paths: list[Path]) -> None:
+def test_missing_scratch_folder_has_no_segments(tmp_path: Path, paths: list[Path]) -> None:
     paths[0].touch()
     assert segments.made(tmp_path / "gone", segments._existing([paths[0].name])) == set()
     segments.remove({segments.Segment(1, "megarl-no-such-segment")})

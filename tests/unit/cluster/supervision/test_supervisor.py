@@ -1,4 +1,4 @@
-"""`supervised` in a program of its own: its exit status and stderr, and what it leaves."""
+"""`supervised` in a separate program: exit status, stderr and leftovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
 
 def wait():
-    # Not in one call: a signal that comes just before it sleeps would be handled when it has slept.
+    # Sleep in short calls: a signal just before a long sleep would be handled only after it.
     while True:
         time.sleep(0.1)
 
@@ -51,7 +51,7 @@ class Program:
     scratch: Path
 
     def end(self) -> tuple[int, str]:
-        """Exit status and stderr, once nothing is left."""
+        """Wait until the program and its descendants have ended. Return exit status and stderr."""
         code = self.process.wait(WAIT_S)
         wait_until(lambda: not (_runs(self.child) or _runs(self.helper) or self.scratch.exists()), self.left)
         return code, self.process.stderr.read()
@@ -69,8 +69,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def signals_are_heard() -> Iterator[None]:
-    """Restores the default of signals that whoever starts the tests may ignore, as nohup does: processes inherit
-    that."""
+    """Restore the default action of signals that are ignored, for example under nohup, because processes inherit it."""
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in previous.items():
@@ -101,7 +100,7 @@ def program(
         ("raise ValueError('no')", 1, "ValueError: no"),
     ],
 )
-def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) -> None:
+def test_parent_exits_with_the_childs_status(body: str, code: int, last_line: str) -> None:
     with program(body) as run:
         status, errors = run.end()
     assert status == code
@@ -109,15 +108,15 @@ def test_the_childs_status_is_the_parents(body: str, code: int, last_line: str) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_parent_interrupts(number: int) -> None:
+def test_signal_to_the_parent_interrupts(number: int) -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, number)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
-    """Slurm sends signals so."""
+def test_signal_to_all_processes_interrupts_once(number: int) -> None:
+    """Slurm sends signals in this way."""
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up, repeat_s=WAIT_S) as run:
@@ -129,14 +128,14 @@ def test_a_signal_to_all_processes_interrupts_once(number: int) -> None:
         assert run.process.stdout.read() == "clean\n"
 
 
-def test_a_signal_before_the_child_can_handle_it_interrupts() -> None:
+def test_signal_during_start_interrupts() -> None:
     with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); wait()") as run:
         run.process.stdout.readline()
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
 
 
-def test_an_impatient_ctrl_c_interrupts_once() -> None:
+def test_repeated_ctrl_c_interrupts_once() -> None:
     waiting = "try: print('waiting', flush=True); wait()"
     clean_up = "\n    ".join((waiting, "finally: time.sleep(0.5); print('clean', flush=True)"))
     with program(clean_up, repeat_s=WAIT_S) as run:
@@ -148,7 +147,7 @@ def test_an_impatient_ctrl_c_interrupts_once() -> None:
         assert run.process.stdout.read() == "clean\n"
 
 
-def test_a_child_that_does_not_end_is_killed() -> None:
+def test_hanging_child_is_killed() -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); wait()"
     with program(deaf, deadline_s=SHORT_S) as run:
         run.process.stdout.readline()
@@ -158,16 +157,16 @@ def test_a_child_that_does_not_end_is_killed() -> None:
     assert errors == f"megarl: error: the driver process {run.child} was ended by SIGKILL; the run ends\n"
 
 
-def test_the_child_has_the_grace_time_beside_the_deadline() -> None:
+def test_child_has_the_grace_period_before_the_deadline() -> None:
     late = "\n    ".join(("try: print(flush=True); wait()", "except KeyboardInterrupt: time.sleep(2 * SHORT_S)"))
     with program(late, deadline_s=SHORT_S, grace_s=WAIT_S) as run:
         run.process.stdout.readline()
         os.kill(run.process.pid, signal.SIGTERM)
         run.end()
-        assert run.process.returncode == 0, "it was not killed"
+        assert run.process.returncode == 0, "it must not be killed"
 
 
-def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_grace_time() -> None:
+def test_second_signal_cancels_the_grace_period() -> None:
     deaf = "signal.signal(signal.SIGINT, lambda *_: print('told', flush=True)); print(flush=True); wait()"
     with program(deaf, deadline_s=SHORT_S, grace_s=GRACE_S, repeat_s=0.0) as run:
         run.process.stdout.readline()
@@ -178,8 +177,8 @@ def test_a_child_that_does_not_end_after_a_second_signal_is_killed_without_the_g
     assert (code, "was ended by SIGKILL" in errors) == (1, True)
 
 
-def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
-    """Ray's processes end by it, and with them what is to be saved."""
+def test_signal_to_the_process_group_spares_descendants() -> None:
+    """The signal would end Ray's processes and lose the state that is to be saved."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"
@@ -190,7 +189,7 @@ def test_a_signal_to_the_group_does_not_reach_what_the_child_started() -> None:
         assert run.process.stdout.read() == "None True\n"
 
 
-def test_it_stops_and_goes_on_as_one_under_job_control() -> None:
+def test_job_control_stops_and_resumes_both_processes() -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, signal.SIGTSTP)
         _wait_for(run, psutil.STATUS_STOPPED)
@@ -204,8 +203,8 @@ def _wait_for(run: Program, status: str) -> None:
     wait_until(lambda: {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} == {status})
 
 
-def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
-    """The child is one: it writes all the same, and gets no more than an error where it reads."""
+def test_ctrl_c_works_with_tostop_terminals() -> None:
+    """The child is in the background. It may still write, and reading only raises an error."""
     reading = "\n    ".join(("try: os.read(0, 1)", "except OSError as error: print('cannot read', flush=True)"))
     body = "\n    ".join((reading, "wait()"))
     pid, terminal = pty.fork()
@@ -220,14 +219,14 @@ def test_ctrl_c_in_a_terminal_that_stops_writers_in_the_background() -> None:
         assert select.select([terminal], [], [], WAIT_S)[0], output
         output += os.read(terminal, 1000)
     os.write(terminal, b"\x03")
-    with suppress(OSError):  # all that wrote have ended
+    with suppress(OSError):  # all writers have ended
         while part := os.read(terminal, 1000):
             output += part
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert output.endswith(b"megarl: error: interrupted; the run ends\r\n")
 
 
-def test_loss_of_the_child() -> None:
+def test_loss_of_the_child_ends_the_run() -> None:
     with program("wait()") as run:
         os.kill(run.child, signal.SIGSEGV)
         code, errors = run.end()
@@ -236,7 +235,7 @@ def test_loss_of_the_child() -> None:
 
 
 @pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_shared_memory_of_others_stays(last: str) -> None:
+def test_foreign_shared_memory_is_kept(last: str) -> None:
     foreign, made = (Path("/dev/shm", f"megarl-test-{uuid4().hex}") for _ in range(2))
     foreign.write_bytes(bytes(16))
     opening = f"maps = [mmap.mmap(os.open(p, os.O_RDWR | os.O_CREAT), 16) for p in {[str(foreign), str(made)]}]"
@@ -251,14 +250,14 @@ def test_shared_memory_of_others_stays(last: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_loss_of_the_parent() -> None:
+def test_loss_of_the_parent_ends_the_run() -> None:
     with program("wait()") as run:
         run.process.kill()
         assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; the run ends\n")
 
 
-def test_an_ignored_hangup_stays_ignored() -> None:
-    """The signal is ignored from the start, as under nohup."""
+def test_ignored_sighup_stays_ignored() -> None:
+    """The parent ignores the signal from the start, as under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with program("time.sleep(1)") as run:

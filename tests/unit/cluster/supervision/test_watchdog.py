@@ -24,7 +24,7 @@ watchdog.phase = "update"
 
 
 def run(body: str, folder: Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the body, run beside processes that are called like Ray's."""
+    """Run the body next to processes named like Ray's. Return exit status, stdout and stderr."""
     for name in ("raylet", "gcs_server"):
         shutil.copy(shutil.which("sleep"), folder / name)
     output, errors = folder / "output", folder / "errors"
@@ -41,12 +41,12 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 @pytest.mark.parametrize("then", ["time.sleep(HANG_S)", "ray[NAME].wait(); watchdog.check()"])
-def test_a_loss_ends_the_process_with_its_phase(name: str, then: str, tmp_path: Path) -> None:
+def test_loss_of_a_ray_process_is_reported_with_the_phase(name: str, then: str, tmp_path: Path) -> None:
     body = f"ray['{name}'].kill(); {then.replace('NAME', repr(name))}; print('goes on')"
     assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; the run ends\n")
 
 
-def test_a_signal_that_ends_them_and_the_driver_is_no_loss(tmp_path: Path) -> None:
+def test_signal_to_driver_and_ray_is_not_a_loss(tmp_path: Path) -> None:
     body = """
 import os, signal
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -56,7 +56,7 @@ try:
 except KeyboardInterrupt:
     for process in ray.values():
         process.wait()
-    time.sleep(0.3)  # it ends one thing after the other
+    time.sleep(0.3)  # the signal handler takes a while
     watchdog.stop()
     time.sleep(2)
     print("interrupted")
@@ -64,7 +64,7 @@ except KeyboardInterrupt:
     assert run(body, tmp_path) == (0, "interrupted\n", "")
 
 
-def test_a_signal_that_ends_them_ends_what_the_driver_waits_for(tmp_path: Path) -> None:
+def test_signal_that_ends_ray_ends_the_grace_period(tmp_path: Path) -> None:
     body = """
 import os, signal
 from megarl.cluster.supervision.interrupts import interrupts
@@ -82,6 +82,6 @@ except KeyboardInterrupt:
     assert (code, output.splitlines()[1:], errors) == (0, ["interrupted"], "")
 
 
-def test_after_stop_they_may_end(tmp_path: Path) -> None:
+def test_ray_may_end_after_stop(tmp_path: Path) -> None:
     body = "watchdog.stop(); ray['raylet'].kill(); ray['raylet'].wait(); watchdog.check(); print('goes on')"
     assert run(body, tmp_path) == (0, "goes on\n", "")

@@ -1,6 +1,6 @@
-"""A program of somebody who knows nothing of megarl: an agent that calls tools, by the openai client alone.
+"""A tool-calling agent that uses only the openai client, without any megarl code.
 
-Its first argument says whether it asks for streams. The client reads OPENAI_BASE_URL and OPENAI_API_KEY.
+With the argument `stream` it requests streams. The client reads OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The endpoint: what its clients get, and that what it records is what was sampled."""
+"""The session endpoint: its responses to clients, and its recording of what was sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_session(
     agent: Callable[[Ask, SessionServer, Session], Awaitable[None]],
     limits: SessionLimits = LIMITS,
 ) -> tuple[Session, list[RecordedSample]]:
-    """Runs an agent in a session. Returns the session and what it recorded."""
+    """Run an agent in a session. Return the session and its samples."""
 
     async def main() -> tuple[Session, list[RecordedSample]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools), {"temperature": 1.0})
@@ -51,28 +51,28 @@ def in_session(
 
             await agent(ask, server, session)
             samples = await server.close(session)
-            assert (await ask(QUESTION))[0] == 401, "a closed session answers"
+            assert (await ask(QUESTION))[0] == 401, "a closed session must not respond"
         await server.stop()
         return session, samples
 
     return asyncio.run(main())
 
 
-def said(answer: tuple[int, Any]) -> dict[str, Any]:
-    """Returns the message of an answer."""
+def message_of(answer: tuple[int, Any]) -> dict[str, Any]:
+    """Return the message of a response."""
     status, body = answer
     assert status == 200, body
     return body["choices"][0]["message"]
 
 
 def sampled(sample: RecordedSample) -> str:
-    """Returns what a sample is trained on, as text."""
+    """Return the trained tokens of a sample as text."""
     made = sample.transcript.sample("a", Prompt("p", "", []), "", "a", None)
     return TOKENIZER.decode(made.response_ids[made.response_mask])
 
 
 @pytest.mark.parametrize("mode", ["whole", "stream"])
-def test_a_program_of_the_openai_client_runs_unchanged_and_is_recorded(mode: str) -> None:
+def test_openai_client_program_is_recorded_as_sampled(mode: str) -> None:
     script = ["First." + call("multiply", a=6, b=7), call("multiply", a=42, b=2), "It is 84."]
     policy = ScriptedPolicy(TOKENIZER, script)
     printed: list[str] = []
@@ -88,7 +88,7 @@ def test_a_program_of_the_openai_client_runs_unchanged_and_is_recorded(mode: str
     session, [sample] = in_session(policy, agent)
     assert printed[0] == "model policy" and printed[-1] == "answer It is 84."
     made = sample.transcript.sample("a", Prompt("p", "", []), sample.text, "a", None)
-    # One sequence: each turn was sampled after all ids before it, and only turns are trained on.
+    # There is one sequence. Each turn was sampled with all earlier ids as context, and only turns are trained on.
     assert policy.asked[2].token_ids == made.token_ids[: -len(policy.asked[2].completion.token_ids)].tolist()
     turns = [asked.completion for asked in policy.asked]
     assert np.array_equal(made.response_ids[made.response_mask], np.concatenate([t.token_ids for t in turns]))
@@ -104,11 +104,11 @@ def test_a_program_of_the_openai_client_runs_unchanged_and_is_recorded(mode: str
         assert used == [len(asked.token_ids) + len(asked.completion.token_ids) for asked in policy.asked]
 
 
-def test_a_tool_that_is_spelled_in_another_way_and_a_stripped_answer_go_on_verbatim() -> None:
+def test_reformatted_messages_continue_the_sampled_tokens() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["  Hm. " + call("look", at="sky", deep=True), " Done.\n", "Bye"])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
         assert message["content"] == "Hm." and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {
             "at": "sky",
             "deep": True,
@@ -117,9 +117,9 @@ def test_a_tool_that_is_spelled_in_another_way_and_a_stripped_answer_go_on_verba
         turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": made}]}
         turn["content"] = [{"type": "text", "text": "Hm."}]
         talk = [*QUESTION, turn, {"role": "tool", "tool_call_id": "x", "content": "blue"}]
-        message = said(await ask(talk, tools=TOOLS))
+        message = message_of(await ask(talk, tools=TOOLS))
         talk += [{"role": "assistant", "content": message["content"].strip()}, {"role": "user", "content": "more"}]
-        said(await ask(talk, tools=TOOLS))
+        message_of(await ask(talk, tools=TOOLS))
 
     session, [sample] = in_session(policy, agent)
     assert "  Hm. <tool_call>" in TOKENIZER.decode(sample.transcript.ids) and not session.recording.counts
@@ -134,12 +134,12 @@ def test_a_tool_that_is_spelled_in_another_way_and_a_stripped_answer_go_on_verba
         (lambda talk: [{"role": "system", "content": "You help."}, *talk], "rewritten"),
     ],
 )
-def test_a_conversation_that_was_not_sampled_so_begins_a_sample(change: Callable[[list], list], count: str) -> None:
+def test_unsampled_conversation_starts_a_new_sample(change: Callable[[list], list], count: str) -> None:
     policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION))
-        said(await ask(change([*QUESTION, message, {"role": "user", "content": "And?"}])))
+        message = message_of(await ask(QUESTION))
+        message_of(await ask(change([*QUESTION, message, {"role": "user", "content": "And?"}])))
 
     session, samples = in_session(policy, agent)
     assert [sampled(sample) for sample in samples] == ["One.<|im_end|>", "Two.<|im_end|>"]
@@ -149,19 +149,19 @@ def test_a_conversation_that_was_not_sampled_so_begins_a_sample(change: Callable
     assert policy.asked[1].token_ids == ChatTokens(TOKENIZER).begin(samples[1].messages[:-1])
 
 
-def test_requests_at_once_go_on_in_branches_of_their_own() -> None:
+def test_concurrent_requests_become_branches() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Start", "Left", "Right", "Left again", "Third"], delay_s=0.05)
 
     async def agent(ask: Ask, *_: Any) -> None:
-        talk = [*QUESTION, said(await ask(QUESTION))]
+        talk = [*QUESTION, message_of(await ask(QUESTION))]
 
         async def branch(word: str) -> list[Any]:
             messages = [*talk, {"role": "user", "content": word}]
-            return [*messages, said(await ask(messages))]
+            return [*messages, message_of(await ask(messages))]
 
         left, _ = await asyncio.gather(branch("left"), branch("right"))
-        said(await ask([*left, {"role": "user", "content": "on"}]))
-        said(await ask([*talk, {"role": "user", "content": "third"}]))
+        message_of(await ask([*left, {"role": "user", "content": "on"}]))
+        message_of(await ask([*talk, {"role": "user", "content": "third"}]))
 
     session, samples = in_session(policy, agent)
     trained = [sampled(sample) for sample in samples]
@@ -175,23 +175,23 @@ def test_requests_at_once_go_on_in_branches_of_their_own() -> None:
     assert len({asked.seed for asked in policy.asked}) == 5
 
 
-def test_other_tools_are_another_prompt() -> None:
+def test_other_tools_start_a_new_sample() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["One.", "Two."])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
-        said(await ask([*QUESTION, message, {"role": "user", "content": "And?"}]))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
+        message_of(await ask([*QUESTION, message, {"role": "user", "content": "And?"}]))
 
     session, samples = in_session(policy, agent)
     assert len(samples) == 2 and session.recording.counts == {"rewritten": 1}
 
 
-def test_limits_of_turns_and_tokens_are_errors_that_clients_know() -> None:
+def test_turn_and_token_limits_return_openai_errors() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["0123456789", "x" * 100])
     limits = SessionLimits(max_turns=3, turn_tokens=30, max_new_tokens=90, context_length=300)
 
     async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
-        talk = [*QUESTION, said(await ask(QUESTION, max_tokens=4)), {"role": "user", "content": "on"}]
+        talk = [*QUESTION, message_of(await ask(QUESTION, max_tokens=4)), {"role": "user", "content": "on"}]
         status, body = await ask(talk)
         assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
         talk += [body["choices"][0]["message"], {"role": "user", "content": "y" * 100}]
@@ -219,27 +219,27 @@ def test_limits_of_turns_and_tokens_are_errors_that_clients_know() -> None:
     assert session.counts["refused.turn_limit_reached"] == 1
 
 
-def test_a_stop_text_ends_a_turn_and_is_no_part_of_its_text() -> None:
+def test_stop_string_ends_the_turn_and_is_removed() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Thought. END and more", "Then"])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, stop="END"))
+        message = message_of(await ask(QUESTION, stop="END"))
         assert message["content"] == "Thought. "
-        said(await ask([*QUESTION, message, {"role": "user", "content": "on"}]))
+        message_of(await ask([*QUESTION, message, {"role": "user", "content": "on"}]))
 
     _, [sample] = in_session(policy, agent)
     assert sampled(sample) == "Thought. ENDThen<|im_end|>"
 
 
-def test_what_begins_as_a_call_and_is_none_stays_text() -> None:
+def test_malformed_tool_call_stays_text() -> None:
     policy = ScriptedPolicy(TOKENIZER, [call("look") + "<tool_call>{look}</tool_call>", "plain", call("look")])
 
     async def agent(ask: Ask, *_: Any) -> None:
-        message = said(await ask(QUESTION, tools=TOOLS))
+        message = message_of(await ask(QUESTION, tools=TOOLS))
         assert "tool_calls" not in message and message["content"].endswith("<tool_call>{look}</tool_call>")
-        # Text of the user that looks like a call is none, and a program may want none to be read.
-        said(await ask([{"role": "user", "content": call("look")}], tools=TOOLS))
-        assert "tool_calls" not in said(await ask(QUESTION, tools=TOOLS, tool_choice="none"))
+        # Tool call syntax in a user message is plain text, and tool_choice="none" disables parsing.
+        message_of(await ask([{"role": "user", "content": call("look")}], tools=TOOLS))
+        assert "tool_calls" not in message_of(await ask(QUESTION, tools=TOOLS, tool_choice="none"))
 
     session, _ = in_session(policy, agent)
     assert session.counts["malformed_calls"] == 1
@@ -260,7 +260,7 @@ def test_what_begins_as_a_call_and_is_none_stays_text() -> None:
         ({"token": "é"}, 401, "no session"),
     ],
 )
-def test_refused_requests_say_why_and_leave_no_trace(given: dict[str, Any], code: int, words: str) -> None:
+def test_rejected_requests_are_not_recorded(given: dict[str, Any], code: int, words: str) -> None:
     async def agent(ask: Ask, *_: Any) -> None:
         status, body = await ask(**({"messages": QUESTION} | given))
         assert status == code and words in body["error"]["message"] and body["error"]["type"]
@@ -269,14 +269,14 @@ def test_refused_requests_say_why_and_leave_no_trace(given: dict[str, Any], code
     assert samples == [] and session.recording.num_turns == 0
 
 
-def test_a_request_that_is_sent_again_gets_the_answer_that_was_lost() -> None:
+def test_retried_request_gets_the_lost_response() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"], delay_s=1.0)
 
     async def agent(ask: Ask, *_: Any) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(QUESTION), 0.5)
-        assert said(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
-        with pytest.raises(TimeoutError):  # and nobody asks again for this one
+        assert message_of(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
+        with pytest.raises(TimeoutError):  # this request is never retried
             await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.5)
         await asyncio.sleep(2)
 
@@ -285,7 +285,7 @@ def test_a_request_that_is_sent_again_gets_the_answer_that_was_lost() -> None:
     assert session.counts["replayed"] == 1 and len(policy.asked) == 2
 
 
-def test_an_engine_that_fails_is_told_to_both_sides() -> None:
+def test_engine_error_reaches_agent_and_run() -> None:
     async def broken(*_: Any) -> None:
         raise RuntimeError("out of memory")
 

@@ -1,5 +1,5 @@
-"""An environment of verifiers, unchanged, in a host of environments: its own harness, tool server and rewards, with the
-endpoint as its model."""
+"""An unmodified verifiers environment in an environment process, with its own harness, tool server and rewards, and the
+session endpoint as its model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ENV = {
 }
 
 UV = f"""#!/bin/sh
-# What verifiers asks of uv: a Python with the packages that a harness's program names. This one has them.
+# verifiers asks uv for a Python with the packages of the harness program. The current Python has them.
 case "$*" in *--help*) echo --script ;; "python find"*) echo {sys.executable} ;; esac
 """
 
 
 @pytest.fixture
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own, and a stand-in for uv, which would download what is installed here."""
+    """Set a temporary HOME and a stand-in for uv, which would otherwise download packages."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/uv").write_text(UV)
     (tmp_path / "bin/uv").chmod(0o755)
@@ -49,7 +49,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Returns the processes whose home this folder is, but for this one."""
+    """Return all processes with this folder as HOME, except the current one."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -62,7 +62,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Path) -> None:
+def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) -> None:
     options = {"env": ENV, "path": [str(VERIFIERS), str(PACKAGES)]}
     scripts = {
         0: [call("coat_pocket", coat=0), "The word is amber."],
@@ -111,7 +111,7 @@ def test_an_environment_of_verifiers_plays_through_the_endpoint(surroundings: Pa
 
 
 @pytest.mark.slow
-def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
+def test_missing_verifiers_environment_is_reported(surroundings: Path) -> None:
     options = {"env": {"taskset": {"id": "riddels"}}, "path": [str(VERIFIERS)]}
 
     async def main() -> None:
@@ -123,5 +123,5 @@ def test_an_environment_that_is_not_there_is_named(surroundings: Path) -> None:
         finally:
             await pool.close()
 
-    with pytest.raises(HostFailure, match=r"verifiers cannot have this environment: .*taskset 'riddels' not found"):
+    with pytest.raises(HostFailure, match=r"verifiers cannot load this environment: .*taskset 'riddels' not found"):
         asyncio.run(main())

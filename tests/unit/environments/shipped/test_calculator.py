@@ -16,13 +16,13 @@ def asked(seed: int, **options: int) -> tuple[CalculatorEnvironment, str]:
     return environment, message["content"]
 
 
-def test_rollouts_of_a_group_have_one_question_and_seeds_differ():
+def test_question_depends_only_on_the_seed():
     assert asked(3)[1] == asked(3)[1]
     assert len({asked(seed)[1] for seed in range(50)}) > 40
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_both_tools_lead_to_the_answer(seed):
+def test_tools_compute_the_answer(seed):
     environment, text = asked(seed)
     a, b, c = map(int, re.findall(r"\d+", text))
     names = ("multiply", "add") if "(" not in text else ("add", "multiply")
@@ -37,19 +37,19 @@ def test_both_tools_lead_to_the_answer(seed):
     assert asyncio.run(environment.step(turn(f"It is {value + 1}."))) == Step(reward=0.0, done=True)
 
 
-def test_numbers_are_within_the_options():
+def test_numbers_are_within_the_configured_range():
     numbers = [int(number) for seed in range(50) for number in re.findall(r"\d+", asked(seed, low=3, high=5)[1])]
     assert set(numbers) == {3, 4, 5}
 
 
-def test_a_row_of_the_data_asks_its_own_question():
+def test_question_of_the_data_row_is_used():
     environment = CalculatorEnvironment()
     assert asyncio.run(environment.reset(task(question("6 * 7?"), "42"))) is None
     assert asyncio.run(environment.reward(turn("42"))) == 1.0
     assert asyncio.run(environment.reward(turn("42", ToolCall("add", {"a": 40, "b": 2})))) == 0.0
 
 
-def test_the_tools_are_described_with_their_arguments():
+def test_tool_descriptions_include_the_arguments():
     described = [one["function"] for one in CalculatorEnvironment().toolbox.descriptions]
     assert [one["name"] for one in described] == ["add", "multiply"]
     assert described[0]["description"] == "Returns the sum of two numbers."

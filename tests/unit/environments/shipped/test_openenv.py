@@ -1,4 +1,4 @@
-"""Sessions with a server that answers as OpenEnv's does."""
+"""Sessions with a server that speaks the OpenEnv protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.environments.shipped.turns import question, task, turn
 
 
 class Guessing:
-    """An environment of the server: a number is to be guessed. It answers in the words of OpenEnv's messages."""
+    """A number guessing game on the server, with OpenEnv's message format."""
 
     def answer(self, kind: str, data: Any) -> dict[str, Any]:
         if kind == "reset":
@@ -32,16 +32,16 @@ class Guessing:
             return {"type": "error", "data": {"message": "broke", "code": "EXECUTION_ERROR"}}
         self.steps += 1
         guess = int(data["message"])
-        said = "Right." if guess == self.number else "More." if guess < self.number else "Less."
-        return self._observation(said, float(guess == self.number), guess == self.number)
+        text = "Right." if guess == self.number else "More." if guess < self.number else "Less."
+        return self._observation(text, float(guess == self.number), guess == self.number)
 
-    def _observation(self, said: str, reward: float | None, done: bool) -> dict[str, Any]:
-        return {"type": "observation", "data": {"observation": {"prompt": said}, "reward": reward, "done": done}}
+    def _observation(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
+        return {"type": "observation", "data": {"observation": {"prompt": text}, "reward": reward, "done": done}}
 
 
 @asynccontextmanager
 async def server() -> AsyncIterator[tuple[str, list[str]]]:
-    """The server, on a free port. Gives its address, and the messages that end sessions as they come."""
+    """Run the server on a free port. Yield its URL and a growing list of the messages that end sessions."""
     ends: list[str] = []
 
     async def session(request: web.Request) -> web.WebSocketResponse:
@@ -70,7 +70,7 @@ async def server() -> AsyncIterator[tuple[str, list[str]]]:
 
 
 def played(*texts: str, seed: int = 0, messages=(), **options: Any) -> list[Any]:
-    """Returns the opening of a session, the steps that answer these turns, and the state after them."""
+    """Return the opening of a session, the steps after the given turns, and the final state."""
 
     async def play() -> list[Any]:
         async with server() as (url, ends):
@@ -88,7 +88,7 @@ def played(*texts: str, seed: int = 0, messages=(), **options: Any) -> list[Any]
     return asyncio.run(play())
 
 
-def test_a_session_from_reset_to_its_end():
+def test_session_from_reset_to_close():
     number = Random(5).randint(1, 9)
     opening, less, right, state = played("10", str(number), seed=5)
     assert opening == [{"role": "user", "content": "Guess a number."}]
@@ -97,30 +97,30 @@ def test_a_session_from_reset_to_its_end():
     assert state == {"episode_id": "e", "step_count": 2}
 
 
-def test_words_and_arguments_of_the_runs_own():
+def test_prompt_and_reset_arguments_are_passed_on():
     opening, step, _ = played("1", messages=question("Guess well."), reset={"high": 1})
     assert [message["content"] for message in opening] == ["Guess well.", "Guess a number."]
     assert step.done
 
 
-def test_an_action_that_is_refused_is_answered_to_the_model():
+def test_rejected_action_is_reported_to_the_model():
     step = played("ten")[1]
     assert step.observation.startswith("error: ") and "Invalid message" in step.observation and step.reward == 0.0
 
 
-def test_actions_as_json_and_observations_as_a_whole():
+def test_json_actions_and_whole_observations():
     opening, step, broken, _ = played('{"message": "10"}', "{", action="json", observation=None)
     assert opening[0]["content"] == '{"prompt": "Guess a number."}'
     assert step == Step('{"prompt": "Less."}', reward=0.0)
     assert broken.observation.startswith("error: an action is a JSON object")
 
 
-def test_an_error_of_the_environment_fails_the_rollout():
+def test_environment_error_fails_the_rollout():
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR: broke"):
         played("0")
 
 
-def test_a_session_that_the_server_ends_fails_the_rollout():
+def test_session_closed_by_the_server_fails_the_rollout():
     with pytest.raises(RuntimeError, match="ended the session: CLOSE"):
         asyncio.run(end_by_server())
 

@@ -1,4 +1,4 @@
-"""Searches in a file and at a server that answers as Search-R1's does."""
+"""Searches in a corpus file and on a server that speaks Search-R1's protocol."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def searching(name: str = "search", **options):
 
 
 def begun(text: str, expected: object, name: str = "search", **options):
-    """Returns an environment, and with which conversation it begins."""
+    """Return an environment and its initial conversation."""
     environment = searching(name, **options)
     return environment, asyncio.run(environment.reset(task(question(text), expected)))
 
@@ -48,7 +48,7 @@ def answer(environment, text: str, *calls: ToolCall) -> Step:
     return asyncio.run(environment.step(turn(text, *calls)))
 
 
-def test_a_question_is_searched_for_and_answered(corpus):
+def test_search_and_answer_tags(corpus):
     environment, [message] = begun("Who found it?", ["Alexander Fleming", "Fleming"], corpus=corpus, topk=1)
     assert message["content"].endswith("\n\nWho found it?") and "<search>" in message["content"]
     step = answer(environment, "I look it up. <search> who found penicillin </search><answer>no</answer>")
@@ -59,7 +59,7 @@ def test_a_question_is_searched_for_and_answered(corpus):
     assert answer(environment, "<search>penicillin") == Step(f"\n\n{NO_ACTION}\n\n", reward=0.0, as_is=True)
 
 
-def test_the_best_passages_come_first_and_those_without_a_word_of_the_query_not_at_all(corpus):
+def test_passages_are_ranked_and_unrelated_ones_left_out(corpus):
     environment, _ = begun("Who?", "he", corpus=corpus, topk=3, inline=False)
     found = answer(environment, "<search>Toronto found</search>").observation
     assert 0 < found.index("Title: Insulin") < found.index("Title: Penicillin")
@@ -68,11 +68,11 @@ def test_the_best_passages_come_first_and_those_without_a_word_of_the_query_not_
     assert "Room 7" in answer(environment, "<search>q</search>").observation
 
 
-def test_the_question_may_stand_alone(corpus):
+def test_instructions_can_be_disabled(corpus):
     assert begun("Who?", "he", corpus=corpus, instructions=False)[1] is None
 
 
-def test_the_tool_finds_the_same(corpus):
+def test_search_tool_finds_the_same_passages(corpus):
     environment, _ = begun("Who found it?", "Alexander Fleming", "search_tool", corpus=corpus, topk=1)
     [message] = answer(environment, "", ToolCall("search", {"query": "penicillin"})).observation
     assert message["content"] == "Doc 1(Title: Penicillin) " + PASSAGES[1][1]
@@ -86,7 +86,7 @@ def test_the_tool_finds_the_same(corpus):
 
 @asynccontextmanager
 async def server(asked: list[dict], status: int = 200) -> AsyncIterator[str]:
-    """A retrieval server on a free port: it finds all passages for each query. Gives its address."""
+    """Run a retrieval server on a free port, which returns all passages for every query. Yield its URL."""
 
     async def retrieve(request: web.Request) -> web.Response:
         asked.append(await request.json())
@@ -106,7 +106,7 @@ async def server(asked: list[dict], status: int = 200) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/retrieve"])
-def test_a_server_is_asked_as_search_r1_asks(path):
+def test_server_requests_follow_the_search_r1_protocol(path):
     asked: list[dict] = []
 
     async def search() -> str:
@@ -123,7 +123,7 @@ def test_a_server_is_asked_as_search_r1_asks(path):
     assert asked == [{"queries": [query], "topk": 2, "return_scores": True} for query in ("one", "two")]
 
 
-def test_a_server_that_fails_is_no_empty_answer():
+def test_server_error_is_raised():
     async def search() -> None:
         async with server([], status=500) as url:
             environment = searching(url=url)
@@ -141,23 +141,23 @@ def test_a_server_that_fails_is_no_empty_answer():
     ("text", "normal"),
     [("The  Beatles!", "beatles"), ("a U.S. theme", "us theme"), ("Thea", "thea"), ("an apple, A pear", "apple pear")],
 )
-def test_answers_are_compared_as_in_the_paper(text, normal):
+def test_answers_are_normalized_as_in_the_paper(text, normal):
     assert normalise(text) == normal
 
 
-def test_an_answer_may_be_one_of_several():
+def test_exact_match_accepts_alternatives():
     assert exact_match("12", 12) == exact_match("b", ["a b", "B."]) == exact_match("x", {"target": ["x"]}) == 1.0
     assert exact_match("ab", ["a", "b"]) == 0.0
-    with pytest.raises(ValueError, match="no answer"):
+    with pytest.raises(ValueError, match="has no answer to compare with"):
         exact_match("a", None)
 
 
-def test_a_search_needs_one_place_to_search_in(corpus, tmp_path):
+def test_invalid_search_options_are_rejected(corpus, tmp_path):
     for options in ({}, {"corpus": corpus, "url": "http://x"}):
-        with pytest.raises(UserError, match="needs one of them"):
+        with pytest.raises(UserError, match="needs exactly one of them"):
             searching(**options)
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="not a file"):
         begun("Who?", "he", corpus=str(tmp_path / "nothing.jsonl"))
     (tmp_path / "rows.jsonl").write_text('{"contents": "a"}\n{"id": 1}\n')
-    with pytest.raises(UserError, match=r"line 2 of .* has the keys id"):
+    with pytest.raises(UserError, match=r"line 2 has the keys id"):
         begun("Who?", "he", corpus=str(tmp_path / "rows.jsonl"))

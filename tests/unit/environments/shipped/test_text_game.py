@@ -14,7 +14,7 @@ BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
 
 class Player:
-    """Knows nothing but what the game says: walks through the house, depth first, and tries everything everywhere."""
+    """A player that knows only the game's text. It searches the house depth first and tries every action everywhere."""
 
     def __init__(self, game: TextGame, seen: str):
         self.game, self.seen = game, seen
@@ -49,24 +49,24 @@ def begun(seed: int, **options) -> Player:
 
 
 @pytest.mark.parametrize("walls", [0.0, 0.5, 1.0])
-def test_every_house_can_be_won_from_what_the_game_says(walls):
+def test_every_house_can_be_won_from_its_descriptions(walls):
     for seed in range(30):
         player = begun(seed, width=4, height=3, walls=walls)
         player.explore()
-        if not player.is_done:  # it came to the chest before the key
+        if not player.is_done:  # it found the chest before the key
             player.explore()
         assert player.is_done
         assert sum(player.rewards) == pytest.approx(1.0)
         assert sorted(set(player.rewards)) == [0.0, 0.3, 0.7]
 
 
-def test_walls_are_those_that_no_room_needs():
-    """A tree of 12 rooms has 11 doors, the grid 17."""
+def test_walls_never_disconnect_a_room():
+    """A spanning tree of the 12 rooms has 11 doors, the full grid 17."""
     counts = {walls: len(build_house(4, 3, walls, Random(1)).doors) // 2 for walls in (0.0, 1.0)}
     assert counts == {0.0: 17, 1.0: 11}
 
 
-def test_a_compass_leads_there_where_no_wall_is_in_the_way():
+def test_compass_leads_to_the_goal_without_walls():
     for seed in range(20):
         player = begun(seed, width=4, height=4, walls=0.0, compass=True)
         for _ in range(14):
@@ -77,7 +77,7 @@ def test_a_compass_leads_there_where_no_wall_is_in_the_way():
         assert player.is_done
 
 
-def test_the_seed_makes_the_house():
+def test_house_depends_only_on_the_seed():
     assert begun(1, width=5, height=5).game.house == begun(1, width=5, height=5).game.house
     assert begun(1, width=5, height=5).game.house != begun(2, width=5, height=5).game.house
 
@@ -94,29 +94,29 @@ def test_the_seed_makes_the_house():
         ("", None),
     ],
 )
-def test_the_last_command_of_a_turn_counts(text, command):
+def test_last_command_of_a_turn_counts(text, command):
     assert read_command(text) == command
 
 
-def test_what_is_no_command_is_answered():
+def test_unknown_command_is_reported():
     player = begun(0)
     assert asyncio.run(player.game.step(turn("dance"))) == Step(
         "That is no command. The commands are north, south, east, west, take, open.", reward=0.0
     )
 
 
-def test_a_chest_is_locked_without_the_key():
+def test_chest_is_locked_without_the_key():
     player = begun(0)
     player.game.room = player.game.house.chest
     assert asyncio.run(player.game.step(turn("open"))).observation.startswith("The chest is locked.")
 
 
-def test_words_of_the_runs_own_come_before_the_house():
+def test_messages_of_the_data_row_precede_the_game():
     messages = asyncio.run(TextGame(rules=False).reset(task(question("Win!"))))
     assert messages[0]["content"] == "Win!" and messages[1]["content"].startswith("Doors: ")
     assert [message["role"] for message in asyncio.run(TextGame().reset(task()))] == ["system", "user"]
 
 
-def test_a_house_of_two_rooms_is_refused():
-    with pytest.raises(ValueError, match="1 × 2 rooms"):
+def test_house_with_two_rooms_is_rejected():
+    with pytest.raises(ValueError, match="width=1, height=2: a house needs at least 3 rooms"):
         TextGame(width=1, height=2)

@@ -1,4 +1,4 @@
-"""Turns and tasks by hand, for environments that are driven without a policy."""
+"""Handmade turns and tasks, for environments that are driven without a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megarl doctor` as a whole: what it prints, its exit code, and that it needs nothing that it looks for."""
+"""`megarl doctor` end to end: output, exit code, and independence of the packages that it checks."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from tests.paths import ROOT
 from tests.timing import WAIT_S
 
 CPU_S = 10
-"""The seconds of computation that it may take, and those until it is taken for hung on a busy machine."""
+"""Maximum CPU time of the command in seconds."""
 
 
 def doctor(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
     command = [*python, "-m", "megarl.cli", "doctor", *arguments]
-    before = computed_s()
+    before = cpu_seconds()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert computed_s() - before < CPU_S
+    assert cpu_seconds() - before < CPU_S
     return done
 
 
-def computed_s() -> float:
+def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def test_what_these_tests_run_on_is_as_a_run_needs_it(tmp_path):
+def test_doctor_finds_no_problems_in_test_environment(tmp_path):
     done = doctor("--folder", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "all is as a run needs it"
+    assert done.stdout.splitlines()[-1] == "no problems found"
 
 
-def test_findings_as_json(tmp_path):
+def test_findings_are_printed_as_json(tmp_path):
     findings = json.loads(doctor("--json", "--folder", str(tmp_path)).stdout)
     assert {"name", "state", "found", "wanted", "fix"} == set(findings[0])
     assert {"Python", "torch", "GPUs", "shared memory"} <= {finding["name"] for finding in findings}
 
 
-def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
-    """The site's packages are left out: the core's own come from the path."""
+def test_missing_packages_are_problems_with_fixes(tmp_path):
+    """Site packages are hidden; the core's dependencies come from the path."""
     code = (
         "import sys, importlib.metadata as m; from megarl.planner.doctor import packages\n"
         "packages.installed = lambda names: None\n"
@@ -53,12 +53,12 @@ def test_what_is_missing_is_a_problem_with_its_fix(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1
     assert "! torch" in done.stdout and "→ pip install 'torch" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("to be changed: torch, megatron-core, vllm, ray, transformers")
+    assert done.stdout.splitlines()[-1].startswith("problems: torch, megatron-core, vllm, ray, transformers")
 
 
 @pytest.mark.parametrize("state", ["ok", "note", "problem"])
-def test_a_fix_is_a_line_below(state):
+def test_fix_is_printed_below_its_finding(state):
     lines = table([Finding("a", state, "1", ">2", "do this"), Finding("long", "ok", "22")]).splitlines()
     assert lines[0].split() == [*({"ok": [], "note": ["·"], "problem": ["!"]}[state]), "a", "1", "(>2)"]
     assert lines[1].strip() == "→ do this"
-    assert lines[-1] == ("to be changed: a" if state == "problem" else "all is as a run needs it")
+    assert lines[-1] == ("problems: a" if state == "problem" else "no problems found")

@@ -1,4 +1,4 @@
-"""What is said of the machine, from files in the kernel's format and folders of the test."""
+"""Checks of the machine, on files in the kernel's format and temporary folders."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.planner.doctor.machine import (
     GIB,
     can_listen,
     cgroup_bytes,
+    check_machine,
     disk,
     locked_memory,
-    look_at_machine,
     memory,
     open_files,
     ports,
@@ -23,48 +23,48 @@ from megarl.planner.doctor.machine import (
 )
 
 
-def test_a_quota_below_the_cores_is_told():
-    finding = processors(allowed=64, quota=8.0, there=128)
-    assert (finding.state, finding.found) == ("note", "8 of 128 by the cgroup's quota, on 64 of them")
+def test_quota_below_the_core_count_is_a_note():
+    finding = processors(allowed=64, quota=8.0, installed=128)
+    assert (finding.state, finding.found) == ("note", "cgroup quota of 8 cores, on 64 of 128")
     assert "8 cores" in finding.fix
     assert processors(64, None, 128).found == "64 of 128"
     assert processors(64, 80.0, 64).found == "64"
 
 
 @pytest.mark.parametrize(("text", "limit"), [("max\n", None), (f"{GIB}\n", GIB), (None, None)])
-def test_the_cgroups_limit_of_memory(tmp_path, text, limit):
+def test_cgroup_memory_limit_is_a_note(tmp_path, text, limit):
     if text is not None:
         (tmp_path / "memory.max").write_text(text)
     assert cgroup_bytes(tmp_path) == limit
     assert memory(4 * GIB, limit).state == ("ok" if limit is None else "note")
 
 
-def test_shared_memory_that_is_missing_or_small_is_a_problem(tmp_path, monkeypatch):
+def test_missing_or_small_shared_memory_is_a_problem(tmp_path, monkeypatch):
     assert shared_memory(tmp_path / "none").state == "problem"
     assert shared_memory(tmp_path).state == "ok"
     monkeypatch.setattr(machine, "LEAST_SHARED_GIB", 10**9)
     assert shared_memory(tmp_path).state == "problem"
 
 
-def test_the_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):
+def test_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path, monkeypatch):
     finding = disk("disk of runs", tmp_path / "a" / "b")
     assert finding.state == "ok" and str(tmp_path) in finding.found
     monkeypatch.setattr(machine, "LEAST_DISK_GIB", 10**9)
     assert disk("disk of runs", tmp_path).state == "note"
 
 
-def test_a_disk_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_disk_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
     finding = disk("disk of runs", tmp_path)
     assert finding.state == "problem" and "run.folder" in finding.fix
 
 
-@pytest.mark.parametrize(("told", "state"), [("32768\t60999\n", "ok"), ("32768\t33000\n", "note"), ("", "ok")])
-def test_the_range_of_ports(told, state):
-    assert ports(told, True).state == state
+@pytest.mark.parametrize(("local_range", "state"), [("32768\t60999\n", "ok"), ("32768\t33000\n", "note"), ("", "ok")])
+def test_small_port_range_is_a_note(local_range, state):
+    assert ports(local_range, True).state == state
 
 
-def test_a_machine_that_lets_nothing_listen(monkeypatch):
+def test_forbidden_listening_is_a_problem(monkeypatch):
     assert can_listen()
 
     def refuse(*_):
@@ -84,18 +84,18 @@ def test_a_machine_that_lets_nothing_listen(monkeypatch):
         (1024, 4096, "note", "raise nofile in /etc/security/limits.conf to 65536"),
     ],
 )
-def test_the_limit_of_open_files(soft, hard, state, fix):
+def test_low_open_file_limit_is_a_note_with_fix(soft, hard, state, fix):
     finding = open_files(soft, hard)
     assert (finding.state, finding.fix) == (state, fix)
 
 
-def test_the_limit_of_locked_memory():
+def test_low_locked_memory_limit_is_a_note():
     assert locked_memory(resource.RLIM_INFINITY).state == "ok"
     assert locked_memory(65536).state == "note"
 
 
-def test_this_machine_is_looked_at(tmp_path):
-    names = [finding.name for finding in look_at_machine(tmp_path)]
+def test_all_resources_of_this_machine_are_checked(tmp_path):
+    names = [finding.name for finding in check_machine(tmp_path)]
     assert names == [
         *("processors", "memory", "shared memory", "disk of runs", "temporary files", "ports", "open files"),
         "locked memory",

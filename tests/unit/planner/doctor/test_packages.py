@@ -1,4 +1,4 @@
-"""What is said of installed packages: found, tested range, and what to do."""
+"""Checks of installed packages against the tested ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl.planner.doctor import packages
-from megarl.planner.doctor.packages import apex, installed, look_at, look_at_packages, python
+from megarl.planner.doctor.packages import apex, check_package, check_packages, installed, python
 from megarl.planner.doctor.ranges import PACKAGES, PYTHON, Package
 from tests.paths import ROOT
 
@@ -22,19 +22,19 @@ TESTED = {tested.name: tested for tested in PACKAGES}
 
 
 @pytest.mark.parametrize("name", [tested.name for tested in PACKAGES if not tested.on_gpu])
-def test_the_tested_range_has_what_these_tests_run_with(name):
-    found = look_at(TESTED[name], has_gpu=False)
+def test_installed_versions_are_in_the_tested_ranges(name):
+    found = check_package(TESTED[name], has_gpu=False)
     assert found.state == "ok"
     assert found.found == version(next(d for d in TESTED[name].distributions if installed((d,))))
 
 
-def test_the_newest_megatron_that_tests_run_with_is_in_its_range():
+def test_newest_locked_megatron_is_in_the_tested_range():
     lock = (ROOT / "tools/environment/newest-megatron.lock").read_text()
     newest = re.search(r"^megatron-core==(\S+)$", lock, re.MULTILINE)[1]
     assert newest in SpecifierSet(TESTED["megatron-core"].versions)
 
 
-def test_pyproject_asks_for_the_tested_ranges():
+def test_pyproject_requires_the_tested_ranges():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = {r.name: r.specifier for r in map(Requirement, (*extras["run"], *extras["gpu"]))}
@@ -56,16 +56,16 @@ def test_pyproject_asks_for_the_tested_ranges():
         (None, "problem"),
     ],
 )
-def test_a_version_is_compared_with_the_range(monkeypatch, found, state):
+def test_version_is_compared_with_the_tested_range(monkeypatch, found, state):
     monkeypatch.setattr(packages, "installed", lambda names: found)
-    finding = look_at(Package("thing", ">=2.0,<3", ("thing",), "pip install thing"), has_gpu=False)
+    finding = check_package(Package("thing", ">=2.0,<3", ("thing",), "pip install thing"), has_gpu=False)
     assert (finding.state, finding.fix) == (state, "" if state == "ok" else "pip install thing")
     assert finding.found == (found or "not installed")
 
 
 @pytest.mark.parametrize(("has_gpu", "state"), [(True, "problem"), (False, "note")])
-def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
-    finding = look_at(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
+def test_missing_gpu_package_is_a_problem_only_with_gpus(has_gpu, state):
+    finding = check_package(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
     assert finding.state == state
     assert bool(finding.fix) == has_gpu
 
@@ -80,8 +80,9 @@ def test_what_gpus_need_is_missed_where_there_are_some(has_gpu, state):
     ],
     ids=["missing", "not compiled", "beside it", "in it"],
 )
-def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, state):
-    """The package is laid out in a folder, with the compiled module as a wheel of its own or a build of all has it."""
+def test_missing_compiled_module_is_a_problem(tmp_path, monkeypatch, file, state):
+    """The compiled module is next to the package, as a separate wheel installs it, or inside the package, as a build
+    from source does."""
     suffix = next(suffix for suffix in EXTENSION_SUFFIXES if suffix.startswith(".cpython"))
     for name in ("kernels/__init__.py", *([file.replace(".cpython-312-x86_64-linux-gnu.so", suffix)] if file else [])):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -89,28 +90,28 @@ def test_the_part_that_is_compiled_is_looked_for(tmp_path, monkeypatch, file, st
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(packages, "installed", lambda names: "1.2")
     tested = Package("kernels", ">=1", ("kernels",), "build it", on_gpu=True, compiled=("kernels", "of_torch"))
-    finding = look_at(tested, has_gpu=True)
+    finding = check_package(tested, has_gpu=True)
     assert (finding.state, finding.fix) == (state, "" if state == "ok" else "build it")
     assert finding.found == ("1.2" if state == "ok" else "1.2 without of_torch")
 
 
 @pytest.mark.parametrize(("found", "state"), [("3.10.14", "problem"), ("3.12.1", "ok"), ("3.13.0", "problem")])
-def test_pythons_version(found, state):
+def test_python_version_is_compared_with_the_range(found, state):
     assert python(found).state == state
 
 
 @pytest.mark.parametrize(
-    ("folders", "metadata", "state", "said"),
+    ("folders", "metadata", "state", "found"),
     [
         (["optimizers"], "0.1", "ok", "0.1"),
-        ([], "0.9.10.dev0", "problem", "another project of that name, 0.9.10.dev0"),
-        ([], None, "problem", "another module"),
+        ([], "0.9.10.dev0", "problem", "a different project named apex, 0.9.10.dev0"),
+        ([], None, "problem", "a different module named apex"),
         (["optimizers"], None, "ok", "built from source"),
     ],
-    ids=["NVIDIA's", "PyPI's", "a folder of one's own", "NVIDIA's, without metadata"],
+    ids=["NVIDIA's", "PyPI's", "a local folder", "NVIDIA's without metadata"],
 )
-def test_apex_of_pypi_is_told_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, said):
-    """Both are laid out in a folder as pip would."""
+def test_pypi_apex_is_distinguished_from_nvidias(tmp_path, monkeypatch, folders, metadata, state, found):
+    """Both packages are laid out as pip would install them."""
     for folder in ("apex", *(f"apex/{name}" for name in folders)):
         (tmp_path / folder).mkdir()
     (tmp_path / "apex/__init__.py").touch()
@@ -120,24 +121,24 @@ def test_apex_of_pypi_is_told_from_nvidias(tmp_path, monkeypatch, folders, metad
         (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {metadata}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     finding = apex(has_gpu=True)
-    assert (finding.state, finding.found) == (state, said)
+    assert (finding.state, finding.found) == (state, found)
     assert ("pip uninstall apex" in finding.fix) == (state == "problem")
     sys.modules.pop("apex", None)
 
 
-def test_apex_is_not_needed():
+def test_missing_apex_is_a_note():
     assert apex(has_gpu=False).state == apex(has_gpu=True).state == "note"
 
 
-def test_nothing_is_imported(monkeypatch):
+def test_package_checks_import_none_of_the_packages(monkeypatch):
     before = set(sys.modules)
-    look_at_packages(has_gpu=True)
+    check_packages(has_gpu=True)
     assert {name.partition(".")[0] for name in set(sys.modules) - before}.isdisjoint(
         {"torch", "vllm", "ray", "megatron", "transformers", "apex"}
     )
 
 
-def test_fixes_name_the_range():
+def test_fixes_name_the_tested_range():
     for tested in PACKAGES:
         assert tested.versions in tested.fix or tested.name == "NCCL"
     assert Path(packages.__file__).parent.name == "doctor"

@@ -1,4 +1,4 @@
-"""The trackers' own libraries: what a run and its second attempt write is read back by each library itself."""
+"""Tests of the tracker backends: metrics of a run and its second attempt are read back with each library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.paths import BASE, ROOT
 from tests.timing import WAIT_S
 
 PACKAGES = Path(sys.prefix) / "trackers"
-"""What `make test` installs of tools/environment/trackers.lock, beside the environment."""
+"""The packages of tools/environment/trackers.lock, which `make test` installs outside the environment."""
 
 READERS = {
     "tensorboard": """
@@ -98,8 +98,8 @@ def attempt(tracker: str, folder: Path, log: Path, steps: range) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", READERS)
-def test_a_run_and_its_second_attempt_are_one_run_there(tracker: str, tmp_path: Path, capfd) -> None:
-    """The first attempt was at step 3 when it was killed; the second goes on after a checkpoint of step 2."""
+def test_resumed_run_continues_the_same_tracker_run(tracker: str, tmp_path: Path, capfd) -> None:
+    """The first attempt is killed at step 3. The second resumes from the checkpoint of step 2."""
     folder, log = tmp_path / tracker, tmp_path / "log"
     folder.mkdir()
     attempt(tracker, folder, log, range(1, 4))
@@ -111,11 +111,11 @@ def test_a_run_and_its_second_attempt_are_one_run_there(tracker: str, tmp_path: 
     assert read.returncode == 0, read.stderr
     num_runs, rows = json.loads(read.stdout.splitlines()[-1])
     assert num_runs == 1
-    repeated = [] if tracker == "tensorboard" else [[3, 0.75]]  # TensorBoard hides what came after step 2
+    repeated = [] if tracker == "tensorboard" else [[3, 0.75]]  # TensorBoard hides the first attempt's step 3
     assert sorted(rows) == sorted([[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0], *repeated])
 
 
-def test_the_trackers_packages_shadow_none_of_the_environment() -> None:
-    added = {d.metadata["Name"].lower() for d in distributions(path=[str(PACKAGES)])}
-    own = {d.metadata["Name"].lower() for d in distributions(path=[get_path("purelib")])}
-    assert added and not added & own
+def test_tracker_packages_shadow_none_of_the_environment() -> None:
+    trackers = {d.metadata["Name"].lower() for d in distributions(path=[str(PACKAGES)])}
+    environment = {d.metadata["Name"].lower() for d in distributions(path=[get_path("purelib")])}
+    assert trackers and not trackers & environment

@@ -1,4 +1,4 @@
-"""A run and its trackers: whatever a tracker's library does, the run neither waits for it nor ends with it."""
+"""Tests of trackers: whatever a tracker's library does, it neither blocks nor fails the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
 from tests.paths import BASE, ROOT
 from tests.timing import HANG_S, LIMIT_S, SHORT_S, WAIT_S, wait_until
-from tests.unit.run.test_context import loop
+from tests.unit.run.test_context import prepare
 
 HANGS = f"time.sleep({HANG_S})"
 WANDB = """
@@ -43,15 +43,15 @@ def init(**options):
     {init}
     return Run()
 """
-"""A stand-in for W&B's module, whose functions do what a test says first."""
+"""A fake wandb module. Each function first runs code that a test provides."""
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Returns a function that puts the module in place, and returns the file of what it was given."""
+def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that installs the module and returns the file with the logged rows."""
 
     def write(**code: str) -> Path:
-        modules, out = tmp_path / "modules", tmp_path / "taken"
+        modules, out = tmp_path / "modules", tmp_path / "logged"
         modules.mkdir()
         named = {"init": "pass", "log": "pass", "finish": "pass"} | code
         (modules / "wandb.py").write_text(WANDB.format(out=str(out), **named))
@@ -69,99 +69,100 @@ def make_tracker(folder: Path, timeout_s: float = WAIT_S, restart_s: float = WAI
     )
 
 
-def test_a_tracker_gets_all_finite_metrics(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in()
+def test_tracker_receives_all_finite_metrics(tmp_path: Path, fake_wandb, capfd) -> None:
+    logged = fake_wandb()
     tracker = make_tracker(tmp_path)
     for step in (1, 2, 3):
         tracker.write(step, {"reward/mean": step / 2, "policy/loss": float("nan")})
     end_all([tracker], WAIT_S)
-    assert taken.read_text().splitlines() == ["1 0.5", "2 1.0", "3 1.5", "finished"]
+    assert logged.read_text().splitlines() == ["1 0.5", "2 1.0", "3 1.5", "finished"]
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_tracker_that_hangs_costs_the_run_no_time(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in(log=HANGS)
+def test_hanging_tracker_does_not_block_the_run(tmp_path: Path, fake_wandb, capfd) -> None:
+    logged = fake_wandb(log=HANGS)
     tracker = make_tracker(tmp_path, timeout_s=HANG_S)
     for step in range(1, 4 * QUEUED_ROWS):
         tracker.write(step, {"reward/mean": 1.0})
     end_all([tracker], SHORT_S)
-    assert not psutil.Process().children() and taken.read_text() == ""
+    assert not psutil.Process().children() and logged.read_text() == ""
     out, err = capfd.readouterr()
-    assert err.count("megarl: warning: tracker wandb:") == 1 and f"lacks {4 * QUEUED_ROWS - 1} of" in out
+    assert err.count("megarl: warning: tracker wandb:") == 1 and f"lost {4 * QUEUED_ROWS - 1} of" in out
 
 
-def test_what_hung_is_started_again_later(tmp_path: Path, stand_in, capfd) -> None:
+def test_hanging_process_is_restarted(tmp_path: Path, fake_wandb, capfd) -> None:
     mark = tmp_path / "mark"
     hang_once = f"os.path.exists({str(mark)!r}) or (open({str(mark)!r}, 'w'), time.sleep({HANG_S}))"
-    taken = stand_in(log=hang_once)
+    logged = fake_wandb(log=hang_once)
     tracker = make_tracker(tmp_path, timeout_s=LIMIT_S, restart_s=0)
     tracker.write(1, {"reward/mean": 1.0})
     tracker.write(2, {"reward/mean": 2.0})
-    wait_until(lambda: taken.read_text() != "")
+    wait_until(lambda: logged.read_text() != "")
     end_all([tracker], WAIT_S)
-    assert taken.read_text().splitlines() == ["2 2.0", "finished"]
+    assert logged.read_text().splitlines() == ["2 2.0", "finished"]
     out, err = capfd.readouterr()
-    assert f"no answer in {LIMIT_S} s (trackers.timeout_s)" in err and "lacks 1 of 2 steps" in out
+    assert f"no reply within {LIMIT_S} s (trackers.timeout_s)" in err and "lost 1 of 2 steps" in out
 
 
-def test_a_tracker_that_raises_loses_its_own_rows_and_says_so_once(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in(log="if row['step'] in (2, 3): raise ConnectionError('the server is away')")
+def test_raising_tracker_loses_its_rows_and_warns_once(tmp_path: Path, fake_wandb, capfd) -> None:
+    logged = fake_wandb(log="if row['step'] in (2, 3): raise ConnectionError('the server is away')")
     tracker = make_tracker(tmp_path)
     for step in (1, 2, 3, 4):
         tracker.write(step, {"reward/mean": float(step)})
     end_all([tracker], WAIT_S)
-    assert taken.read_text().splitlines() == ["1 1.0", "4 4.0", "finished"]
+    assert logged.read_text().splitlines() == ["1 1.0", "4 4.0", "finished"]
     out, err = capfd.readouterr()
-    assert err.count("tracker wandb: ConnectionError: the server is away; the run goes on") == 1
-    assert "lacks 2 of 4 steps" in out and "the server is away" in (tmp_path / "tracker_wandb.log").read_text()
+    assert err.count("tracker wandb: ConnectionError: the server is away. The run continues") == 1
+    assert "lost 2 of 4 steps" in out and "the server is away" in (tmp_path / "tracker_wandb.log").read_text()
 
 
 @pytest.mark.parametrize("failure", ["raise ImportError('no such library')", "raise SystemExit(1)", "os._exit(3)"])
-def test_a_tracker_that_cannot_open_its_run(tmp_path: Path, stand_in, capfd, failure: str) -> None:
-    taken = stand_in(init=failure)
+def test_tracker_that_cannot_open_its_run_loses_all_rows(tmp_path: Path, fake_wandb, capfd, failure: str) -> None:
+    logged = fake_wandb(init=failure)
     tracker = make_tracker(tmp_path)
     tracker.write(1, {"reward/mean": 1.0})
     wait_until(lambda: tracker._queue.empty())
     end_all([tracker], WAIT_S)
-    assert taken.read_text() == "" and "lacks 1 of 1 steps" in capfd.readouterr().out
+    assert logged.read_text() == "" and "lost 1 of 1 steps" in capfd.readouterr().out
 
 
-def test_an_end_that_hangs_is_cut_off(tmp_path: Path, stand_in, capfd) -> None:
-    taken = stand_in(finish=HANGS)
+def test_hanging_close_is_killed(tmp_path: Path, fake_wandb, capfd) -> None:
+    logged = fake_wandb(finish=HANGS)
     tracker = make_tracker(tmp_path)
     tracker.write(1, {"reward/mean": 1.0})
-    wait_until(lambda: taken.read_text() != "")
+    wait_until(lambda: logged.read_text() != "")
     end_all([tracker], SHORT_S)
     assert not psutil.Process().children()
-    assert "did not come to its end in time" in capfd.readouterr().err
+    assert "closing timed out" in capfd.readouterr().err
 
 
-def test_a_run_that_is_interrupted_does_not_wait_for_long(tmp_path: Path, stand_in) -> None:
-    taken = stand_in(finish=HANGS)
+def test_interrupted_run_does_not_wait_for_a_tracker(tmp_path: Path, fake_wandb) -> None:
+    logged = fake_wandb(finish=HANGS)
     required = ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]", f"trackers.timeout_s={HANG_S}"]
     folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), open_trackers(load(BASE, required), folder, 0) as [tracker]:
         tracker.write(1, {"reward/mean": 1.0})
-        wait_until(lambda: taken.read_text() != "")
+        wait_until(lambda: logged.read_text() != "")
         raise KeyboardInterrupt
 
 
-def test_one_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch) -> None:
+def test_missing_tracker_package_raises_with_the_command(monkeypatch) -> None:
     monkeypatch.setattr("megarl.run.trackers.tracker.find_spec", lambda name: None if name == "mlflow" else name)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb,mlflow]"])
-    expected = r"^run.trackers=\[wandb, mlflow\]: mlflow is not installed; pip install mlflow-skinny, or leave it out$"
+    fix = r"Fix: pip install mlflow-skinny, or remove it from the list."
+    expected = rf"^run.trackers=\[wandb, mlflow\]: mlflow is not installed. {fix}$"
     with pytest.raises(ValueError, match=expected):
         check_trackers(config)
 
 
 @pytest.mark.parametrize("failure", [HANGS, "raise OSError('no space left')", "os._exit(1)"])
-def test_a_run_does_all_its_steps_whatever_its_tracker_does(tmp_path: Path, stand_in, monkeypatch, failure) -> None:
-    stand_in(log=failure)
+def test_run_completes_with_a_failing_tracker(tmp_path: Path, fake_wandb, monkeypatch, failure) -> None:
+    fake_wandb(log=failure)
     monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
-    with loop(
+    with prepare(
         tmp_path, "run.trackers=[wandb]", f"trackers.timeout_s={SHORT_S}", "checkpoint.every_steps=null"
-    ) as prepared:
-        prepared.run(TrainedModels({}, {}), step=lambda: {"reward/mean": 1.0})
+    ) as context:
+        context.run(TrainedModels({}, {}), step=lambda: {"reward/mean": 1.0})
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and not psutil.Process().children()

@@ -1,4 +1,4 @@
-"""An environment as verifiers' own documents tell how to write one: tasks, a server with a tool, and rewards."""
+"""An environment written as the verifiers documentation describes: tasks, a tool server and rewards."""
 
 import verifiers.v1 as vf
 
