@@ -16,7 +16,7 @@ TRACKERS_DONE := $(VENV)/trackers/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
-# What computes yields to whole runs beside it, which have deadlines.
+# Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs \
@@ -25,21 +25,21 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        everything but the ones below and what needs a GPU (about 15 minutes on 2 cores)"
-	@echo "make test-all    everything that needs no GPU; writes .ci/verified if all of it passes on a clean tree"
-	@echo "make test-runs   its whole runs: the half of it that starts Ray and engines"
-	@echo "make test-ranks  its other half: ranks in one process tree, and the unit tests"
-	@echo "make test-fast   the unit tests, for the inner loop (3 minutes)"
-	@echo "make test-learn  the quickstart learns what it should, and so does every estimator and objective (15)"
-	@echo "make test-exhaustive  every rank of layouts of up to 1,024, every family's refit, more whole runs (15)"
-	@echo "                 of both, PART=0/8 runs every eighth test, starting with the first"
-	@echo "make test-newest  ranks under the newest megatron-core that is supported (3)"
-	@echo "make test-sandbox  programs that try to leave their sandboxes of bubblewrap, which it installs (1)"
-	@echo "make test-cluster  runs over machines with networks of their own, and a Slurm of them; installs what it needs (15)"
-	@echo "make test-browser  pages in Chromium, which it installs (1)"
-	@echo "make soak        test-cluster, and then a job that twenty seeded faults hit (30)"
-	@echo "make resolve-gpu  the packages of the container for H100s go together, by pip's resolver (1)"
-	@echo "make test-gpu    what needs one, two and eight GPUs, as far as the machine has them; fails without one"
+	@echo "make test        lint, then test-runs and test-ranks in parallel (about 15 minutes on 2 cores)"
+	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
+	@echo "make test-runs   end-to-end runs, which start Ray and engines"
+	@echo "make test-ranks  distributed tests in one process tree, and the unit tests"
+	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
+	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
+	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (15 minutes)"
+	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the first"
+	@echo "make test-newest  distributed tests with the newest supported megatron-core (3 minutes)"
+	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
+	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
+	@echo "make test-browser  report pages in Chromium; installs it (1 minute)"
+	@echo "make soak        test-cluster, then a job with twenty seeded faults (30 minutes)"
+	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
+	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
 	@echo "make lint        ruff and shellcheck"
 
 env: $(DONE)
@@ -51,7 +51,7 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
-# Whole runs mostly wait for processes that start; beside them there is room for the rest.
+# End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
 
@@ -60,12 +60,12 @@ test-all:
 	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
 	$(MAKE) lint test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu && \
 	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
-	then echo "$$commit" | tee .ci/verified; else echo "not clean: .ci/verified stays as it was"; fi
+	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
 
 test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
-# The unit tests come last and on two cores: the whole runs beside them end first.
+# The unit tests run last and on two cores, because the end-to-end runs beside them finish first.
 test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
@@ -85,29 +85,29 @@ exhaustive-runs: $(DONE)
 exhaustive-ranks: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/ranks | /'
 
-# Its wheels are for newer Pythons, but what is used of it runs on this one, too.
+# Its wheels require a newer Python, but the modules in use also run on this one.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
 	rm -rf $(VENV)/newest
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/newest --no-deps --only-binary=:all: \
 		--ignore-requires-python --python-version 3.12 --platform manylinux_2_28_x86_64 --requirement $(NEWEST)
 	@touch $(NEWEST_DONE)
 
-# Transformer Engine's Python, 1 MB, without its compiled part, which has no wheel. It stays out of the environment, in
-# which Megatron would take it for the whole.
+# The Python part of Transformer Engine (1 MB), without the compiled part, which has no wheel. It is kept out of the
+# environment, where Megatron would assume that it is complete.
 $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	rm -rf $(VENV)/transformer-engine
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/transformer-engine --no-deps --only-binary=:all: \
 		$$(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
 
-# It wants other versions of packages than vLLM. Bytecode is compiled at once: each of its processes imports 3,000 files.
+# It needs other package versions than vLLM. pip compiles bytecode, because each of its processes imports 3,000 files.
 $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 	rm -rf $(VENV)/verifiers
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/verifiers --no-deps --only-binary=:all: \
 		--requirement $(VERIFIERS)
 	@touch $(VERIFIERS_DONE)
 
-# Trackers of experiments, 150 MB: beside the environment, which a run needs without them.
+# Experiment trackers (150 MB) are kept out of the environment, because runs must work without them.
 $(TRACKERS_DONE): $(DONE) $(TRACKERS)
 	rm -rf $(VENV)/trackers
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/trackers --no-deps --only-binary=:all: \
@@ -120,32 +120,32 @@ test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
 		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
-# It fails where bubblewrap can be neither found nor installed. As root, it tries an ordinary user's sandboxes, too.
+# Fails if bubblewrap is neither installed nor installable. As root, it also tests sandboxes of an ordinary user.
 test-sandbox: $(DONE)
 	tools/environment/system.sh bwrap:bubblewrap setpriv:util-linux
 	@$(RUN) -m pytest tests/sandbox --numprocesses=2 $(SLOWEST) | sed --unbuffered 's/^/sandbox | /'
 
-# Machines of a cluster, made of this one's namespaces, and Slurm: it wants root. Each file has machines of its own, and
-# mostly waits.
+# Simulates the machines of a cluster with namespaces, and runs Slurm, which requires root. Each test file has its own
+# machines, and mostly waits.
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
 	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
-# Pages as a browser shows them. It wants root where there is no Chromium yet. SCREENSHOTS=FOLDER keeps pictures of them.
+# Tests pages in a browser. Requires root if Chromium is not installed. SCREENSHOTS=FOLDER saves screenshots.
 test-browser: $(DONE)
 	tools/environment/system.sh chromium:chromium
 	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
-# A job through twenty seeded faults: for a change of what goes on after them, as it takes a quarter of an hour.
+# A job with twenty seeded faults. It takes a quarter of an hour; run it after changes to fault tolerance.
 soak: test-cluster
 	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no
 
-# The container for H100s: pip asks for what it would install, for another Python than this one.
+# Resolves the packages of the H100 container for its Python version, without installing them.
 resolve-gpu: $(DONE)
 	@$(RUN) tools/environment/resolve.py
 
-# On a machine with GPUs, in an environment for them (launch/container): GPU_PYTHON is its Python.
+# For machines with GPUs. GPU_PYTHON is the Python of an environment as in launch/container.
 test-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; found = torch.cuda.device_count(); sys.exit(None if found else "torch finds no GPU")'
 	$(GPU_PYTHON) -m pytest tests/gpu --timeout=1800 -rs $(SLOWEST)

@@ -1,4 +1,4 @@
-"""Write the table of configs/coming-from-verl.md from megarl.config.names: `python tools/verl_page.py`."""
+"""Write the table of configs/coming-from-verl.md from megarl.config.names. Usage: `python tools/verl_page.py`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def _table() -> Iterator[str]:
     yield "| verl | megarl | |\n|---|---|---|\n"
     for target, names in groupby(sorted(VERL, key=VERL.get), VERL.get):
         keys, _, note = target.partition(" (")
-        ours = keys.split(" and ")
-        yield f"| {_code(sorted(names))} | {_code(ours)} | {note.removesuffix(')')} |\n"
+        yield f"| {_code(sorted(names))} | {_code(keys.split(' and '))} | {note.removesuffix(')')} |\n"
     for name, reason in sorted(WITHOUT_KEY.items()):
         yield f"| `{name}` | none | {reason} |\n"
 

@@ -14,15 +14,15 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunFailure(RuntimeError):
-    """A failure that the user has not caused: a lost process, a missed deadline, an error inside a worker.
+    """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker.
 
-    A user's error is a UserError in every process.
+    Every process raises UserError for a user's error.
     """
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of several errors, by process: a user's error, then a lost process, then the errors
-    of its peers."""
+    """Return the most informative of several errors, given by process: a user's error first, then a lost process, then
+    errors of its peers."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):
@@ -40,12 +40,12 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Return whether the process is lost: it died, or Ray ended it before the machine ran out of memory."""
+    """Return whether the process is lost: it died, or Ray killed it before the machine ran out of memory."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_cause(error: Exception) -> bool:
-    """Return whether the error is a user's error or a loss, and not a consequence in another process."""
+    """Return whether the error is a user's error or a lost process, rather than a consequence of one."""
     return rank(error) < 2
 
 
@@ -61,7 +61,7 @@ def _what_happened(error: Exception) -> str:
     origin = _origin(error)
     lines = str(origin).strip().splitlines() or [""]
     if isinstance(error, OutOfMemoryError):
-        return f" was ended by Ray before the machine ran out of memory: {lines[0]}"
+        return f" was killed by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
         # No log has the traceback of an error in the constructor.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"

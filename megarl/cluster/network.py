@@ -14,8 +14,8 @@ import psutil
 from megarl.core.errors import UserError
 
 LOWEST_PORT = 20_000
-"""Lowest port that a run listens on, unless the kernel's ephemeral ports start below it. Below, Ray assigns ports from
-10,002 on to its workers without reserving them, and many services have fixed ports."""
+"""Lowest port that a run listens on, unless the kernel's ephemeral ports start below it. Lower ports collide with Ray,
+which assigns ports from 10,002 up to its workers without reserving them, and with services on fixed ports."""
 
 UNPRIVILEGED = 1024
 """Lowest unprivileged port."""
@@ -24,7 +24,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the first and last ephemeral port of the kernel."""
 
 ANY_PORT = 9
-"""Port of a datagram socket that sends nothing."""
+"""Port for a datagram socket that sends nothing."""
 
 
 def own_name() -> str:
@@ -33,14 +33,15 @@ def own_name() -> str:
 
 
 def own_address(interface: str | None) -> str:
-    """Return the IPv4 address at which other nodes reach this one: the interface's or, for None, that of its host name
-    or its default route. Raises UserError if there is none."""
+    """Return the IPv4 address at which other nodes reach this one: the interface's or, for None, the address of its
+    host name or default route. Raises UserError if there is none."""
     addresses = interface_addresses()
-    there = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
+    available = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
     if interface is not None:
         if interface not in addresses:
             raise UserError(
-                f"cluster.interface={interface}: this node has none of this name with an address, but {there}"
+                f"cluster.interface={interface}: this node has no such interface with an IPv4 address. Fix: set it to "
+                f"one of {available or '(none found)'}"
             )
         return addresses[interface][0]
     known = {address for each in addresses.values() for address in each}
@@ -48,16 +49,16 @@ def own_address(interface: str | None) -> str:
         if address in known and not _is_local(address):
             return address
     raise UserError(
-        "cluster.interface=null: neither host name nor default route of this node gives an address that others reach; "
-        f"set it to one of these: {there or 'there is none'}"
+        "cluster.interface=null: neither the host name nor the default route of this node gives an address that other "
+        f"nodes can reach. Fix: set it to one of these: {available or '(none found)'}"
     )
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which this node reaches another. Raises UserError without a route."""
+    """Return the address from which this node reaches another. Raises UserError if there is no route."""
     address = _address_of_route(host)
     if address is None:
-        raise UserError(f"no route leads from this node to {host}, the first node of the run")
+        raise UserError(f"{host}: this node has no route to the first node of the run. Fix: check the network")
     return address
 
 
@@ -67,8 +68,8 @@ def interface_of(address: str) -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens at this address, on a free port below the kernel's ephemeral ports: no connection of
-    another process can take it by chance, even after this socket is closed. Raises UserError if all are in use."""
+    """Return a socket that listens at this address on a free port below the kernel's ephemeral ports, which no outgoing
+    connection can take, even after this socket is closed. Raises UserError if all ports are in use."""
     highest = int(EPHEMERAL.read_text().split()[0])
     ports = range(LOWEST_PORT, highest) or range(UNPRIVILEGED, highest)
     for port in random.SystemRandom().sample(ports, len(ports)):
@@ -78,22 +79,23 @@ def listen(host: str) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise UserError(
-        f"{EPHEMERAL}: the ports from {ports.start} to {highest - 1}, below those that the kernel gives out, are all "
-        "taken; end what listens on them, or let it begin later"
+        f"{EPHEMERAL}: all ports from {ports.start} to {highest - 1}, below the ephemeral ports, are in use. Fix: stop "
+        "processes that listen on them, or raise the first ephemeral port in this file"
     )
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the variables that make libraries use the interface of this address, unless the user has set them."""
+    """Return the variables that make Gloo and NCCL use the interface of this address. Values set by the user take
+    precedence."""
     interface = interface_of(address)
-    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return {name: os.environ.get(name, value) for name, value in chosen.items()}
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def interface_addresses() -> dict[str, list[str]]:
     """Return the IPv4 addresses of each interface that has one."""
-    found = psutil.net_if_addrs().items()
-    addresses = {name: [a.address for a in entries if a.family == socket.AF_INET] for name, entries in found}
+    interfaces = psutil.net_if_addrs().items()
+    addresses = {name: [a.address for a in entries if a.family == socket.AF_INET] for name, entries in interfaces}
     return {name: entries for name, entries in addresses.items() if entries}
 
 

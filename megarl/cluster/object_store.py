@@ -1,4 +1,4 @@
-"""The room that a step's samples take in Ray's object store, in closed form."""
+"""The size of a step's samples in Ray's object store, in closed form."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from megarl.config.schema import Config
 from megarl.models.huggingface import Experts
 
 FLOOR_MIB = 256
-"""The room for what lies there beside samples: plans of refits, checksums, answers."""
+"""Space for objects other than samples: refit plans, checksums, results of calls."""
 
 ID_BYTES = 4
 LOGPROB_BYTES = 4
 FLAG_BYTES = 1 / 8
 SCORE_BYTES = 4
 OFFSET_BYTES = 4
-"""The bytes of the offset at which a token's candidates begin, if the engine keeps only some."""
+"""Bytes of the offset to a token's candidates, with rollout.top_k."""
 
 TEXT_BYTES = 6
-"""The bytes of a token's text in UTF-8, at most: English has four or five, Chinese about as many."""
+"""Upper bound for the UTF-8 bytes of a token's text: English has four or five, Chinese about as many."""
 
 OBJECT_BYTES = 2048
-"""The bytes of a sample beside its tokens and their text, and of the scores of one: names, shapes, answers that rewards
-compare with."""
+"""Bytes of a sample without its tokens and text (names, shapes, reference answers), and of its scores' metadata."""
 
 
 def object_store_mib(config: Config, experts: Experts | None) -> int:
-    """Returns cluster.object_store_mib, or what follows from the batch: room for all samples of a step, each as long as
-    it may be, with the scores of its tokens. Shorter ones leave some of it unused, which takes no memory then. Ray
-    writes to the disk what finds no room.
+    """Return cluster.object_store_mib or, by default, the size of all samples of a step at their maximum length, with
+    per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
 
-    experts: those of the actor, if it has some, which a token may bring with it.
+    Args:
+        experts: the actor's experts, if any; samples may carry their routes.
     """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
@@ -39,8 +38,8 @@ def object_store_mib(config: Config, experts: Experts | None) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Returns the samples that are there at once, at most: of a step those of all rounds of dynamic sampling, which
-    stay until its end, and those that are begun for later steps."""
+    """Return the maximum number of samples that exist at the same time: those of all rounds of dynamic sampling, which
+    stay until the step ends, and those started for later steps."""
     batch = config.batch
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
@@ -49,18 +48,17 @@ def num_samples(config: Config) -> int:
 
 
 def _num_ahead(config: Config) -> int:
-    """Returns the samples that are begun beside those of the step. Those for later steps go on during an
-    evaluation."""
+    """Return the number of samples started for later steps, which continue during an evaluation."""
     return config.prompts_ahead * (config.batch.samples_per_prompt + config.samples_greedily)
 
 
 def most_evaluated(config: Config) -> int:
-    """Returns the samples of the largest evaluation set; one without a size is not counted."""
+    """Return the number of samples of the largest evaluation set. Sets without a size are not counted."""
     return max(((given.size or 0) * given.samples_per_prompt for given in config.evaluation.sets), default=0)
 
 
 def sample_bytes(config: Config, experts: Experts | None) -> float:
-    """Returns the bytes of one sample as long as it may be, pickled, its scores included."""
+    """Return the bytes of one pickled sample of maximum length, including its scores."""
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)
     num_scores = _num_scores(config)
@@ -69,15 +67,15 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
         tokens += response * (OFFSET_BYTES + config.rollout.top_k * ID_BYTES)
     if experts is not None and config.actor.experts.replay_routes:
         tokens += context * experts.route_bytes
-    reading = 0.0
-    if config.has_reward_model and config.reward_model.input_format != "ids":  # the sample in tokens of its own
+    retokenized = 0.0
+    if config.has_reward_model and config.reward_model.input_format != "ids":
         _, longest = config.context_of(config.reward_model)
-        reading = longest * (ID_BYTES + TEXT_BYTES + LOGPROB_BYTES + FLAG_BYTES) + OBJECT_BYTES
-    return tokens + reading + (1 + num_scores) * OBJECT_BYTES
+        retokenized = longest * (ID_BYTES + TEXT_BYTES + LOGPROB_BYTES + FLAG_BYTES) + OBJECT_BYTES
+    return tokens + retokenized + (1 + num_scores) * OBJECT_BYTES
 
 
 def _num_scores(config: Config) -> int:
-    """Returns how many models and rewards give every token a score."""
+    """Return the number of models and rewards that score every token."""
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
     process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)

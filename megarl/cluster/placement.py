@@ -1,4 +1,4 @@
-"""The processes of a run, their nodes and their GPUs, as data that is printed before anything starts."""
+"""The placement of a run's processes on nodes and GPUs, as data that is printed before any process starts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.core.cores import usable_cores
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16
-"""The number of processes for the user's reward functions, or for environments beside an engine, that a machine with
-many cores starts by itself."""
+"""Default limit on the processes for reward functions, and on those for environments beside an engine, on machines
+with many cores."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the run: the numbers, over all nodes, of its devices, and its cores. Without GPUs a device is a
-    place for one rank of each role."""
+    """One machine of the run. Devices are numbered over all nodes. Without GPUs, a device is a slot for one rank of
+    each role."""
 
     number: int
     devices: range
@@ -34,14 +34,14 @@ class Node:
 class Process:
     """One process of the run.
 
-    threads      the CPU threads that its operators use; of the rewards and the environments, the processes with the
-                 user's code
-    node         the node that it is on
-    devices      those that its ranks compute on, in their order
-    reads        other GPUs of its node, with weights that it may read
-    on_gpus      whether devices are GPUs
-    part_number  its number among the processes of an engine over several nodes, one on each
-    rest         where it is the first of these, the others
+    Attributes:
+        threads: CPU threads for its operators. For rewards and environments: the number of processes that run the
+            user's code.
+        devices: devices of its ranks, in rank order.
+        reads: other GPUs of its node that hold weights it may read.
+        on_gpus: whether devices are GPUs.
+        part_number: index among the processes of an engine that spans several nodes, one process per node.
+        rest: for the first of these processes, the others.
     """
 
     role: str
@@ -67,8 +67,11 @@ class Process:
         return self.devices if self.on_gpus else ()
 
     def environment(self, inherited: str | None) -> dict[str, str]:
-        """Returns the variables by which the process sees its GPUs, before those that it reads. inherited: the node's
-        value of CUDA_VISIBLE_DEVICES."""
+        """Return the environment variables that make GPUs visible to the process: its own first, then those it reads.
+
+        Args:
+            inherited: the node's value of CUDA_VISIBLE_DEVICES.
+        """
         if not self.gpus:
             return {}
         numbers = [gpu - self.node.devices.start for gpu in (*self.gpus, *self.reads)]
@@ -76,7 +79,7 @@ class Process:
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Returns the holders of its ranks and those of its other parts, on their nodes and GPUs."""
+        """Return the holders of the ranks of all its parts, with their nodes and GPUs set."""
         places = [(part.node.number, gpu if part.on_gpus else None) for part in self.parts for gpu in part.devices]
         pairs = zip(holders, places, strict=True)
         return [replace(holder, node=node, device=device) for holder, (node, device) in pairs]
@@ -86,7 +89,7 @@ class Process:
 class Placement:
     """The processes of a run. Without engines there is no process for rewards.
 
-    On CPU models and engines take turns, so that each may use all cores of its node.
+    On CPU, models and engines take turns, so each of them may use all cores of its node.
     """
 
     nodes: tuple[Node, ...]
@@ -105,7 +108,7 @@ class Placement:
         return (group for group in (*ranks, self.environments, rewards) if group)
 
     def describe(self) -> str:
-        """Returns a line with the roles, and for several nodes a line with what is on each."""
+        """Return a line with the roles and, for several nodes, a line with the processes of each node."""
         line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(_parts(g))}" for g in self.groups)
         if len(self.nodes) == 1:
             return line
@@ -119,25 +122,27 @@ class Placement:
 def place(
     config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
 ) -> Placement:
-    """Places all processes of a run on its nodes, which are taken to be equal.
+    """Place all processes of a run on its nodes, which are assumed to be equal.
 
-    cores           of a node (None: those that this process may use)
-    gpus_per_node   None, for a single node: as many as are needed
+    Args:
+        cores: cores of a node; None: those available to this process.
+        gpus_per_node: None: a single node with as many GPUs as needed.
 
-    Raises UserError for a layout that does not fill the nodes, or whose groups do not lie in them.
+    Raises:
+        UserError: the layouts do not fill the nodes, or a tensor-parallel group crosses a node boundary.
     """
     nodes = _nodes(config, cores or usable_cores(), gpus_per_node if on_gpus else None)
     check_nodes(config, nodes)
     spans = device_spans(config)
 
     def ranks(settings: Placed) -> tuple[Process, ...]:
-        """A process for each rank; for a reward model in vLLM one for each engine, which starts its ranks itself."""
+        """Return one process per rank, or per engine for a reward model in vLLM, whose engines start their ranks."""
         role = NAMES[settings.section]
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
         return processes(role, settings.layout.tp if is_engine else 1, settings.threads)
 
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
-        """Processes of `size` ranks each. weights: the GPUs of a model whose weights they may read."""
+        """Return processes of `size` ranks each. weights: GPUs of a model whose weights they may read."""
         span, made = spans[role], []
         for index in range(len(span) // size):
             ranks = span[index * size : (index + 1) * size]
@@ -167,30 +172,33 @@ def place(
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Returns the nodes. gpus: of each; None for as many devices as an even share of the ranks needs."""
+    """Return the nodes. gpus: GPUs of each node; None: as many devices as an even share of the ranks needs."""
     count = config.cluster.nodes
     devices = gpus or places_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 
 def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
-    """Raises UserError with a line for each thing by which ranks and nodes do not fit each other."""
+    """Raise UserError with a line for each mismatch between the ranks and the nodes."""
     needed, each = num_devices(config), len(nodes[0].devices)
-    ranks = f"cluster.nodes={len(nodes)}: the ranks take {needed} devices, {each} on a node"
+    ranks = f"cluster.nodes={len(nodes)}: the ranks need {needed} devices at {each} per node"
     problems = []
     if len(nodes) > 1 and needed > len(nodes) * each:
-        problems.append(f"{ranks}, on {-(-needed // each)} nodes; set cluster.nodes={-(-needed // each)}, or lower dp")
+        problems.append(f"{ranks}. Fix: set cluster.nodes={-(-needed // each)}, or lower dp")
     if needed <= (len(nodes) - 1) * each:
         used = -(-needed // each)
-        problems.append(f"{ranks}, and so {len(nodes) - used} of the nodes would be empty; set cluster.nodes={used}")
+        problems.append(
+            f"{ranks}, leaving {len(nodes) - used} of {len(nodes)} nodes empty. Fix: set cluster.nodes={used}"
+        )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
         given = roles.given[role]
         on_each = config.num_ranks[role] // len(given)
         if on_each != each or given.stop > len(nodes):
             problems.append(
-                f"cluster.roles.{role}={getattr(roles, role)}: {on_each} ranks on each of these, and the run has "
-                f"{len(nodes)} nodes, numbered from 0, of {each} devices; give as many as its ranks fill"
+                f"cluster.roles.{role}={getattr(roles, role)}: this puts {on_each} ranks on each node, but the run has "
+                f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: name exactly the nodes that its "
+                "ranks fill"
             )
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
@@ -198,19 +206,20 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     for role, (key, tp) in {**layouts, **engines}.items():
         if tp > each and (tp % each or spans[role].start % each):
             problems.append(
-                f"{key}={tp}: a tensor-parallel group over several nodes fills them, but {tp} ranks from device "
-                f"{spans[role].start} on do not fill nodes of {each} devices"
+                f"{key}={tp}: a tensor-parallel group larger than a node must fill whole nodes, but {tp} ranks "
+                f"starting at device {spans[role].start} do not fill nodes of {each} devices. Fix: use a multiple of "
+                f"{each}, and start at a node boundary"
             )
         elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
             problems.append(
-                f"{key}={tp}: the ranks on devices {first}-{first + tp - 1} would be on two nodes of {each} devices; "
-                "choose layouts whose groups lie in a node"
+                f"{key}={tp}: the tensor-parallel group on devices {first}-{first + tp - 1} crosses a node boundary "
+                f"(nodes have {each} devices). Fix: choose layouts whose tensor-parallel groups fit into a node"
             )
     raise_all(problems)
 
 
 def _first_torn(span: range, tp: int, each: int) -> int | None:
-    """Returns the first device of the first group of tp ranks that does not lie in a node of `each` devices."""
+    """Return the first device of the first tp ranks that cross a boundary between nodes of `each` devices."""
     groups = range(span.start, span.stop, tp)
     return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 
@@ -222,7 +231,7 @@ def _rewards(config: Config, node: Node) -> Process:
 
 
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:
-    """Returns a process beside each engine, whose threads are the processes with environments that it starts."""
+    """Return a process beside each engine. Its threads are the number of environment processes that it starts."""
     on_node = Counter(engine.node.number for engine in engines)
     return tuple(
         Process(

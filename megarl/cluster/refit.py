@@ -1,7 +1,7 @@
-"""The refit: copies the actor's weights into the engines.
+"""The refit, which writes the actor's weights into the engines.
 
-The methods `connect` and `refit` exist at each level: Refit in the driver calls those of EngineGroup's actors, an actor
-those of its Engine, and the engine those of vLLM's workers (RefitExtension), which write the weights.
+The methods `connect` and `refit` exist at each level: Refit in the driver calls EngineGroup's actors, each actor calls
+its Engine, and the engine calls vLLM's workers (RefitExtension), which write the weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """The refit of the engines. It makes a plan once, and again when an engine is lost or has rejoined: then all
-    engines receive all weights again. It connects once per plan, or for each refit if the weights move in memory."""
+    """The refit of the engines. It plans once, and again when an engine is lost or has rejoined; all engines then
+    receive all weights again. It connects once per plan, or for each refit if the weights move in memory."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
@@ -40,7 +40,7 @@ class Refit:
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan
-        self._quantises = config.rollout.quantization is not None
+        self._quantizes = config.rollout.quantization is not None
         verify = config.rollout.verify_refit
         self._verifier = (
             None if verify == "off" else SyncVerifier(self._checksums, verify, config.actor.frozen_patterns)
@@ -49,20 +49,21 @@ class Refit:
         self._plan: Plan | None = None
         self._compact: CompactPlan | None = None
         self._rendezvous: Rendezvous | None = None
-        """Where senders and receivers of the plan meet."""
+        """Rendezvous of the plan's senders and receivers."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
         """Write the weights into every engine in place, as this version. Return metrics.
 
-        Raises RunFailure if that fails, if the weights do not arrive (see SyncVerifier), or if the last engine is lost.
+        Raises RunFailure if a call fails, if the weights do not arrive (see SyncVerifier), or if the last engine is
+        lost.
 
         Args:
             rate: learning rate of the updates since the last refit; 0 if nothing was learned.
         """
         self._engines.rejoin_restarted()
-        if self._quantises or self._config.actor.adapters is not None:
+        if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:
@@ -88,16 +89,16 @@ class Refit:
         }
 
     def differing(self) -> dict[str, list[str] | None]:
-        """Return, by engine name, a line for each region whose weights differ from the trainer's; None for engines that
-        cannot be compared. The actor's weights must be on its devices."""
+        """Return, by engine name, a line for each region whose weights differ from the trainer's, or None for engines
+        that cannot be compared. The actor's weights must be on its devices."""
         if self._engines.by_loader:
             return dict.fromkeys(self._engines.names)
         return self._engines.differing(self._checksums(regions(self._engines.holders))).result()
 
     @property
     def transport(self) -> str:
-        """The transport of the weights in this plan. Engines read the memory of trainers on their own node, unless all
-        weights are sent."""
+        """Name of the plan's transport. Engines read the memory of trainers on their own node, unless all weights are
+        sent."""
         if self._config.sends_weights:
             return "p2p"
         return device.memory_transport() + (" in a node, p2p between them" if self._sends else "")
@@ -120,7 +121,7 @@ class Refit:
 
     @cached_property
     def _compact_export_plan(self) -> CompactPlan:
-        plan = make_plan(self._sources, [self._engines.whole_model]) if self._quantises else self._export_plan
+        plan = make_plan(self._sources, [self._engines.whole_model]) if self._quantizes else self._export_plan
         return CompactPlan.of(plan)
 
     def _connect(self) -> None:
@@ -130,7 +131,7 @@ class Refit:
                 self._plan = ordered(self._plan)
             self._compact = CompactPlan.of(self._plan)
             if self._sends:
-                self._rendezvous = self._meet()
+                self._rendezvous = self._new_rendezvous()
                 self._trainers.connect(self._compact, self._rendezvous).result()
         connected = self._engines.connect(self._compact, self._channel()).result()
         self._connected = self._engines.generations if connected else ()
@@ -138,20 +139,20 @@ class Refit:
     def _channel(self) -> Channel:
         if self._config.sends_weights:
             return self._rendezvous
-        near: Channel
+        local: Channel
         if self._reads_on_gpu:
-            near = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
+            local = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
         else:
-            near = SharedMemory(self._trainers.publish(for_refit=True).result())
-        return HybridTransport(near, self._rendezvous) if self._sends else near
+            local = SharedMemory(self._trainers.publish(for_refit=True).result())
+        return HybridTransport(local, self._rendezvous) if self._sends else local
 
     def _make_plan(self) -> Plan:
         bucket_mib = self._config.rollout.refit_bucket_mib
         bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         return make_plan(self._sources, self._engines.holders, bucket_bytes)
 
-    def _meet(self) -> Rendezvous:
-        """Return a new rendezvous for each plan: one that a process has left cannot be used again."""
+    def _new_rendezvous(self) -> Rendezvous:
+        """Return a new rendezvous, because one that a process has left cannot be reused by the next plan."""
         self._connections += 1
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s

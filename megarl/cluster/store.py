@@ -10,8 +10,8 @@ from megarl.cluster.network import listen
 
 
 def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPStore:
-    """Open the store of a new process group. It listens on the interface with this address; torch's default is all
-    interfaces.
+    """Open the store of a new process group. It listens only on the interface with this address, whereas torch listens
+    on all interfaces by default.
 
     Args:
         world_size: None if any number of processes may join.

@@ -1,4 +1,4 @@
-"""Verifies that updates reach the trainer's weights, and from there the engines'."""
+"""Verification that updates reach the trainer's weights and, after a refit, the engines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
-"""Number of sampled regions, and of elements of each: at most a million elements, whose checksums take some hundredths
-of a second."""
+"""Number of sampled regions, and of elements in each: checksums of these million elements take well under 0.1 s."""
 
 
 class SyncVerifier:
-    """Compares checksums at each refit: of all weights if rollout.verify_refit says so, otherwise of a fixed sample of
-    the trained elements.
+    """Compares checksums at each refit: of all weights if rollout.verify_refit requires it, otherwise of a fixed sample
+    of the trained elements.
 
     The engines' comparison proves that they hold the trainer's current bytes at these elements. An engine that keeps
-    older weights, or reads an old copy, is detected at the first refit after an update that changes any of the sample.
+    older weights, or reads an old copy, is detected at the first refit after an update that changes the sample.
 
     The trainer's own comparison proves that its weights change during training. If updates with a gradient and a
-    learning rate leave the sample unchanged since the last refit, all weights are compared. If these are unchanged as
-    well, the updates do not reach them, and the run ends. This takes a second step if no complete checksums are known.
+    learning rate leave the sample unchanged, all weights are compared. If these are unchanged as well, the updates do
+    not reach the weights, and the run ends. This takes a second step if there are no checksums of all weights yet.
 
     Only a refit that verifies all weights proves that all elements have arrived. Neither comparison proves that they
     changed correctly.
@@ -36,7 +35,11 @@ class SyncVerifier:
         verify: Literal["first", "always"],
         frozen: Sequence[str],
     ):
-        """compute: returns the trainers' checksums of regions. frozen: patterns of frozen tensors."""
+        """
+        Args:
+            compute: returns the trainers' checksums of regions.
+            frozen: name patterns of frozen tensors.
+        """
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
@@ -55,14 +58,14 @@ class SyncVerifier:
         """
         wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
-        found = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))
-        sampled = _values(found, wanted)
+        checksums = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))
+        sampled = _values(checksums, wanted)
         if sampled == self._sampled:
             self._check_moved(regions, rate)
         else:
-            self._known, self._movement = (_values(found, regions) if verifies_all else None), 0.0
+            self._known, self._movement = (_values(checksums, regions) if verifies_all else None), 0.0
         self._sampled = sampled
-        return found
+        return checksums
 
     def _is_trained(self, region: Region) -> bool:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
@@ -77,8 +80,8 @@ class SyncVerifier:
         values = _values(self._compute(regions), regions)
         if values == self._known:
             raise RunFailure(
-                "refit: no byte of the actor's weights has changed, although it has been updated since the last refit "
-                f"that brought any (sum of the learning rates {self._movement:g}): its updates do not reach the weights"
+                "refit: no byte of the actor's weights has changed since the last refit that changed any, although the "
+                f"actor was updated (sum of the learning rates {self._movement:g}): updates do not reach the weights"
             )
         self._known, self._movement = values, 0.0
 

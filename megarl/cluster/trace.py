@@ -21,7 +21,7 @@ DRIVER = "driver"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task of a process. begin and end are seconds since the epoch, by the clock of its machine."""
+    """A task of a process. `begin` and `end` are seconds since the epoch on the clock of its machine."""
 
     process: str
     task: str
@@ -30,7 +30,7 @@ class Span:
 
 
 class Trace:
-    """The trace of an attempt: a JSON line in its logs for each finished task."""
+    """The trace of an attempt: one JSON line per finished task, in the attempt's logs."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE

@@ -33,7 +33,7 @@ from megarl.resharding.planning.planner import make_plan
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The groups of a run and the refit between them."""
+    """The worker groups of a run, and the refit from trainers to engines."""
 
     trained: TrainedModels
     reward_model: RewardModelGroup | RewardEngineGroup | None
@@ -46,9 +46,9 @@ class Workers:
     model_folder: Path
     """Folder of the actor's model."""
     environments: EnvironmentGroup | None = None
-    """None if the response to the prompt is the whole rollout."""
+    """None if a rollout is a single response to the prompt."""
     evaluation_environments: EnvironmentGroup | None = None
-    """The same processes, which also run evaluation sets; None if neither training nor a set has an environment."""
+    """The same processes, which also run evaluation sets. None if neither training nor a set has an environment."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -67,8 +67,8 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Offload the trained models as their keys `offload` say, and resume the engines. Return the bytes that this
-        frees, as metrics."""
+        """Offload the trained models (their keys `offload`), and resume the engines. Return the bytes offloaded, as
+        metrics."""
         offloaded = self.trained.leave_all().result()
         self.engines.resume().result()
         return offloaded
@@ -77,7 +77,7 @@ class Workers:
         """Put the engines to sleep after a round of sampling if a reward model shares their devices.
 
         Args:
-            is_last: whether a refit follows before they sample again.
+            is_last: whether a refit follows before the engines sample again.
         """
         if self.rewards_need_room:
             self._quiet_engines(keeps_weights=not is_last)
@@ -88,8 +88,8 @@ class Workers:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Put the engines to sleep after the last round of a step, unless they already are. A refit follows before they
-        sample again."""
+        """Put the engines to sleep after the last round of a step, unless they already sleep. A refit follows before
+        they sample again."""
         if not self.rewards_need_room:
             self._quiet_engines(keeps_weights=False)
 
@@ -108,7 +108,7 @@ class Workers:
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
     def close(self) -> None:
-        """Destroy the process groups of all ranks. Engines have none, and end with their processes."""
+        """Destroy the process groups of all ranks. Engines have none, and stop with their processes."""
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
@@ -122,8 +122,8 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Start all processes in parallel, and plan the export of the weights. Each model loads its folder, then its part
-    of the checkpoint, if there is one.
+    """Start all processes in parallel, and plan the export of the weights. Each model loads its folder, then its state
+    from the checkpoint, if there is one.
 
     Args:
         engines: running engines of the same config; None: start them.
@@ -145,7 +145,7 @@ def launch_workers(
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, elapsed)  # asleep, they leave the shared devices' memory to the models
+            _await_starts(session, starting, elapsed)  # sleeping engines free the shared devices' memory for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -179,7 +179,7 @@ def launch_workers(
 
 
 def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
-    """Wait until all have started, remove them, and print a line for each as soon as it has."""
+    """Wait until all have started, and empty `starting`. Print a line for each as soon as it has started."""
     while starting:
         started = session.first(list(starting.values()))
         started.result()

@@ -1,4 +1,4 @@
-"""Key names, and suggestions for unknown ones."""
+"""Names of the config's keys, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ VERL = {
     "experiment_name": "run.name",
     "expert_model_parallel_size": "actor.layout.ep",
     "expert_tensor_parallel_size": "actor.layout.etp",
-    "extra_info": "rewards.functions (a function's parameters get the columns of their names, `row` all of them)",
+    "extra_info": "rewards.functions (a function receives columns by parameter name, or all of them as `row`)",
     "filter_groups.enable": "batch.sampling_rounds",
     "free_cache_engine": "rollout.sleep",
-    "gpu_memory_utilization": "rollout.kv_cache_gib (of an engine's rank, beside its weights)",
+    "gpu_memory_utilization": "rollout.kv_cache_gib (GiB per rank of an engine, in addition to its weights)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
     "grad_offload": "actor.offload",
     "ground_truth": "data.answer_column",
@@ -51,7 +51,7 @@ VERL = {
     "log_prob_max_token_len_per_gpu": "actor.tokens_per_microbatch",
     "log_prob_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
     "log_prob_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",
-    "logger": "run.trackers (tensorboard, wandb, mlflow, trackio; the console and metrics.jsonl always are)",
+    "logger": "run.trackers (tensorboard, wandb, mlflow, trackio; console and metrics.jsonl are always on)",
     "lora_adapter_path": "actor.lora.path",
     "lora_alpha": "actor.lora.alpha",
     "lora_rank": "actor.lora.rank",
@@ -60,7 +60,7 @@ VERL = {
     "lr_decay_style": "actor.optimizer.schedule.name",
     "lr_scheduler_type": "actor.optimizer.schedule.name",
     "lr_warmup_steps": "actor.optimizer.schedule.warmup",
-    "lr_warmup_steps_ratio": "actor.optimizer.schedule.warmup (below 1: a share of the run)",
+    "lr_warmup_steps_ratio": "actor.optimizer.schedule.warmup (below 1: a fraction of the run)",
     "max_actor_ckpt_to_keep": "checkpoint.keep",
     "max_model_len": "rollout.context_length",
     "max_num_gen_batches": "batch.sampling_rounds",
@@ -76,7 +76,7 @@ VERL = {
     "n_agent": "batch.samples_per_prompt",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
-    "over_sample_rate": "batch.oversampling (over 1, with rollout.on_stale=drop)",
+    "over_sample_rate": "batch.oversampling (above 1, with rollout.on_stale=drop)",
     "overlong_buffer.len": "rewards.overlong_buffer",
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
@@ -88,10 +88,10 @@ VERL = {
     "ppo_mini_batch_size": "batch.prompts_per_update",
     "prompt_key": "data.prompt_column",
     "recompute_granularity": "actor.recompute",
-    "resume_from_path": "resume (the folder of a checkpoint)",
-    "resume_mode": "resume (never, auto or the folder of a checkpoint)",
+    "resume_from_path": "resume (the path of a checkpoint)",
+    "resume_mode": "resume (never, auto or the path of a checkpoint)",
     "reward_fn_key": "data.source_column",
-    "reward_manager": "rewards.functions (batch: a function f(prompts, responses, answers))",
+    "reward_manager": "rewards.functions (a batch function: f(prompts, responses, answers))",
     "reward_model.model.path": "reward_model.path",
     "rollout.n": "batch.samples_per_prompt",
     "rollout.tensor_model_parallel_size": "rollout.tp",
@@ -103,7 +103,7 @@ VERL = {
     "target_modules": "actor.lora.targets",
     "tensor_model_parallel_size": "actor.layout.tp",
     "test_freq": "evaluation.every_steps",
-    "total_epochs": "run.steps (the data start again as often as they take)",
+    "total_epochs": "run.steps (in steps; the data repeat as often as needed)",
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source and data.more_sources",
@@ -118,13 +118,13 @@ VERL = {
 """verl's key, with its section if needed to tell keys apart -> our key."""
 
 WITHOUT_KEY = {
-    "calculate_log_probs": "the engines' log-probs are always compared; see the section logprob_check",
-    "no_think_rl": "every sampled token is trained on",
-    "state_masking": "tokens of the environment are never trained on",
-    "use_dynamic_bsz": "microbatches always follow from a budget, actor.tokens_per_microbatch",
-    "use_remove_padding": "samples are packed, never padded",
+    "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
+    "no_think_rl": "all sampled tokens are trained on",
+    "state_masking": "environment tokens are never trained on",
+    "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",
+    "use_remove_padding": "samples are always packed, never padded",
 }
-"""Keys of verl, and of projects based on it, that have no equivalent here -> the reason."""
+"""Keys of verl, and of projects based on it, without an equivalent -> the reason."""
 
 
 RENAMED = {
@@ -146,12 +146,12 @@ RENAMED = {
 REMOVED = {
     "rollout.refit_delta": "a refit sends all weights",
 }
-"""Keys that are gone -> the reason."""
+"""Removed keys -> the reason."""
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys in the order of the schema, sections before their keys. Keys of a variant
-    section include the options of all entries."""
+    """Yield the dotted names of all keys in the order of the schema, each section before its keys. The keys of a
+    variant section include the options of all entries."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if issubclass(section, Variant) and name == section.discriminator:
@@ -163,7 +163,7 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def options_of(variant: type[Variant], entry: str, option: str) -> str:
-    """Return the options of an entry, and the entries that have `option`, as a sentence."""
+    """Return a sentence with the options of an entry, and with the entries that have `option`."""
     has = ", ".join(variant.option_names(entry)) or "no options"
     owners = [name for name, spec in variant.entries.items() if option in spec.options]
     return f"{variant.key}={entry} has {has}" + (f"; {option} is an option of {', '.join(owners)}" if owners else "")
@@ -175,15 +175,15 @@ def suggest(key: str) -> str:
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
         if name in REMOVED:
-            return f"{name} was removed: {REMOVED[name]}. Leave it out"
+            return f"{name} was removed: {REMOVED[name]}. Fix: leave it out"
         if name in VERL:
             return f"verl's {name} is {VERL[name]} here"
         if name in WITHOUT_KEY:
-            return f"verl's {name} has no key here, as {WITHOUT_KEY[name]}; leave it out"
+            return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: leave it out"
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]
-    # Several models have the same keys: prefer those of the named section.
+    # Several models have the same keys: prefer keys of the named section.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
@@ -204,7 +204,7 @@ def _close_leaves(leaf: str, known: list[str]) -> list[str]:
 
 
 def _siblings(key: str) -> str:
-    """Return the keys of the innermost existing section around `key`, as a sentence."""
+    """Return a sentence with the keys of the innermost existing section of `key`."""
     known = list(keys())
     section = key.rpartition(".")[0]
     while section and section not in known:

@@ -168,7 +168,7 @@ def table(results: list[SetResult]) -> str:
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.given.samples_per_prompt}"
-        first = (result.given.name, size, f"{result.shares['failed_share']:.1%}")
+        first = (result.given.name, size, f"{result.shares['failed_frac']:.1%}")
         estimates = [(name, f"{e.value:.4f}", f"{e.low:.4f} – {e.high:.4f}") for name, e in result.estimates.items()]
         for number, estimate in enumerate(estimates or [("nothing could be scored", "", "")]):
             rows.append((*(first if number == 0 else ("", "", "")), *estimate))

@@ -35,8 +35,8 @@ class SetResult:
     """The result of one set.
 
     Attributes:
-        shares: further metrics: failed_share, the fraction of rollouts without a score, which no estimate counts; and
-            over rollouts whose environment has not failed truncated_share, length_mean (tokens of the policy) and, in
+        shares: further metrics: failed_frac, the fraction of rollouts without a score, which no estimate counts; and
+            over rollouts whose environment has not failed truncated_frac, length_mean (tokens of the policy) and, in
             an environment, turns_mean.
         failure: why the first of the failed rollouts has no score; None if none failed.
     """
@@ -63,7 +63,7 @@ class SetResult:
         shown = [f"{name} {_shown(self.estimates[name])}" for name in names]
         size = f"{self.num_prompts} prompts × {most}"
         if self.failure is not None:
-            shown.append(f"{self.shares['failed_share']:.1%} failed, such as by {self.failure}")
+            shown.append(f"{self.shares['failed_frac']:.1%} failed, such as by {self.failure}")
         return f"{self.given.name} ({size}): {', '.join(shown)}"
 
 
@@ -178,7 +178,7 @@ def result(given: EvaluationSet, groups: Sequence[Sequence[SampleInfo]], scores:
             given.samples_per_prompt,
             given.success_above,
         ),
-        {"failed_share": fmean(rollout.score.value is None for rollout in rollouts), **lengths(rollouts)},
+        {"failed_frac": fmean(rollout.score.value is None for rollout in rollouts), **lengths(rollouts)},
         next((score.failure for score in scores if score.failure is not None), None),
     )
 
@@ -198,7 +198,7 @@ def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         return {}
     turns = [rollout.infos[0].rollout.num_turns for rollout in whole if rollout.infos[0].rollout is not None]
     return {
-        "truncated_share": fmean(rollout.is_truncated for rollout in whole),
+        "truncated_frac": fmean(rollout.is_truncated for rollout in whole),
         "length_mean": fmean(rollout.num_tokens for rollout in whole),
         **({"turns_mean": fmean(turns)} if turns else {}),
     }

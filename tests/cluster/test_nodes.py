@@ -230,10 +230,10 @@ def test_lost_multi_node_engine_restarts_on_both_nodes(shared: Path) -> None:
         ranks = ranks_on(machines[3])
         machines[2].run("pkill", "--signal", "KILL", "--full", "ray::EngineActor")
         deadline = time.monotonic() + RUN_S
-        while "refit: engine-1 is back; the run goes on with 2 of 2 engines" not in run.output(0):
+        while "refit: engine-1 rejoined; continuing with 2 of 2 engines" not in run.output(0):
             assert run.processes[0].poll() is None and time.monotonic() < deadline, run.output(0)
             time.sleep(ASK_S)
-        assert "engine-1 died, and is started again; the run goes on with 1 of 2 engines" in run.output(0)
+        assert "engine-1 died, restarting it; continuing with 1 of 2 engines" in run.output(0)
         again = ranks_on(machines[3])
         assert len(ranks) == len(again) == 1 and ranks != again
         run.wait_for_step(len(run.metrics) + 2)

@@ -1,5 +1,4 @@
-"""The penalty on the divergence from the old policy, as it is adapted between steps: the next update has it, and so has
-a run that goes on."""
+"""The adaptive penalty on divergence from the old policy changes between steps and survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ OLD = {"old": {s.id: torch.linspace(-6, -4, len(s.response_ids)) for group in GR
 def losses(
     store, rank: int, config: Config, folder: Path, groups: list[Group], scores: TokenScores, divergences: list[float]
 ) -> tuple[float, float, dict[str, float]]:
-    """Returns loss and penalty that an update reports after steps with these divergences, and what is saved."""
+    """Return the loss and penalty that an update reports after steps with these divergences, and the saved state."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for divergence in divergences:
         worker.adapt_penalty(divergence)
@@ -33,8 +32,9 @@ def losses(
     return metrics["policy/loss"].value, metrics["policy/penalty"].value, counters
 
 
-def test_the_next_update_has_the_penalty_of_the_divergences(tmp_path: Path) -> None:
-    """2 is above 1.5 times the target 1, 0.5 below 1 / 1.5, and 1.4 neither: 0.7 becomes 1.4, then 2.8, then 1.4."""
+def test_divergences_set_the_penalty_of_the_next_update(tmp_path: Path) -> None:
+    """The target is 1: the penalty doubles above 1.5, halves below 1 / 1.5 and stays between them (0.7, 1.4, 2.8,
+    1.4)."""
     folder = write_tiny_llama(tmp_path)
 
     def run(penalty: float, divergences: list[float]) -> tuple[float, float, dict[str, float]]:

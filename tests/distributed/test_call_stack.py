@@ -1,4 +1,4 @@
-"""From `step` to the objective there are the functions that the README lists, and no others of megarl."""
+"""The call stack from `step` to the objective contains exactly the megarl functions that the README lists."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.tiny_model import write_tiny_llama
 MOST = 11
 
 
-class Reached(Exception):
-    """Raised in the objective, with the names of megarl's functions on the call stack, the outermost first."""
+class ObjectiveReached(Exception):
+    """Raised in the objective. Carries the megarl functions on the call stack, outermost first."""
 
 
 def reach(*_: Any) -> None:
@@ -44,11 +44,11 @@ def reach(*_: Any) -> None:
         if Path(frame.f_code.co_filename).is_relative_to(ROOT / "megarl"):
             names.append(frame.f_code.co_qualname.replace(".<locals>", ""))
         frame = frame.f_back
-    raise Reached(names[::-1])
+    raise ObjectiveReached(names[::-1])
 
 
 class InProcess:
-    """A session whose actors are in this process, and whose calls run as they are submitted."""
+    """A session whose actors live in this process. Calls run when they are submitted."""
 
     logs = Path()
     trace = SimpleNamespace(take_seconds=lambda _: 0.0, add=lambda _, answers: answers.values)
@@ -73,7 +73,7 @@ class InProcess:
 
 
 def call_stack(store: Any, rank: int, config: Config, folder: Path) -> list[str]:
-    """Run a step until the objective is called. Return megarl's functions on the stack from `step` on."""
+    """Run a step up to the objective and return megarl's functions on the stack, starting at `step`."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     group = TrainerGroup(InProcess(worker), config, "actor", folder, [Process("trainer", 0, 1, devices=(0,))])
     group._data_parallel_ranks, group.packing = [0], worker.packing
@@ -94,7 +94,7 @@ def call_stack(store: Any, rank: int, config: Config, folder: Path) -> list[str]
         patch.setattr(train, "collect_rollouts", lambda *_: Rollouts((), chosen, {}, {}))
         patch.setattr(rank_batch, "_get", lambda refs: {ref: samples[ref] for ref in refs})
         patch.setattr(clip, "policy_ratio", reach)
-        with pytest.raises(Reached) as reached:
+        with pytest.raises(ObjectiveReached) as reached:
             train.step(config, workers, context, None, None)
     [names] = reached.value.args
     return names[names.index("step") :]
@@ -107,7 +107,7 @@ def listed_in_readme() -> list[str]:
     return re.findall(r"^\d+\. `([\w.]+)`", lines, re.MULTILINE)
 
 
-def test_the_way_to_the_loss_is_the_readmes(tmp_path: Path) -> None:
+def test_call_stack_matches_the_readme(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
     [names] = run_ranks(1, call_stack, config_of(folder), folder)
     assert names == listed_in_readme()

@@ -1,4 +1,4 @@
-"""A checkpoint goes on under the layout that wrote it as if nothing had been, and under any other one as it should."""
+"""A run resumes bit for bit from a checkpoint under the same layout, and correctly under any other layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tests.tiny_model import write_tiny_llama, write_tiny_model
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
 FEW_MICROBATCHES = "actor.tokens_per_microbatch=256"
-# Such that Megatron has to pad its buffers between parameters and at their end.
+# These sizes force Megatron to pad its buffers between parameters and at the end.
 SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
 PAIRS = {
     "PP2 and 1 process": ("pp: 2", ""),
@@ -76,7 +76,7 @@ PAIRS_WITH_LATENT_ATTENTION = {
 
 @dataclass(frozen=True)
 class Saved:
-    """The files that a rank wrote, and what it held one update later."""
+    """The files that a rank wrote, and its state one update later."""
 
     files: list[FileRecord]
     result: RankResult
@@ -118,7 +118,7 @@ def experts_reference(experts: Path) -> Expected[Outcome]:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSeek-V3: latent attention, one dense layer before two with experts, and routers with a bias."""
+    """DeepSeek-V3: latent attention, one dense layer before two expert layers, and routers with a bias."""
     return write_tiny_model(tmp_path_factory.mktemp("latent"), "deepseek_v3", **DEEPSEEK)
 
 
@@ -128,7 +128,7 @@ def latent_reference(latent: Path) -> Expected[Outcome]:
 
 
 def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
-    """A step of one update."""
+    """Run a step of one update."""
     batch = local_batch(rank_batches(config, worker.packing, UPDATES[number])[worker.data_parallel_rank])
     gradients = capture_gradients(worker)
     if config.algorithm.kl.coefficient:
@@ -144,15 +144,15 @@ def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
 
 
 def draw() -> list[float]:
-    """Draws a number from each generator that a rank has."""
+    """Draw a number from each random generator of the rank."""
     with get_cuda_rng_tracker().fork():
         regional = float(torch.rand(()))
     return [random.random(), float(torch.rand(())), regional]
 
 
 def save(store, rank: int, config: Config, model: Path, folder: Path, before: Checkpoint | None = None) -> Saved:
-    """Saves on one rank, which goes on from the checkpoint before or makes the first updates, and makes the last update
-    while the files are being written."""
+    """Save on one rank and make the last update while the files are being written. The rank first resumes from `before`
+    or, without it, makes the first updates."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     if before is None:
         for number in range(SAVED_AFTER):
@@ -164,7 +164,7 @@ def save(store, rank: int, config: Config, model: Path, folder: Path, before: Ch
     return Saved(worker.finish_checkpoint(folder), result)
 
 
-def go_on(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
+def resume(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.check_checkpoint(checkpoint)
     worker.load_checkpoint(checkpoint)
@@ -175,7 +175,7 @@ def go_on(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint)
 def saved_by(
     config: Config, model: Path, folder: Path, *arguments: Any, function: Callable[..., Saved] = save
 ) -> tuple[list[RankResult], Checkpoint]:
-    """Runs a function that saves on all ranks."""
+    """Run a function that saves on all ranks."""
     checkpoints = Checkpoints(folder)
     hidden = checkpoints.begin(SAVED_AFTER)
     (hidden / "actor").mkdir()
@@ -195,46 +195,45 @@ def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> Non
         assert not differing
 
 
-def check_there_and_back(model: Path, reference: Expected[Outcome], tmp_path: Path, layouts: tuple[str, str]) -> None:
+def check_round_trip(model: Path, reference: Expected[Outcome], tmp_path: Path, layouts: tuple[str, str]) -> None:
     first, second = (config_of(model, FEW_MICROBATCHES, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
     elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
     assert_same_training(model, elsewhere, reference)
-    # Weights, moments and counts have gone through the other layout, and make the same update to the last bit.
-    back = run_ranks(first.actor.layout.world_size, go_on, first, model, converted)
-    assert_same_weights(back, uninterrupted)
+    # Weights, moments and counts have passed through the other layout, and the next update is bit-identical.
+    round_trip = run_ranks(first.actor.layout.world_size, resume, first, model, converted)
+    assert_same_weights(round_trip, uninterrupted)
 
 
 @pytest.mark.parametrize(
     "pair", exhaustive_but(newest_of(PAIRS, "PP2, VPP2 and TP2, SP"), "DP2 and 1 process", "CP2 and TP2")
 )
-def test_any_layout_goes_on_and_nothing_is_lost_there_and_back(model, reference, tmp_path, pair):
-    check_there_and_back(model, reference, tmp_path, PAIRS[pair])
+def test_checkpoints_survive_a_round_trip_of_layouts(model, reference, tmp_path, pair):
+    check_round_trip(model, reference, tmp_path, PAIRS[pair])
 
 
 @pytest.mark.parametrize("pair", exhaustive_but(newest_of(PAIRS_WITH_EXPERTS, "EP2, TP2, ETP2 and DP2")))
-def test_experts_go_there_and_back(experts, experts_reference, tmp_path, pair):
-    check_there_and_back(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
+def test_expert_checkpoints_survive_a_round_trip(experts, experts_reference, tmp_path, pair):
+    check_round_trip(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
 
 
 @pytest.mark.parametrize("pair", exhaustive_but(newest_of(PAIRS_WITH_LATENT_ATTENTION, "CP2 and 1 process")))
-def test_latent_attention_goes_there_and_back(latent, latent_reference, tmp_path, pair):
-    check_there_and_back(latent, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION[pair])
+def test_latent_attention_checkpoints_survive_a_round_trip(latent, latent_reference, tmp_path, pair):
+    check_round_trip(latent, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION[pair])
 
 
 @pytest.mark.parametrize("frozen", [["model.layers.1.*"], ["model.embed_tokens.*", "model.layers.[01].*"]])
-def test_frozen_layers_go_on_and_go_through_another_layout(model, tmp_path, frozen):
-    """A single layer, and all of the first stage, whose rank then has no optimizer state."""
+def test_frozen_layers_resume_and_change_layout(model, tmp_path, frozen):
+    """Freeze a single layer, then the whole first stage, whose rank has no optimizer state."""
     first, second = (config_of(model, f"actor.frozen={frozen}", f"actor.layout.pp={pp}") for pp in (2, 1))
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
-    assert_same_weights(run_ranks(2, go_on, first, model, checkpoint), uninterrupted)
+    assert_same_weights(run_ranks(2, resume, first, model, checkpoint), uninterrupted)
     _, converted = saved_by(second, model, tmp_path / "second", checkpoint)
-    assert_same_weights(run_ranks(2, go_on, first, model, converted), uninterrupted)
+    assert_same_weights(run_ranks(2, resume, first, model, converted), uninterrupted)
 
 
 def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[int, set[str]]:
-    """Returns the bytes that a rank reads of the trained parameters and their state, and the files that they are
-    in."""
+    """Return how many bytes of trained parameters and optimizer state a rank reads, and from which files."""
     num_bytes, files, read, commit = 0, set(), TorchDistFolder.read, MCoreLoadPlanner.commit_tensor
 
     def counted(self: TorchDistFolder, *place: Any) -> torch.Tensor:
@@ -255,22 +254,22 @@ def bytes_read(store, rank: int, config: Config, model: Path, checkpoint: Checkp
 
 
 def bytes_in_files(folder: Path) -> dict[tuple[str, str], int]:
-    """Returns the bytes of elements in a checkpoint's files, of weights and of the optimizer, as torch finds them."""
+    """Return the bytes of weight and optimizer elements in a checkpoint's files, as torch reads them."""
     metadata = FileSystemReader(folder).read_metadata()
-    found: dict[tuple[str, str], int] = defaultdict(int)
+    sizes_by_file: dict[tuple[str, str], int] = defaultdict(int)
     for index, info in metadata.storage_data.items():
         tensor = metadata.state_dict_metadata[index.fqn]
         if isinstance(tensor, TensorStorageMetadata):
             [chunk] = [chunk for chunk in tensor.chunks if chunk.offsets == index.offset]
             kind = "optimizer" if index.fqn.startswith("optimizer.") else "weights"
-            found[info.relative_path, kind] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
-    return found
+            sizes_by_file[info.relative_path, kind] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
+    return sizes_by_file
 
 
 @pytest.mark.newest
-def test_every_rank_writes_and_reads_its_own_range(model, tmp_path):
-    """Weights have 2 bytes a parameter and the optimizer 12. Under another layout a rank reads what it needs, and no
-    more."""
+def test_ranks_write_and_read_only_their_own_range(model, tmp_path):
+    """A parameter takes 2 bytes as a weight and 12 in the optimizer. Under another layout, a rank reads only the ranges
+    that it needs."""
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     [held, _], checkpoint = saved_by(config, model, tmp_path)
     count = sum(weight.numel() for weight in held.weights.values())
@@ -283,11 +282,11 @@ def test_every_rank_writes_and_reads_its_own_range(model, tmp_path):
     assert read == [(written[file, "weights"] + written[file, "optimizer"], {file}) for file in own]
     elsewhere = config_of(model, "model.dtype=bfloat16", "actor.layout.tp=2")
     sizes = [num_bytes for num_bytes, _ in run_ranks(2, bytes_read, elsewhere, model, checkpoint)]
-    assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # both ranks have the norms
+    assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # both ranks hold the norms
 
 
-def test_an_optimizer_that_is_saved_in_whole_tensors_goes_on(model, tmp_path):
-    """A conversion writes it so, and the first of the data-parallel ranks did in earlier versions."""
+def test_optimizer_saved_in_whole_tensors_resumes(model, tmp_path):
+    """Conversion writes whole tensors, and so did earlier versions on the first data-parallel rank."""
     config, other = (config_of(model, "model.dtype=bfloat16", f"actor.layout.dp={dp}") for dp in (2, 1))
     uninterrupted, checkpoint = saved_by(config, model, tmp_path / "first")
     checkpoints = Checkpoints(tmp_path / "second")
@@ -297,56 +296,55 @@ def test_an_optimizer_that_is_saved_in_whole_tensors_goes_on(model, tmp_path):
     assert all(parts == 1 for shape, parts in shape_and_parts if shape[0] != 2 * SIZES["intermediate_size"])
     files = [seal(file, hidden) for file in (hidden / "actor").rglob("*") if file.is_file()]
     converted = checkpoints.commit(SAVED_AFTER, {"config": other.model_dump()}, files)
-    assert_same_weights(run_ranks(2, go_on, config, model, converted), uninterrupted)
+    assert_same_weights(run_ranks(2, resume, config, model, converted), uninterrupted)
 
 
 @pytest.mark.newest
-def test_float16_goes_on_from_its_float32_weights_and_the_scale_of_its_loss(model, tmp_path):
-    """The scale is doubled by the update after the save, which is the last of so many."""
+def test_float16_resumes_its_main_weights_and_loss_scale(model, tmp_path):
+    """The update after the save completes the window, so it doubles the scale."""
     scale = f"actor.megatron_overrides.optimizer={{initial_loss_scale: 1024.0, loss_scale_window: {SAVED_AFTER + 1}}}"
     config = config_of(model, "model.dtype=float16", "actor.layout.dp=2", scale)
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
-    resumed = run_ranks(2, go_on, config, model, checkpoint)
+    resumed = run_ranks(2, resume, config, model, checkpoint)
     assert_same_weights(resumed, uninterrupted)
     for ranks in (resumed, uninterrupted):
         assert {rank.metrics["policy/loss_scale"].value for rank in ranks} == {2048}
 
 
 @pytest.mark.newest
-def test_bfloat16_goes_on_from_its_float32_weights(model, tmp_path):
+def test_bfloat16_resumes_its_main_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
-    assert_same_weights(run_ranks(2, go_on, config, model, checkpoint), uninterrupted)
+    assert_same_weights(run_ranks(2, resume, config, model, checkpoint), uninterrupted)
 
 
 @pytest.mark.parametrize(
     "renewal",
     exhaustive_but(["renew_steps: 2", "renew_steps: 1, renew_share: 0.3"], "renew_steps: 1, renew_share: 0.3"),
 )
-def test_a_renewed_reference_goes_on_and_goes_through_another_layout(experts, tmp_path, renewal):
-    """The update's gradient depends on the reference after the save. The embedding is tied, and in two places with
-    PP2."""
+def test_renewed_reference_resumes_and_changes_layout(experts, tmp_path, renewal):
+    """After the save, the gradient depends on the reference. The tied embedding exists on both stages with PP2."""
     kl = f"algorithm.kl={{coefficient: 10.0, {renewal}}}"
     layouts = "{dp: 2, ep: 2, pp: 2}", "{tp: 2, sequence_parallel: true}"
     first, second = (config_of(experts, "model.dtype=bfloat16", kl, f"actor.layout={layout}") for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, experts, tmp_path / "first")
-    assert_same_weights(run_ranks(4, go_on, first, experts, checkpoint), uninterrupted)
+    assert_same_weights(run_ranks(4, resume, first, experts, checkpoint), uninterrupted)
     _, converted = saved_by(second, experts, tmp_path / "second", checkpoint)
-    assert_same_weights(run_ranks(4, go_on, first, experts, converted), uninterrupted)
+    assert_same_weights(run_ranks(4, resume, first, experts, converted), uninterrupted)
 
 
-def test_an_adapted_coefficient_goes_on(model, tmp_path):
-    """It has grown by a fifth after every step before the save."""
+def test_adapted_kl_coefficient_resumes(model, tmp_path):
+    """The coefficient has grown by a fifth after each step before the save."""
     kl = "algorithm.kl={coefficient: 10.0, adaptive_target: 0.5, adaptive_horizon: 12}"
     config = config_of(model, kl, "actor.layout.pp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
-    resumed = run_ranks(2, go_on, config, model, checkpoint)
+    resumed = run_ranks(2, resume, config, model, checkpoint)
     assert resumed[1].metrics["kl/coefficient"].value == pytest.approx(10 * 1.2**SAVED_AFTER)
     assert_same_weights(resumed, uninterrupted)
 
 
 def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
-    """Nothing is written before the weights have changed. The result: what the rank held when it saved."""
+    """Delay all writes until the weights have changed. Return the rank's state at the time of the save."""
     release, write = threading.Event(), torch.distributed.checkpoint.save
     torch.distributed.checkpoint.save = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
     worker = ActorWorker(config, model, rank, store, threads=1)
@@ -364,8 +362,8 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
     return {name: p.clone() for name, p in worker.parameters().items()}
 
 
-def test_what_is_written_are_the_weights_of_the_moment_of_the_save(model, tmp_path):
-    # In bfloat16 the model's weights are not those that the optimizer brings. Each rank has read one half of them.
+def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
+    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads one half of them.
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
     for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):
@@ -376,8 +374,8 @@ AWAY = ("gradients", "optimizer")
 
 
 def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, begun: Path) -> Saved:
-    """Saves before the first update, which makes the optimizer's moments, and after some, each time with all of its
-    state away, and still away afterwards."""
+    """Save with all state offloaded, before and after the updates that create the optimizer's moments. Saving leaves
+    the state offloaded."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.offload(AWAY)
     worker.save_checkpoint(begun)
@@ -395,13 +393,13 @@ def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, 
 
 
 def _optimizer_bytes(worker: ActorWorker) -> int:
-    """Returns the bytes of the optimizer's state on the device."""
+    """Return the bytes of optimizer state on the device."""
     return sum(tensor.untyped_storage().nbytes() for tensor in worker._offload._optimizer_tensors())
 
 
 @pytest.mark.newest
-def test_an_offloaded_optimizer_is_saved_as_it_is(model, tmp_path):
-    """Main weights are part of it, with bfloat16. The run that it is compared with offloads nothing."""
+def test_offloaded_optimizer_is_saved_while_offloaded(model, tmp_path):
+    """With bfloat16, the optimizer includes main weights. The run used for comparison offloads nothing."""
     keys = ("model.dtype=bfloat16", "actor.layout.dp=2")
     resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(AWAY)))
     (tmp_path / "begun" / "actor").mkdir(parents=True)
@@ -410,11 +408,11 @@ def test_an_offloaded_optimizer_is_saved_as_it_is(model, tmp_path):
     )
     uninterrupted, _ = saved_by(resident, model, tmp_path / "resident")
     assert_same_weights(offloaded, uninterrupted)
-    assert_same_weights(run_ranks(2, go_on, resident, model, checkpoint), uninterrupted)
+    assert_same_weights(run_ranks(2, resume, resident, model, checkpoint), uninterrupted)
 
 
 def save_and_draw(store, rank: int, config: Config, model: Path, folder: Path) -> tuple[list[FileRecord], list[float]]:
-    """Saves before any update, with generators that have moved on, and draws from them once more."""
+    """Save before any update, after the generators have advanced, and draw from them again."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     draw()
     worker.save_checkpoint(folder)
@@ -429,7 +427,7 @@ def load_and_draw(store, rank: int, config: Config, model: Path, checkpoint: Che
 
 
 def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
-    """Saves after five skipped updates, the latest of which were two in a row."""
+    """Save after five skipped updates, the last two of them in a row."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     for is_skipped in (True, True, True, False, True, True):
         worker._skipped.add(is_skipped)
@@ -443,8 +441,8 @@ def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Chec
     return worker._skipped.total, worker._skipped.in_a_row
 
 
-def test_skipped_updates_are_counted_on(model, tmp_path):
-    """Else a run whose gradients stay NaN would end later if it is killed meanwhile, or never."""
+def test_count_of_skipped_updates_resumes(model, tmp_path):
+    """Without the saved count, a run with NaN gradients that is restarted would stop later or never."""
     config = config_of(model)
     _, checkpoint = saved_by(config, model, tmp_path, function=save_skipped)
     assert run_ranks(1, load_skipped, config, model, checkpoint) == [(5, 2)]
@@ -455,7 +453,7 @@ def start_and_draw(store, rank: int, config: Config, model: Path) -> list[float]
     return draw()
 
 
-def test_random_generators_go_on_where_they_were(model, tmp_path):
+def test_random_generators_resume(model, tmp_path):
     config = config_of(model, "actor.layout.tp=2")
     checkpoints = Checkpoints(tmp_path)
     folder = checkpoints.begin(0)
@@ -471,7 +469,7 @@ def test_random_generators_go_on_where_they_were(model, tmp_path):
     assert elsewhere not in (loaded, run_ranks(2, start_and_draw, other, model))
 
 
-def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:
+def rejection(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> str:
     worker = ActorWorker(config, model, rank, store, threads=1)
     try:
         worker.load_checkpoint(checkpoint)
@@ -480,14 +478,14 @@ def refusal(store, rank: int, config: Config, model: Path, checkpoint: Checkpoin
     return ""
 
 
-def test_another_models_checkpoint_is_refused(model, tmp_path):
+def test_checkpoint_of_another_model_is_rejected(model, tmp_path):
     _, checkpoint = saved_by(config_of(model), model, tmp_path / "checkpoints")
     untied = write_tiny_llama(tmp_path / "untied", **SIZES, tied=False)
-    [message] = run_ranks(1, refusal, config_of(untied), untied, checkpoint)
+    [message] = run_ranks(1, rejection, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: checkpoint of a different model: ")
     assert "output_layer.weight exists in only one of them" in message
     wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
-    messages = run_ranks(2, refusal, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
+    messages = run_ranks(2, rejection, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
     assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)
 
 
@@ -505,8 +503,8 @@ def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, r
         ("implicit_reward", ["implicit_reward.coefficient=1.0", "implicit_reward.frozen=['model.layers.[0-2].*']"]),
     ],
 )
-def test_the_size_of_every_roles_checkpoint_is_known_before(tmp_path, role, overrides):
-    """The model's language head is not tied: a critic does not have it."""
+def test_predicted_checkpoint_size_matches_for_every_role(tmp_path, role, overrides):
+    """The language head is untied, so a critic does not have it."""
     model = write_tiny_llama(tmp_path / "model", **SIZES, tied=False)
     config = config_of(model, "algorithm.advantage.estimator=gae", *overrides)
     folder = tmp_path / "checkpoint"
@@ -517,8 +515,8 @@ def test_the_size_of_every_roles_checkpoint_is_known_before(tmp_path, role, over
     assert written == pytest.approx(checkpoint_bytes(config, {role: hf_config}), rel=0.04)
 
 
-def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> None:
-    """One process that goes on from the newest checkpoint."""
+def save_forever(store: Path, config: Config, model: Path, folder: Path) -> None:
+    """Resume from the newest checkpoint and keep saving, in one process."""
     torch.set_num_threads(1)
     worker, checkpoints = ActorWorker(config, model, 0, dist.FileStore(str(store), 1), threads=1), Checkpoints(folder)
     first = 1
@@ -537,17 +535,17 @@ def save_for_ever(store: Path, config: Config, model: Path, folder: Path) -> Non
         checkpoints.keep(1)
 
 
-def test_killed_at_any_moment_of_a_save_the_checkpoint_before_loads(model, tmp_path):
+def test_previous_checkpoint_loads_after_a_kill_during_a_save(model, tmp_path):
     config, checkpoints = config_of(model), Checkpoints(tmp_path / "checkpoints")
     for attempt in range(6):
         before = checkpoints.latest()
         arguments = (tmp_path / f"store{attempt}", config, model, checkpoints.path)
-        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=arguments)
+        process = multiprocessing.get_context("fork").Process(target=save_forever, args=arguments)
         process.start()
         while checkpoints.latest() == before:
-            assert process.is_alive(), "it could not go on"
+            assert process.is_alive(), "the process failed to resume"
             time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.3))  # a save takes about as long
+        time.sleep(random.uniform(0, 0.3))  # about the duration of a save
         process.kill()
         process.join()
     run_ranks(1, load, config, model, Checkpoint.open(checkpoints.latest()))
@@ -564,7 +562,7 @@ def save_without_space(store, rank: int, config: Config, model: Path, folder: Pa
     return ""
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_says_why(model, tmp_path):
+def test_write_errors_name_the_path_and_the_cause(model, tmp_path):
     hidden = Checkpoints(tmp_path).begin(1)
     (hidden / "actor").mkdir()
     config = config_of(model, "actor.layout.pp=2")

@@ -1,8 +1,8 @@
-"""Estimators, objectives, aggregations and forms of the KL combine freely: in any layout, loss and gradients are those
-of plain Hugging Face and torch, one sample at a time.
+"""Estimators, objectives, aggregations and forms of the KL combine freely. In any layout, loss and gradients equal
+those of plain Hugging Face and torch, which process one sample at a time.
 
-Each estimator is with each objective, and each of both with every aggregation and every correction. Each form of the KL
-is in two or more of the cases.
+Each estimator is paired with each objective, and both with every aggregation and every correction. Each form of the KL
+occurs in at least two cases.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ KLS = [
     None,
     *product(("loss", "whole", "reward_to_go"), ("token", "sequence"), ("k1", "k2", "k3", "abs"), (False, True)),
 ]
-"""A loss, or the credit of a reward; level, estimator, and whether its gradient is straight-through."""
+"""Where the KL is placed (loss or reward), its level, its estimator, and whether its gradient is straight-through."""
 
 
 def case(world: World, i: int, j: int) -> Case:
-    """Returns the case of estimator i and objective j. Over a row or a column, i + j takes every value modulo the
-    number of aggregations (6), and i + 3j modulo that of corrections (8), if there are as many columns or rows."""
+    """Return the case of estimator i and objective j.
+
+    Along a long enough row or column, i + j takes every value modulo the number of aggregations (6), and i + 3j takes
+    every value modulo the number of corrections (8).
+    """
     estimator_case = list(ESTIMATOR_CASES.values())[i]
     keys, estimate, given = estimator_case
     correction, factor = CORRECTIONS[(i + 3 * j) % len(CORRECTIONS)]
@@ -68,7 +71,7 @@ def case(world: World, i: int, j: int) -> Case:
     placed, level, estimator, straight_through = form
     in_reward, options = placed != "loss", ESTIMATORS[estimator_case.name].options
     if in_reward and ("credit" in keys or "credit" not in options):
-        placed = "reward_to_go"  # as these have it
+        placed = "reward_to_go"  # these estimators compute it themselves
     elif in_reward:
         with_objective = replace(with_objective, estimator=f"estimator: {keys}, credit: {placed}")
     placement, where = ("reward", f"reward_{placed}") if in_reward else ("loss", "loss")
@@ -100,7 +103,7 @@ def single_samples(world, cases) -> dict[str, Expected[Gradients]]:
     return expected(world, cases)
 
 
-def test_every_pair_is_among_the_cases(cases):
+def test_cases_cover_every_pair(cases):
     assert {case.name for case in ESTIMATOR_CASES.values()} == set(ESTIMATORS)
     assert {c.name for c in cases.values()} == {name for name, spec in OBJECTIVES.items() if spec.is_policy_objective}
     choices = {"aggregation": get_args(Aggregation), "correction": CORRECTIONS}
@@ -111,5 +114,5 @@ def test_every_pair_is_among_the_cases(cases):
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "CP2"))
-def test_gradients_are_those_of_single_samples(world, cases, single_samples, layout):
+def test_gradients_equal_those_of_single_samples(world, cases, single_samples, layout):
     check(world, cases, single_samples, layout, GREEDY, AVERAGE)

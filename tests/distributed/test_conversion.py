@@ -1,4 +1,4 @@
-"""Converted checkpoints in Megatron itself, and checkpoints of Megatron's and of runs as Hugging Face folders."""
+"""Megatron loads converted checkpoints, and checkpoints of Megatron and of runs convert to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.tiny_model import write_tiny_model
 GROUPS = random_groups(0)
 SIZES = DENSE | dict(vocab_size=131, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
-    # model, and the layouts that it is written for and loaded under
+    # The model, the layout of the written checkpoint, and the layout under which it is loaded.
     "Qwen2, tied: PP2, VPP2 and TP2": ("qwen2", dict(tie_word_embeddings=True), dict(pp=2, vpp=2), "tp: 2"),
     "Llama: TP2 and PP2": ("llama", {}, dict(tp=2), "pp: 2, first_stage_layers: 1"),
     "Qwen3 with experts: TP2, EP2, ETP1 and PP2": ("qwen3_moe", QWEN3_MOE, dict(tp=2, ep=2, etp=1), "pp: 2"),
@@ -59,12 +59,12 @@ def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns by sample id, on the last stage, this rank's part [R, vocabulary share] of the logits for its
-    response."""
+    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. Only the last stage has
+    any."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.fill_(torch.nan)
-    # By Megatron's own loader, as a user of Megatron would.
+    # Use Megatron's own loader, as a Megatron user would.
     for chunk in worker.chunks:
         state = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         chunk.module.load_state_dict(dist_checkpointing.load({"model": state}, str(checkpoint))["model"])
@@ -90,7 +90,7 @@ def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transformers(tmp_path, case):
+def test_converted_checkpoint_in_megatron_has_hf_logits(tmp_path, case):
     model_type, changes, written, loaded = CASES[case]
     folder = write(tmp_path / "hf", model_type, changes)
     huggingface_to_megatron(folder, tmp_path / "checkpoint", layout_of_files(**written))
@@ -98,24 +98,24 @@ def test_megatron_loads_it_under_another_layout_and_has_the_logits_of_transforme
     ranks = run_ranks(config.actor.layout.world_size, logits, config, folder, tmp_path / "checkpoint")
     last = ranks[-config.actor.layout.tp :]
     samples = [sample for sample, _ in GROUPS[0]]
-    ours = {s.id: torch.cat([part[s.id] for part in last], -1)[:, : SIZES["vocab_size"]] for s in samples}
-    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS[:1])), "logits")
+    actual = {s.id: torch.cat([part[s.id] for part in last], -1)[:, : SIZES["vocab_size"]] for s in samples}
+    assert_close(actual, *expected(lambda: transformers_logits(folder, GROUPS[:1])), "logits")
 
 
-def save_as_megatron_does(store, rank: int, config: Config, model: Path, out: Path) -> None:
-    """Saves with Megatron's defaults, in which all layers are slices of one tensor."""
+def save_with_megatron(store, rank: int, config: Config, model: Path, out: Path) -> None:
+    """Save with Megatron's defaults, which store all layers as slices of one tensor."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     dist_checkpointing.save({"model": worker.chunks[0].module.sharded_state_dict()}, str(out))
     for child in psutil.Process().children(recursive=True):
-        child.kill()  # Megatron's queue has a process, which ranks that end without exit handlers would leave behind
+        child.kill()  # ranks exit without exit handlers, which would leave the process of Megatron's queue running
 
 
 @pytest.mark.newest
-def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
+def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
     folder = write(tmp_path / "hf", "qwen3", {})
     (tmp_path / "checkpoint").mkdir()
     config = config_of(folder, "actor.layout={tp: 2}")
-    run_ranks(2, save_as_megatron_does, config, folder, tmp_path / "checkpoint")
+    run_ranks(2, save_with_megatron, config, folder, tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
         megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back")
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", folder)
@@ -124,7 +124,7 @@ def test_a_checkpoint_by_megatrons_own_writer(tmp_path):
 
 
 def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
-    """One update, and a checkpoint of what it gave."""
+    """Make one update and save a checkpoint of the result."""
     worker: list[ActorWorker] = []
     inner = ActorWorker.end_step
 
@@ -139,8 +139,8 @@ def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
 
 
 @pytest.mark.newest
-def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
-    """Weights that were trained, their optimizer's state and its count."""
+def test_run_checkpoint_exports_and_changes_layout(tmp_path):
+    """Covers the trained weights, the optimizer state and the update count."""
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))
     config = config_of(folder, "actor.layout={pp: 2}", "actor.frozen=[model.layers.1.*]")
     checkpoints = Checkpoints(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
     checkpoint = checkpoints.commit(1, {"config": config.model_dump()}, records).path
     weights = canonical(folder, [result for result, _ in ranks], "weights")
 
-    expect_damage_to_be_named(checkpoint, tmp_path / "export")
+    check_corruption_is_reported(checkpoint, tmp_path / "export")
     megatron_to_huggingface(checkpoint, tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
@@ -174,8 +174,8 @@ def test_a_checkpoint_of_a_run_exports_and_takes_another_layout(tmp_path):
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
-def expect_damage_to_be_named(checkpoint: Path, out: Path) -> None:
-    """A bit of a file of a rank, and of its index, is another one: everything is as before afterwards."""
+def check_corruption_is_reported(checkpoint: Path, out: Path) -> None:
+    """Flip a bit in a rank's data file and in its index, and expect an error each time. Restore both files."""
     for name in ("__1_0.distcp", ".metadata"):
         file = checkpoint / "actor" / name
         whole = file.read_bytes()
@@ -188,7 +188,7 @@ def expect_damage_to_be_named(checkpoint: Path, out: Path) -> None:
 
 
 def train_and_save_critic(store, rank: int, config: Config, model: Path, folder: Path):
-    """One update, a checkpoint, and the values of the weights in it."""
+    """Make one update, save a checkpoint, and compute the values with its weights."""
     saved: list[list] = []
     inner = CriticWorker.end_step
 
@@ -206,15 +206,15 @@ def train_and_save_critic(store, rank: int, config: Config, model: Path, folder:
 
 @torch.no_grad()
 def transformers_values(folder: Path) -> dict[str, torch.Tensor]:
-    model, found = load(AutoModelForSequenceClassification, folder), {}
+    model, by_sample = load(AutoModelForSequenceClassification, folder), {}
     for sample, _ in GROUPS[0]:
         ids = sample.token_ids.tolist()
         ends = range(len(sample.prompt.token_ids), len(ids))
-        found[sample.id] = torch.stack([model(torch.tensor([ids[:end]])).logits[0, 0] for end in ends])
-    return found
+        by_sample[sample.id] = torch.stack([model(torch.tensor([ids[:end]])).logits[0, 0] for end in ends])
+    return by_sample
 
 
-def test_the_critic_of_a_run_exports_as_a_classifier_that_gives_its_values(tmp_path):
+def test_exported_critic_reproduces_its_values(tmp_path):
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))
     config = ppo_config(folder, None, ("{}", "{tp: 2}"), PLAIN)
     checkpoints = Checkpoints(tmp_path / "run")
@@ -254,7 +254,7 @@ RUNS: dict[str, tuple[Role, list[str]]] = {
 
 
 def change_and_save(store, rank: int, config: Config, model: Path, folder: Path, role: Role):
-    """Other weights than those of the model's folder, and their checkpoint."""
+    """Change the weights from those in the model's folder and save a checkpoint."""
     worker = worker_class(config, role)(config, model, rank, store, threads=1)
     generator = torch.Generator().manual_seed(rank)
     for weight in worker.parameters().values():
@@ -265,7 +265,7 @@ def change_and_save(store, rank: int, config: Config, model: Path, folder: Path,
 
 
 @pytest.mark.parametrize(("run", "tied"), [*((run, True) for run in RUNS), ("a reward model", False)])
-def test_checkpoints_of_all_kinds_of_runs_export_and_take_another_layout(tmp_path, run, tied):
+def test_checkpoints_of_all_roles_export_and_change_layout(tmp_path, run, tied):
     role, overrides = RUNS[run]
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=tied))
     config = config_of(folder, *overrides)
@@ -293,7 +293,7 @@ def test_checkpoints_of_all_kinds_of_runs_export_and_take_another_layout(tmp_pat
 
 
 def read_whole(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, as torch reads it."""
+    """Read every tensor of a checkpoint with torch."""
     entries = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

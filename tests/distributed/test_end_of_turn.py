@@ -1,4 +1,4 @@
-"""A rank whose turn ends leaves complete parameters and the memory that it had to others on its device."""
+"""At the end of its turn, a rank leaves complete parameters and frees its memory for other processes on the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def copies(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def trained(store, rank: int, config: Config, folder: Path) -> tuple[dict, list[tuple[str, dict]]]:
-    """Parameters before an update; what is done to the device at the end of the step, with the parameters then."""
+    """Return the parameters before an update, and the device operations at the end of the step with the parameters at
+    each."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     before, done = copies(worker), []
     worker.update(local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank]))
@@ -44,8 +45,8 @@ def trained(store, rank: int, config: Config, folder: Path) -> tuple[dict, list[
 
 
 @PLACEMENTS
-def test_when_a_step_has_ended_every_rank_has_all_parameters(folder, placement):
-    """Each of two replicas updates its half; processes that read the parameters ask nobody again."""
+def test_every_rank_has_all_parameters_after_a_step(folder, placement):
+    """Each of two replicas updates its half. Readers of the parameters do not synchronize again."""
     config = config_of(
         folder, "actor.layout.dp=2", "actor.overlap_communication=true", f"cluster.placement={placement}"
     )
@@ -58,7 +59,7 @@ def test_when_a_step_has_ended_every_rank_has_all_parameters(folder, placement):
 
 
 def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
-    """Returns what is done in a scoring pass, in its order."""
+    """Return the device operations of a scoring pass, in order."""
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
     [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)
@@ -72,7 +73,7 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
 
 
 @PLACEMENTS
-def test_a_reward_model_that_has_scored_keeps_no_memory_from_an_engine(folder, tmp_path, placement):
+def test_reward_model_frees_its_memory_after_scoring(folder, tmp_path, placement):
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(tmp_path)
     config = config_of(folder, f"reward_model.path={tmp_path}", f"cluster.placement={placement}")
     [done] = run_ranks(1, scored, config, tmp_path)

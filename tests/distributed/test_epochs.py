@@ -1,5 +1,4 @@
-"""Several epochs of a step through the driver's own functions, on the ranks of a layout, against plain Hugging Face and
-torch, which makes the same updates in a loop."""
+"""Several epochs of a step through the driver's functions, in each layout, against plain Hugging Face and torch."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ from tests.tiny_model import write_tiny_llama
 GROUPS = random_groups(0) + [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
 BATCH = "batch={prompts_per_step: 6, prompts_per_update: 2, epochs: 3}"
 NUMBER = 5
-"""The number of the step."""
+"""Number of the step."""
 
 
 class Ranks:
-    """A TrainerGroup, of which each rank is a process that runs the driver's part, too. References are what they refer
-    to."""
+    """A TrainerGroup whose ranks are processes that each run the driver's part as well. Object references are the
+    objects themselves."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -54,19 +53,19 @@ class Ranks:
         self.packing, self._worker = worker.packing, worker
 
     def keep_log_probs(self, policy: str, updates: Updates) -> Pending[dict]:
-        found = [self._worker.keep_log_probs(policy, batch) for batch in self._own(updates)]
-        return ready(join_named_scores([part for parts in gathered(found) for part in parts]))
+        pending = [self._worker.keep_log_probs(policy, batch) for batch in self._own(updates)]
+        return ready(join_named_scores([part for parts in gathered(pending) for part in parts]))
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[dict, dict]]:
-        found = [self._worker.score_tokens(batch) for batch in self._own(updates)]
-        return ready((join_scores([part for parts in gathered(found) for part in parts]), {}))
+        pending = [self._worker.score_tokens(batch) for batch in self._own(updates)]
+        return ready((join_scores([part for parts in gathered(pending) for part in parts]), {}))
 
     def train(self, epochs: Sequence[Updates], begins_step: bool) -> Pending[dict[str, Metric]]:
-        found = []
+        pending = []
         for updates in epochs:
-            found += [self._worker.update(batch) for batch in self._own(updates)]
+            pending += [self._worker.update(batch) for batch in self._own(updates)]
             self._worker.end_epoch()
-        return ready(merge_updates([merge(ranks) for ranks in zip(*gathered(found), strict=True)]))
+        return ready(merge_updates([merge(ranks) for ranks in zip(*gathered(pending), strict=True)]))
 
     def end_step(self) -> Pending[None]:
         return ready(self._worker.end_step())
@@ -76,7 +75,7 @@ class Ranks:
 
 
 class Other:
-    """The other model: it is not trained, and a critic has these values at the step's start."""
+    """The model that is not trained. As a critic, it returns fixed values at the start of the step."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -123,7 +122,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(folders):
-    """Returns a function: the reference after so many epochs, and the values at the start."""
+    """Return a function from a number of epochs to the trained reference and the initial values."""
 
     @cache
     def trained(num_epochs: int) -> Expected[tuple[PpoReference, dict[str, torch.Tensor]]]:
@@ -173,6 +172,8 @@ def test_epochs_equal_plain_torch(folders, plain, case):
     ranks = run_ranks(config.actor.layout.world_size, train_step, config, folders, role, values)
     assert all(rank.metrics["update/epochs"].value == num_epochs for rank in ranks)
     hf_config = read_config(folders["actor"])
-    theirs = (dict((one.actor if role == "actor" else one.critic).named_parameters()) for one in (exact, rounded))
+    expected_weights = (
+        dict((one.actor if role == "actor" else one.critic).named_parameters()) for one in (exact, rounded)
+    )
     weights = whole_tensors(hf_config if role == "actor" else as_classifier(hf_config), ranks, "weights")
-    assert_close(weights, *theirs, "weight")
+    assert_close(weights, *expected_weights, "weight")

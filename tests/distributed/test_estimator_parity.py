@@ -1,5 +1,7 @@
-"""One estimator of each kind through Megatron, in every kind of layout, against plain Hugging Face and torch: of whole
-samples, of tokens with the KL in the reward and whitened, and of tokens' rewards that are compared within the group."""
+"""One estimator of each kind through Megatron, in every kind of layout, against plain Hugging Face and torch.
+
+The kinds: whole samples; whitened tokens with the KL in the reward; and token rewards compared within the group.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from tests.parity import (
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
-UPDATES = [random_groups(seed) for seed in range(2)]  # of the second, the policy is no longer its reference
+UPDATES = [random_groups(seed) for seed in range(2)]  # in the second update, the policy differs from its reference
 SOURCE = random.Random(3)
 TOKEN_REWARDS = {
     sample.id: [SOURCE.gauss(0.3, 1) for _ in sample.response_ids]

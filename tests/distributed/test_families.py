@@ -1,4 +1,4 @@
-"""Every model family in Megatron against transformers: logits, and the gradients and weights of a GRPO update."""
+"""Every model family in Megatron against transformers: logits, gradients and weights of a GRPO update."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
-    """Returns by sample id, in one process, the logits [R, vocabulary] for its response."""
+    """Return, by sample id, the logits [R, vocabulary] of its response, computed in one process."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     captured = capture_logits(worker)
     batch = local_batch(*rank_batches(config, worker.packing, groups))
@@ -108,7 +108,7 @@ def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) 
 
 
 def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
-    """Fills a list, on every call of the model, with the logits [N, vocabulary] of its rows."""
+    """Return a list that receives the logits [N, vocabulary] of every call of the model."""
     captured: list[torch.Tensor] = []
 
     def compute(head, inputs, keywords):
@@ -122,11 +122,11 @@ def capture_logits(worker: ActorWorker) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def transformers_logits(folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
-    model, found = load(AutoModelForCausalLM, folder), {}
+    model, by_sample = load(AutoModelForCausalLM, folder), {}
     for sample in [sample for group in groups for sample, _ in group]:
         ids = torch.tensor(sample.token_ids[None]).long()
-        found[sample.id] = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
-    return found
+        by_sample[sample.id] = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+    return by_sample
 
 
 def write(folder: Path, name: str) -> Path:
@@ -140,13 +140,13 @@ def folder(request, tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("model"), request.param)
 
 
-def test_logits_equal_those_of_transformers(folder):
-    [ours] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
-    assert_close(ours, *expected(lambda: transformers_logits(folder, GROUPS)), "logits")
+def test_logits_match_transformers(folder):
+    [actual] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
+    assert_close(actual, *expected(lambda: transformers_logits(folder, GROUPS)), "logits")
 
 
 @pytest.mark.newest
-def test_training_equals_that_of_transformers(folder):
+def test_training_matches_transformers(folder):
     ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])
     assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
 
@@ -162,11 +162,11 @@ LAYOUTS = [
     ("DeepSeek-V3, YaRN", "cp: 2"),
     ("DeepSeek-V3, direct queries, any group", "tp: 2, sequence_parallel: true"),
 ]
-"""Those in which what is special about a family is spread over ranks."""
+"""Cases in which a family's special parts are sharded."""
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_training_over_ranks_equals_that_of_transformers(tmp_path, name, layout):
+def test_sharded_training_matches_transformers(tmp_path, name, layout):
     folder = write(tmp_path / "model", name)
     config = config_of(folder, "actor.tokens_per_microbatch=256", f"actor.layout={{{layout}}}")
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [GROUPS])

@@ -30,7 +30,7 @@ TRUNCATED_LAYOUTS = {
 
 @pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.exhaustive)])
 def folder(request, tmp_path_factory) -> Path:
-    """3 heads and 3 KV heads, so that tensor parallelism of 3 divides them."""
+    """Three heads and three KV heads, which TP3 divides."""
     return write_tiny_llama(
         tmp_path_factory.mktemp("model"),
         num_heads=3,
@@ -52,8 +52,8 @@ def test_step_equals_plain_torch(folder, layout, kl_coefficient):
 
 
 def truncated(groups: list[Group], seed: int) -> list[Group]:
-    """Returns the groups as if the engine had kept one to five tokens at most positions of most samples, not always the
-    sampled one."""
+    """Return the groups as if the engine had kept one to five candidate tokens at most positions of most samples. The
+    sampled token is not always among them."""
     source = random.Random(seed)
 
     def kept(sample: Sample) -> CandidateIds:
@@ -67,7 +67,7 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
 
 @pytest.mark.parametrize("layout", TRUNCATED_LAYOUTS)
 def test_truncated_policies_equal_plain_torch(folder, layout):
-    """The policy's and the reference's log-probs, and their gradients, are over the kept tokens alone."""
+    """Log-probs of policy and reference, and their gradients, cover the candidate tokens only."""
     config = config_of(folder, "algorithm.kl.coefficient=0.05", *TRUNCATED_LAYOUTS[layout])
     updates = [truncated(random_groups(seed), seed) for seed in range(2)]
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)

@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group]]):
-    """Trains on one rank. Returns what it holds in the end, and of each step the token rewards that it reports."""
+    """Train on one rank. Return its final state and the token rewards that it reports in each step."""
     worker = ImplicitRewardWorker(config, folder, rank, store, threads=1)
     rewards = []
     for groups in steps:
@@ -58,14 +58,15 @@ def train(store, rank: int, config: Config, folder: Path, steps: list[list[Group
 
 
 def log_probs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    """Returns the log-probs of the response tokens at temperature 1 [R]."""
+    """Return the log-probs of the response tokens at temperature 1 [R]."""
     ids = torch.tensor(sample.token_ids[None]).long()
     first = len(sample.prompt.token_ids)
     return model(ids).logits[0, first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
 
 
 def plain(folder: Path, steps: list[list[Group]]):
-    """PRIME's eq. 2 and 3, one sample at a time. Returns the weights, the token rewards of each step, the last loss."""
+    """Apply PRIME's eq. 2 and 3 to one sample at a time. Return the weights, each step's token rewards, and the last
+    loss."""
     model, start = (load(AutoModelForCausalLM, folder) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     rewards = []
@@ -107,12 +108,12 @@ def test_two_steps_equal_plain_torch(folder, layout):
     for step, of_step in enumerate(token_rewards[0]):
         reported = [rewards[step] for _, rewards in results]
         assert sorted(name for rank in reported for name in rank) == sorted(of_step)
-        ours = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
+        reported_rewards = torch.cat([next(rank[name] for rank in reported if name in rank) for name in of_step])
         exact, rounded = (torch.cat(list(rewards[step].values())) for rewards in token_rewards)
         if step == 0:
-            assert not ours.any() and not exact.any()  # the model is its reference
-        else:  # a difference of log-probs that are nearly equal
-            assert_close({"tokens": ours}, {"tokens": exact}, {"tokens": rounded}, "reward")
+            assert not reported_rewards.any() and not exact.any()  # the model equals its reference
+        else:  # the rewards are differences of nearly equal log-probs
+            assert_close({"tokens": reported_rewards}, {"tokens": exact}, {"tokens": rounded}, "reward")
     ranks = [rank for rank, _ in results]
     metrics = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["implicit_reward/loss"].value for m in metrics) == close_to(*loss)

@@ -1,4 +1,4 @@
-"""One answer in every layout: two updates against one plain process, in loss, gradients and weights."""
+"""Every layout gives the same result: two updates against one plain process, in loss, gradients and weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.parity import (
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
 
-# Of the second, the policy is no longer its reference.
+# In the second update, the policy differs from its reference.
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
 KL = 0.05
 DENSE = {
@@ -127,7 +127,7 @@ def dense_outcome(dense: Path) -> Expected[Outcome]:
 
 @cache
 def trained(folder: Path, layout: str, variants: tuple[str, ...]) -> list[dict[str, RankResult]]:
-    """Returns what each rank holds, by rank and variant. The ranks of a layout are started once."""
+    """Return each rank's result, by rank and variant. The ranks of a layout are started once."""
     configs = {
         name: config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *VARIANTS[name][0])
         for name in variants
@@ -169,8 +169,8 @@ def test_latent_attention(latent, latent_outcome, layout, variant):
 
 
 @pytest.mark.parametrize(("model", "layout"), [("dense", "dp: 4"), ("experts", "dp: 4, ep: 2")])
-def test_ranks_without_a_sample_keep_in_step(request, model, layout):
-    """Two samples for four ranks: the rewards may fail on all others."""
+def test_ranks_without_samples_stay_in_sync(request, model, layout):
+    """Two samples for four ranks, which happens if the rewards of all other samples fail."""
     folder = request.getfixturevalue(model)
     updates = [[[(sample, float(k)) for k, (sample, _) in enumerate(group[1:3])] for group in u[:1]] for u in UPDATES]
     config = config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}")

@@ -1,4 +1,4 @@
-"""The head with its weight sharded over ranks against full logits of the whole weight."""
+"""The head with sharded weights against full logits of the whole weight."""
 
 from datetime import timedelta
 
@@ -13,19 +13,20 @@ from tests.forked import run_ranks
 
 TOKENS, HIDDEN = 37, 16
 SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
-"""Vocabulary, and with its padding. In the second, a rank holds nothing but padding."""
+"""Vocabulary size, without and with padding. In the second pair, one rank holds only padding."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def inputs(vocab: int, padded: int, dtype: torch.dtype, computed_in: torch.dtype):
-    """Numbers that dtype can hold."""
+    """Return random inputs that dtype can represent."""
     generator = torch.Generator().manual_seed(vocab + padded)
     parts = [torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded)]
     hidden, weight, bias = (
         part.to(dtype).to(computed_in).requires_grad_() for part in (*parts, torch.randn(padded, generator=generator))
     )
-    # At most five tokens of all: some ranks have none of them, and none the target. Every third row keeps everything.
+    # Each row has at most five candidates from the whole vocabulary, so some shards have none or lack the target. Every
+    # third row keeps all tokens.
     candidate_ids = torch.randint(-vocab, vocab, (TOKENS, 5), generator=generator).clamp(min=-1)
     candidate_ids[::3] = -1
     return {
@@ -43,8 +44,7 @@ def variant(whole_inputs: dict, truncated: bool) -> dict:
 
 
 def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:
-    """Returns of one rank, by size and variant: value, this shard's part of the hidden gradient, and its own
-    gradients."""
+    """Return this rank's value, its part of the hidden gradient and its own gradients, by size and variant."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     linear_head.CPU_TILE, head_tile.BLOCK = (16, 24), 100
     results = []
@@ -64,8 +64,8 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shards_together_equal_the_whole(world_size, dtype):
-    """The shards round logits and their gradients in bfloat16, and the whole is of float32."""
+def test_sharded_head_equals_the_whole_head(world_size, dtype):
+    """The shards round logits and their gradients to bfloat16. The whole head computes in float32."""
     ranks, tolerance = run_ranks(world_size, sharded, world_size, dtype), TOLERANCE[dtype]
     variants = [(size, truncated) for size in SIZES for truncated in (False, True)]
     for (size, truncated), *own in zip(variants, *ranks, strict=True):

@@ -1,4 +1,5 @@
-"""Adapters in every layout: losses, gradients, updates and what engines are sent, against PEFT in one plain process."""
+"""Adapters in every layout: losses, gradients, updates and the weights sent to engines, against PEFT in one plain
+process."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class AdapterResult:
-    """What a rank has after its updates, with the gradients of the last one."""
+    """A rank's state after its updates, with the gradients of the last one."""
 
     holder: Holder
     adapter_holder: Holder
@@ -125,7 +126,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
 
 def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tensor]:
-    """Returns whole "gradients" or "factors" by PEFT's names."""
+    """Return whole "gradients" or "factors" under PEFT's names."""
     target = ranks[0].whole
     plan = make_plan([rank.adapter_holder for rank in ranks], [target])
     whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
@@ -160,7 +161,7 @@ def test_dense_model(dense, dense_adapters, dense_outcome, layout):
 
 
 @pytest.mark.parametrize("override", ["actor.recompute=full", "actor.overlap_communication=false"])
-def test_other_ways_to_train(dense, dense_adapters, dense_outcome, override):
+def test_recompute_and_communication_variants(dense, dense_adapters, dense_outcome, override):
     check(dense, config_with(dense, dense_adapters, DENSE["TP2, SP"], override), dense_outcome)
 
 
@@ -171,7 +172,7 @@ def experts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own factors", "shared factors"])
 def expert_case(tmp_path_factory, request, experts: Path):
-    """Whether experts share factors, their adapters, and what comes of these in plain torch."""
+    """Whether experts share factors, the adapters, and their result in plain torch."""
     shares, factors = request.param, random_factors(experts, request.param)
     config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
     folder = tmp_path_factory.mktemp("adapters") / "peft"
@@ -207,7 +208,7 @@ def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[lis
 
 
 def check(folder: Path, config: Config, outcome) -> None:
-    """Trains, and compares the ranks with the outcome in one plain process."""
+    """Train, and compare the ranks with the outcome of one plain process."""
     assert_same(folder, run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES), outcome)
 
 
@@ -223,8 +224,9 @@ def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
 
 
-def test_layers_of_transformer_engine(dense, dense_adapters, experts, expert_case, tmp_path):
-    """Norms are in its linear layers, and all experts of a rank in two; see test_transformer_engine."""
+def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, tmp_path):
+    """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank. See
+    test_transformer_engine."""
     shares, of_experts, _ = expert_case
     keys = (f"algorithm.kl.coefficient={KL}", f"actor.lora.share_experts={shares}".lower())
     cases = {
@@ -247,7 +249,7 @@ def test_layers_of_transformer_engine(dense, dense_adapters, experts, expert_cas
 
 
 def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
-    """Makes a third update; returns the factors after it and what engines would get."""
+    """Make a third update. Return the factors after it and the weights that engines would receive."""
     batch = own_batch(config, worker, random_groups(2), None)
     worker.keep_log_probs("reference", batch)
     worker.update(batch)
@@ -270,7 +272,7 @@ def save_adapters_of(store, rank: int, config: Config, folder: Path, hidden: Pat
     return worker.finish_checkpoint(hidden), later
 
 
-def go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def resume(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.check_checkpoint(checkpoint)
     worker.load_checkpoint(checkpoint)
@@ -278,7 +280,7 @@ def go_on(store, rank: int, config: Config, folder: Path, checkpoint: Checkpoint
 
 
 def saved(config: Config, folder: Path, runs: Path, before: Checkpoint | None = None):
-    """Saves on all ranks. Returns what each has one update later, and the checkpoint."""
+    """Save on all ranks. Return each rank's state one update later, and the checkpoint."""
     checkpoints = Checkpoints(runs)
     hidden = checkpoints.begin(2)
     (hidden / "actor").mkdir()
@@ -308,7 +310,7 @@ PAIRS = {
         for place, pair in enumerate(pairs)
     ],
 )
-def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path, model, pair):
+def test_adapters_resume_bit_for_bit_and_change_layout(request, tmp_path, model, pair):
     *layouts, shares = pair
     folder = request.getfixturevalue(model)
     lora = f"actor.lora={{rank: {RANK}, share_experts: {shares}}}"
@@ -332,7 +334,7 @@ def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path
     loaded = whole_factors(ranks, "factors")
     assert all(torch.equal(factor, folders[0][expert_tensor_names(name, 4)[-1]]) for name, factor in loaded.items())
     for source in (checkpoint, converted):
-        resumed = run_ranks(first.actor.layout.world_size, go_on, first, folder, source)
+        resumed = run_ranks(first.actor.layout.world_size, resume, first, folder, source)
         for one, other in zip(uninterrupted, resumed, strict=True):
             assert one.keys() == other.keys()
             assert not [name for name in one if not torch.equal(one[name], other[name])]
@@ -341,25 +343,26 @@ def test_adapters_go_on_bit_for_bit_and_through_another_layout(request, tmp_path
 def check_merged_folders(
     checkpoint: Checkpoint, converted: Checkpoint, ranks: list[AdapterResult], folder: Path, out: Path
 ) -> None:
-    """Checks what comes of merging a checkpoint's adapters, with and without a run.
+    """Check the result of merging a checkpoint's adapters, with and without a run.
 
-    ranks   of a run that has begun with the adapters of the checkpoint
-    out     has them as a PEFT folder, `a`
+    Args:
+        ranks: ranks of a run that started with the checkpoint's adapters.
+        out: folder that contains the adapters as a PEFT folder, `a`.
     """
     convert("adapters-to-hf", "--checkpoint", checkpoint.path, "--out", out / "float32", "--dtype", "float32")
     adapters_to_huggingface(converted.path, out / "bfloat16", Options())
     merged, rounded = (load_file(out / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
-    theirs = merged_by_others(folder, out / "a")
-    assert_close(merged, theirs, theirs, "merged weight")
+    peft_merged = merged_with_peft(folder, out / "a")
+    assert_close(merged, peft_merged, peft_merged, "merged weight")
     assert merged.keys() == rounded.keys()
     assert all(torch.equal(weight.bfloat16(), rounded[name]) for name, weight in merged.items())
     for name, weight in whole_tensors(read_config(folder), ranks, "weights").items():
         torch.testing.assert_close(weight.bfloat16(), rounded[name], rtol=2**-7, atol=1e-6)
 
 
-def merged_by_others(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
-    """Merges adapters into a model that was loaded in bfloat16, in float32: by PEFT, which does not take experts one by
-    one; theirs are merged in plain torch."""
+def merged_with_peft(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
+    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT merges all but the adapters of single
+    experts, which it does not support. Plain torch merges those."""
     stored = load_file(adapters / WEIGHTS)
     if not any(".experts." in name for name in stored):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
@@ -369,8 +372,8 @@ def merged_by_others(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in reference.merged().items()}
 
 
-def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
-    """A as PEFT's: uniform within 1/√columns; B zeros."""
+def test_initial_adapters_are_equal_in_every_layout(dense, tmp_path):
+    """As in PEFT, A is uniform within 1/√columns and B is zero."""
     begun = []
     for layout in ("dp: 1", "tp: 2, pp: 2"):
         config = config_of(dense, f"actor.lora.rank={RANK}", f"actor.layout={{{layout}}}")
@@ -385,7 +388,7 @@ def test_adapters_begin_alike_in_every_layout(dense, tmp_path):
 
 
 def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
-    """Makes an update; returns what an export reads of the rank."""
+    """Make an update. Return the rank's holder and tensors for an export."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.update(own_batch(config, worker, random_groups(0), None))
     worker.end_step()
@@ -395,7 +398,7 @@ def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, di
 
 
 def export(config: Config, folder: Path, out: Path) -> Path:
-    """Writes what a run exports after an update."""
+    """Write a run's export after one update."""
     ranks = run_ranks(config.actor.layout.world_size, exported, config, folder)
     transport = LocalMemory({holder.name: tensors for holder, tensors in ranks})
     holders, lora, hf_config = [holder for holder, _ in ranks], config.actor.lora, read_config(folder)
@@ -410,14 +413,14 @@ def export(config: Config, folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def experts_alone(tmp_path_factory) -> Path:
-    """Experts in every layer: PEFT leaves out adapters of the dense layers beside them."""
+    """Experts in every layer, because PEFT ignores adapters of dense layers beside experts."""
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
 
 
 @pytest.mark.parametrize(
     ("model", "shares"), [("dense", ""), ("experts_alone", ""), ("experts_alone", "share_experts: true, ")]
 )
-def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(request, tmp_path, model, shares):
+def test_peft_with_exported_adapters_equals_the_merged_model(request, tmp_path, model, shares):
     folder, ids = request.getfixturevalue(model), torch.arange(6, 40)[None]
     layout = "actor.layout={tp: 2, sequence_parallel: true}"
     lora = f"actor.lora={{rank: {RANK}, {shares}export: EXPORT}}"
@@ -426,10 +429,10 @@ def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(req
         for kind in ("merged", "adapters")
     )
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    theirs = load(merged)(ids).logits
-    ours = PeftModel.from_pretrained(load(folder), adapters)(ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert (theirs - load(folder)(ids).logits).abs().max() > 1e-2
+    merged_logits = load(merged)(ids).logits
+    adapter_logits = PeftModel.from_pretrained(load(folder), adapters)(ids).logits
+    torch.testing.assert_close(adapter_logits, merged_logits, rtol=1e-5, atol=1e-5)
+    assert (merged_logits - load(folder)(ids).logits).abs().max() > 1e-2
 
     again = config_of(folder, lora.replace("EXPORT", "adapters"), layout, f"actor.lora.path={adapters}")
     loaded = whole_factors(run_ranks(2, train_adapters, again, folder, []), "factors")
@@ -439,7 +442,7 @@ def test_peft_computes_with_the_adapters_of_a_run_what_its_merged_model_does(req
         assert all(torch.equal(factor, stored[each]) for each in expert_tensor_names(name, 4))
 
 
-def test_adapters_are_merged_into_the_model_of_their_run_alone(dense, tmp_path):
+def test_adapters_merge_only_into_their_base_model(dense, tmp_path):
     _, checkpoint = saved(config_of(dense, f"actor.lora.rank={RANK}"), dense, tmp_path / "run")
     other = write_tiny_llama(tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1)
     with pytest.raises(UserError, match=rf"^{other}: these are not the base weights .* pass --hf .* base model$"):
@@ -449,7 +452,7 @@ def test_adapters_are_merged_into_the_model_of_their_run_alone(dense, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_adapters_of_some_layers_leave_the_others_as_they_begin(dense, tmp_path):
+def test_adapters_of_some_layers_leave_the_others_initial(dense, tmp_path):
     adapters = write_adapters(tmp_path / "some", dense, RANK, ALPHA, ["q_proj", "down_proj"])
     begun, loaded = (
         whole_factors(run_ranks(1, train_adapters, config_of(dense, lora), dense, []), "factors")

@@ -1,4 +1,4 @@
-"""The scale of a float16 model's loss: by torch's own rule, and without a trace of what overflows."""
+"""The loss scale of a float16 model follows torch's rule, and updates that overflow leave no trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.newest
 
 @dataclass(frozen=True)
 class Scaled:
-    """A rank after its updates: which of them were skipped, the scale after each, and all that they change."""
+    """A rank after its updates: which updates were skipped, the scale after each, and all tensors that updates
+    change."""
 
     are_skipped: list[bool]
     scales: list[float]
@@ -39,7 +40,7 @@ def float16(folder: Path, scale: float, window: int, *overrides: str) -> Config:
 
 
 def scaled_updates(store, rank: int, config: Config, folder: Path, seeds: list[int]) -> Scaled:
-    """An update for each seed."""
+    """Make an update for each seed."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     are_skipped, scales = [], []
     for seed in seeds:
@@ -53,7 +54,7 @@ def scaled_updates(store, rank: int, config: Config, folder: Path, seeds: list[i
 
 
 def scales_of_torch(first: float, window: int, are_skipped: list[bool]) -> list[float]:
-    """The scale after each update by torch.amp.GradScaler, of which these overflow."""
+    """Return the scale after each update by torch.amp.GradScaler. `are_skipped` marks the updates that overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=window)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer, scales = torch.optim.SGD([weight], lr=0.1), []
@@ -67,7 +68,8 @@ def scales_of_torch(first: float, window: int, are_skipped: list[bool]) -> list[
 
 @pytest.mark.parametrize("layout", ["{dp: 2}", "{tp: 2, sequence_parallel: true}", "{pp: 2}"])
 def test_overflows_halve_the_scale_and_leave_no_trace(folder, layout):
-    """The first scale is far too large. All goes on bit by bit as in a run that begins with the one that was found."""
+    """The initial scale is far too large. After the overflows, the run is bit-identical to one that starts with the
+    final scale."""
     first, window, overrides = 2.0**36, 3, f"actor.layout={layout}"
     seeds = [0] * 24
     ranks = run_ranks(2, scaled_updates, float16(folder, first, window, overrides), folder, seeds)
@@ -84,7 +86,7 @@ def test_overflows_halve_the_scale_and_leave_no_trace(folder, layout):
         assert len(one.state) == len(other.state) and all(map(torch.equal, one.state, other.state))
 
 
-def test_experts_with_an_optimizer_of_their_own_have_the_same_scale(tmp_path):
+def test_expert_optimizer_has_the_same_scale(tmp_path):
     folder = write_tiny_experts(tmp_path, num_layers=2)
     config = float16(folder, 2.0**36, 100, "actor.layout={dp: 2, ep: 2}")
     ranks = run_ranks(2, scaled_updates, config, folder, [0] * 24)
@@ -93,8 +95,8 @@ def test_experts_with_an_optimizer_of_their_own_have_the_same_scale(tmp_path):
     assert not alone[0].are_skipped[0]
 
 
-def test_only_updates_at_the_least_scale_count_as_not_finite(folder):
-    """The scale is 4, and halved twice; two more of them are the limit."""
+def test_only_updates_at_the_minimum_scale_count_as_skipped(folder):
+    """The scale starts at 4 and is halved twice. Two more skipped updates reach the limit."""
     config = float16(folder, 4, 100, "actor.optimizer.nonfinite_limit=2")
     [outcomes] = run_ranks(1, updates_with_factors, config, folder, [math.nan] * 4)
     assert all(outcome.is_unchanged for outcome in outcomes)

@@ -1,4 +1,5 @@
-"""The closed form of a rank's memory against what torch really keeps for the backward pass, and Megatron allocates."""
+"""The closed form of a rank's memory against the tensors that torch saves for the backward pass and Megatron's
+allocations."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def samples() -> list[TrainingSample]:
-    """Documents that fill the buckets of attention, so that nothing is padded."""
+    """Return documents that fill attention's buckets exactly, so that nothing is padded."""
     group, run = Baseline(0.5), (VersionRun(0, RESPONSE),)
     prompts = [Prompt(f"{i}", "", (7,) * PROMPT) for i in range(NUM_DOCUMENTS)]
     every = (True,) * RESPONSE
@@ -103,7 +104,8 @@ def samples() -> list[TrainingSample]:
 
 
 def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
-    """Bytes of all that one microbatch saves in its forward pass and is no parameter, and of the rank's state."""
+    """Return the bytes that one microbatch saves in its forward pass, without parameters, and the bytes of the rank's
+    state."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batches = worker._training_batches(LocalBatch(samples(), [tuple(range(NUM_DOCUMENTS))]))
     parameters = {p.untyped_storage().data_ptr() for p in named_parameters(worker.chunks).values()}
@@ -112,7 +114,7 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if torch._C._current_graph_task_id() == -1 and storage.data_ptr() not in parameters:  # not in a backward pass
-            saved[storage.data_ptr()] = tensor  # kept, so that no other gets its address
+            saved[storage.data_ptr()] = tensor  # keep a reference so that the address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -129,10 +131,11 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", newest_of(CASES, *list(CASES)[:2]))
-def test_closed_form_is_what_is_kept(folders, case):
+def test_closed_form_matches_measured_memory(folders, case):
     model, overrides = CASES[case]
     folder = folders[model]
-    # Torch's hooks for what is saved hand out copies of parameters, on which overlapped gradients are not announced.
+    # Torch's hooks for saved tensors return copies of parameters, for which overlapped gradient reduction gets no
+    # notification.
     settings = ("actor.tokens_per_microbatch=256", "actor.overlap_communication=false")
     config = config_of(folder, *settings, *overrides)
     layout, hf_config = config.actor.layout, read_config(folder)
@@ -146,17 +149,17 @@ def test_closed_form_is_what_is_kept(folders, case):
         )
         for part in ("weights", "gradients", "optimizer"):
             assert getattr(form, part) == pytest.approx(measured[part], rel=0.05), part
-        # The head's tiles, the gradient of its rows, and what a recomputed layer has again, come in the backward pass.
+        # The head's tiles, the gradient of its rows, and recomputed activations are allocated in the backward pass.
         without = rank_memory(hf_config, layout, rank, num_bytes, 0, rows, 1).head
         head = form.head - without + rows * HIDDEN * num_bytes if form.head else 0
         again = 0 if config.actor.recompute == "none" else _one_layer(config, folder, num_bytes, tokens)
         kept.append((measured["saved"], form.activations - again + head))
-    if layout.ep > 1:  # the router does not send all experts as many tokens
+    if layout.ep > 1:  # the router distributes tokens unevenly over experts
         kept = [tuple(map(sum, zip(*kept, strict=True)))]
     for measured, form in kept:
         if config.actor.adapters is None:
             assert form == pytest.approx(measured, rel=0.06)
-        else:  # layers before the first adapter, and frozen norms, keep less
+        else:  # layers before the first adapter and frozen norms save less
             assert 0.7 * form < measured < 1.06 * form
 
 

@@ -1,5 +1,5 @@
-"""Mismatch and drift of a step: how far the engine's log-probs are from those of the policy that sampled, and how far
-its updates then move that policy."""
+"""Mismatch is the distance between the engine's log-probs and those of the policy that sampled. Drift is the distance
+that a step's updates move this policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def updates(folder) -> list[list[Group]]:
-    """Samples with the log-probs that transformers' model has of them, in place of an engine."""
+    """Samples with log-probs from the transformers model, which takes the engine's place."""
     reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
 
     def scored(group: Group, seed: int) -> Group:
@@ -57,7 +57,7 @@ def log_probs(reference: GrpoReference, sample) -> list[float]:
 
 
 def one_step(store, rank: int, config: Config, folder: Path, updates: list[list[Group]]) -> list[dict[str, Metric]]:
-    """Makes a step's passes and updates on one rank. Returns the metrics of each update, then those of a second step's
+    """Make a step's passes and updates on one rank. Return the metrics of each update, then those of the second step's
     first update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batches = [
@@ -79,7 +79,7 @@ def step_metrics(ranks: list[list[Mapping[str, Metric]]], number: int) -> dict[s
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_mismatch_is_of_the_policy_that_sampled_however_far_updates_move_it(folder, updates, name):
+def test_mismatch_refers_to_the_sampling_policy(folder, updates, name):
     config = config_of(
         folder, "actor.optimizer.lr=0.1", "batch.prompts_per_step=6", "batch.prompts_per_update=3", *CONFIGS[name]
     )
@@ -92,5 +92,5 @@ def test_the_mismatch_is_of_the_policy_that_sampled_however_far_updates_move_it(
     merged = [merge([metrics[number] for metrics in ranks if metrics[number]]) for number in range(NUM_UPDATES)]
     whole_step = values(merge_updates(merged))
     assert whole_step["mismatch/logprob_abs_max"] <= 1e-4 and whole_step["policy/drift_abs_mean"] > 0.1
-    assert "policy/drift_abs_mean" not in next_step, "a step starts where it starts"
-    assert next_step["mismatch/logprob_abs_max"] > 0.1, "the samples are of another policy"
+    assert "policy/drift_abs_mean" not in next_step, "the first update of a step has no drift"
+    assert next_step["mismatch/logprob_abs_max"] > 0.1, "the samples come from another policy"

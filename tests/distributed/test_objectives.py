@@ -1,5 +1,5 @@
-"""Every objective, aggregation, correction and KL form through Megatron: loss and gradients in any layout are those of
-plain Hugging Face and torch, one sample at a time."""
+"""Every objective, aggregation, correction and KL form through Megatron. In any layout, loss and gradients equal those
+of plain Hugging Face and torch, which process one sample at a time."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def single_samples(world) -> dict[str, Expected[Gradients]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_single_samples(world, single_samples, layout):
+def test_gradients_equal_those_of_single_samples(world, single_samples, layout):
     check(world, CASES, single_samples, layout)

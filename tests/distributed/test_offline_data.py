@@ -1,5 +1,7 @@
-"""Supervised fine-tuning, reward models of three kinds and DPO, from files to updated weights, against plain
-transformers and torch, one sample at a time and from the text of the chat template."""
+"""SFT, three kinds of reward models and DPO, from files to updated weights.
+
+The reference is plain transformers and torch, one sample at a time, from the text of the chat template.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,10 @@ LAYOUTS = {
     "DP2": "{dp: 2}",
 }
 ROWS = 6
-"""The number of rows in a data file, half of them in each of two updates."""
+"""Number of rows in a data file. Each of two updates trains on half of them."""
 
 Text = Sequence[tuple[str, bool]] | Sequence[tuple[str, float]]
-"""The text of a sample, part by part, and whether each part is trained on; or the label of each part, NaN for one
-without."""
+"""The text of a sample in parts. Each part has a flag (whether it is trained on) or a label (NaN: no label)."""
 
 NONE = float("nan")
 
@@ -52,12 +53,13 @@ CLASSES = {
     "sequence": AutoModelForSequenceClassification,
     "token": AutoModelForTokenClassification,
 }
-"""What transformers calls a language model, and a classifier of each kind."""
+"""The name of a language model and of each kind of classifier in transformers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """loss: of what the model gives for the samples of an update, or for its pairs. texts: the samples of a row."""
+    """An objective with its reference. `loss` maps the samples or pairs of an update to a loss. `texts` maps a row to
+    its samples."""
 
     objective: str
     loss: Callable[[torch.nn.Module, torch.nn.Module, list[Text]], torch.Tensor]
@@ -74,8 +76,8 @@ def sentence(source: random.Random, longest: int) -> str:
 
 
 def conversations(seed: int) -> list[dict]:
-    """Returns conversations of one to three turns of the assistant, some with a system prompt, some ending with the
-    user."""
+    """Return conversations with one to three assistant turns. Some have a system prompt, and some end with a user
+    turn."""
     source = random.Random(seed)
     rows = []
     for number in range(ROWS):
@@ -92,7 +94,7 @@ def preferences(seed: int) -> list[dict]:
 
 
 def labelled(seed: int) -> list[dict]:
-    """Returns responses of one to three steps with soft and hard labels, some of them without."""
+    """Return responses of one to three steps with soft and hard labels. Some steps have no label."""
     source, rows = random.Random(seed), []
     for number in range(ROWS):
         steps = [sentence(source, 8) for _ in range(1 + number % 3)]
@@ -103,7 +105,7 @@ def labelled(seed: int) -> list[dict]:
 
 
 def turns(messages: list[dict]) -> Text:
-    """Returns the text of the messages as the tiny model's chat template writes them: <|role|>content<eos>."""
+    """Return the messages in the tiny model's chat template: <|role|>content<eos>."""
     parts = []
     for message in messages:
         said = message["role"] == "assistant"
@@ -117,8 +119,8 @@ def answers(row: dict) -> list[Text]:
 
 
 def steps(row: dict, everywhere: bool) -> list[Text]:
-    """Returns the response with the label of each step where it ends, a line break or the end of the sequence, or on
-    all of its text."""
+    """Return the response with each step's label, either on all text of the step (`everywhere`) or where it ends: at a
+    line break or the end of the sequence."""
     parts = [(f"<|user|>{row['prompt']}<eos><|assistant|>", NONE)]
     for number, (step, label) in enumerate(zip(row["steps"], row["labels"], strict=True), start=1):
         value = NONE if label is None else float(label)
@@ -128,14 +130,14 @@ def steps(row: dict, everywhere: bool) -> list[Text]:
 
 
 def token_ids(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [1, T], and bool or float [T]."""
+    """Return the token ids, int64 [1, T], and their flags or labels, bool or float [T]."""
     parts = [(tiny_tokenizer().encode(part), said) for part, said in text]
     ids = [token for part, _ in parts for token in part]
     return torch.tensor([ids]), torch.tensor([said for part, said in parts for _ in part])
 
 
 def log_probs(model: torch.nn.Module, text: Text) -> torch.Tensor:
-    """Returns the log-probs of the tokens that are trained on."""
+    """Return the log-probs of the trained tokens."""
     ids, said = token_ids(text)
     of_each = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return of_each[said[1:]]
@@ -147,7 +149,7 @@ def sft(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> 
 
 def bradley_terry(smoothing: float = 0.0):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-        """A model's score is that of the sample's last token."""
+        """Score a sample by its last token."""
         scores = torch.cat([model(token_ids(text)[0]).logits[:, 0] for text in samples])
         return is_pairwise(scores, smoothing)
 
@@ -177,7 +179,7 @@ def ipo(beta: float, normalised: bool = False):
 
 
 def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-    """The mean over all tokens that have a label."""
+    """Return the mean over all tokens with a label."""
     scores, known = [], []
     for text in samples:
         ids, labels = token_ids(text)
@@ -189,8 +191,8 @@ def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Tex
 def slic(delta: float, coefficient: float, normalised: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
         said = [log_probs(model, text) for text in samples]
-        found = torch.stack([each.mean() if normalised else each.sum() for each in said])
-        pairs = list(zip(found[0::2], found[1::2], strict=True))
+        scores = torch.stack([each.mean() if normalised else each.sum() for each in said])
+        pairs = list(zip(scores[0::2], scores[1::2], strict=True))
         hinge = [torch.clamp(delta - (better - worse), min=0) for better, worse in pairs]
         return torch.stack(hinge).mean() - coefficient * torch.stack([better for better, _ in pairs]).mean()
 
@@ -234,7 +236,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(folder, tmp_path_factory) -> dict[str | None, Path]:
-    """The language model, and classifiers whose head is not zero, so that the first update reaches the trunk."""
+    """The language model, and classifiers with a random head, so that the first update reaches the backbone."""
     paths = {None: folder}
     for kind in ("sequence", "token"):
         model = CLASSES[kind].from_pretrained(folder, num_labels=1)
@@ -246,12 +248,12 @@ def models(folder, tmp_path_factory) -> dict[str | None, Path]:
 
 
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
-    """Two updates, each on half of the file's rows in their order."""
+    """Make two updates, each on half of the file's rows, in order."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
     rows = load_offline_data(config, folder).rows
     for number in (0, 1):
         chosen = [sample for row in rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
-        handed_out = dispatch(config, [handed(sample) for sample in chosen], worker.packing)
+        handed_out = dispatch(config, [scored_sample(sample) for sample in chosen], worker.packing)
         batch = local_batch(handed_out[worker.data_parallel_rank])
         if isinstance(worker, ActorWorker) and config.has_reference:
             worker.keep_log_probs("reference", batch)
@@ -260,12 +262,12 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 
 
-def handed(sample: Sample) -> ScoredSample:
+def scored_sample(sample: Sample) -> ScoredSample:
     return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), outcome=0.0)
 
 
 def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.Tensor], float]:
-    """The same in transformers. Returns the weights and the last loss."""
+    """Train in transformers. Return the weights and the last loss."""
     model, start = (load(CLASSES[case.spec.classifier], folder) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     texts = [case.texts(row) for row in rows]
@@ -280,7 +282,7 @@ def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.T
 
 
 def is_in_test(name: str, layout: str) -> bool:
-    """Every case with CP2, one in every layout, and one of each kind of rows without any."""
+    """Select every case with CP2, one case in every layout, and one case of each data format in one process."""
     return layout == "CP2" or name == "DPO, smoothed and by length" or (layout == "1 process" and name in EVERYWHERE)
 
 
@@ -317,5 +319,5 @@ def test_two_updates_equal_plain_torch(models, tmp_path, name, layout):
     assert_close(whole_tensors(hf_config, ranks, "weights"), *weights, "weight")
 
 
-def test_the_end_of_the_sequence_is_learned():
+def test_end_of_sequence_is_trained():
     assert token_ids([("a<eos>", True)])[0][0, -1] == EOS_ID

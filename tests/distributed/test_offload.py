@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state away and back: the bytes that are freed, and every bit as it was."""
+"""Offloading parameters, gradients and optimizer state frees their bytes, and reloading restores every bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny_model import write_tiny_llama
 
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}
-"""The bytes of each of PARTS per parameter. Adam's state is two float32, beside bfloat16 also the main weight."""
+"""Bytes per parameter of each of PARTS. Adam's state is two float32, plus the main weight with bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +40,21 @@ def tensors(worker: ActorWorker) -> dict[Part, list[torch.Tensor]]:
         for value in state.values()
     ]
     parameters = list(named_parameters(worker.chunks).values())
-    if parameters[0].dtype is not torch.float32:  # else the main weights are the parameters
+    if parameters[0].dtype is not torch.float32:  # with float32, the main weights are the parameters
         state += [p for group in worker.optimizer.param_groups for p in group["params"]]
     return {"parameters": parameters, "gradients": [p.main_grad for p in parameters], "optimizer": state}
 
 
 def checksum(values: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()  # of copies: a storage that numpy has seen cannot be resized
+    digest = hashlib.sha256()  # hash copies: numpy's use of a storage prevents resizing it
     for value in values:
         digest.update(value.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def away_and_back(store, rank: int, config: Config, folder: Path) -> tuple:
-    """Moves each part out and in between two updates, alone and then all of them. Returns the bytes freed by part, the
-    number of parameters, and a checksum of the parameters after the second update."""
+def offload_and_reload(store, rank: int, config: Config, folder: Path) -> tuple:
+    """Offload and reload each part between two updates, first alone and then all together. Return the bytes freed by
+    part, the number of parameters, and a checksum of the parameters after the second update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     update(worker, config, 0)
     offload = Offload(worker.chunks, worker.optimizer)
@@ -64,7 +64,7 @@ def away_and_back(store, rank: int, config: Config, folder: Path) -> tuple:
         freed[part] = offload.move_out(part)
         assert all(p.untyped_storage().nbytes() == 0 for p in tensors(worker)[part])
         assert offload.move_in(part) == freed[part]
-        if part == "gradients":  # given up: an update begins with zeros
+        if part == "gradients":  # gradients are discarded: an update starts from zeros
             before[part] = checksum([torch.zeros_like(value) for value in tensors(worker)[part]])
         assert before == {part: checksum(values) for part, values in tensors(worker).items()}
     assert [offload.move_out(part) for part in PARTS] == list(freed.values())
@@ -84,12 +84,12 @@ def undisturbed(store, rank: int, config: Config, folder: Path) -> str:
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.newest)])
 @pytest.mark.parametrize("dtype", BYTES)
-def test_all_parts_come_back_bit_by_bit(folder, dtype, dp):
+def test_all_parts_are_restored_bit_for_bit(folder, dtype, dp):
     config = config_of(folder, f"model.dtype={dtype}", f"actor.layout.dp={dp}")
-    for freed, num_parameters, weights in run_ranks(dp, away_and_back, config, folder):
+    for freed, num_parameters, weights in run_ranks(dp, offload_and_reload, config, folder):
         for part, per_parameter in zip(PARTS, BYTES[dtype], strict=True):
             expected = per_parameter * num_parameters / (dp if part == "optimizer" else 1)
-            assert expected * 0.98 <= freed[part] <= expected * 1.1, part  # buffers are padded, shards cut anywhere
+            assert expected * 0.98 <= freed[part] <= expected * 1.1, part  # padding and split parameters
         assert weights == run_ranks(dp, undisturbed, config, folder)[0]
 
 
@@ -103,6 +103,6 @@ def published(store, rank: int, config: Config, folder: Path) -> int:
 
 
 @pytest.mark.newest
-def test_published_parameters_stay(folder):
+def test_published_parameters_are_not_offloaded(folder):
     [freed] = run_ranks(1, published, config_of(folder), folder)
     assert freed > 0

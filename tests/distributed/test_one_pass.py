@@ -1,5 +1,8 @@
-"""A microbatch's loss, KL, entropy and metrics come out of one pass through the model, and neither head nor objective
-waits for a number, whatever is trained. (Attention on CPU does, for the lengths of documents.)"""
+"""One pass through the model yields a microbatch's loss, KL, entropy and metrics, and neither the head nor any
+objective waits for the device.
+
+Attention on CPU is exempt: it needs the lengths of documents.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.newest
 
 WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
-"""Operators after which the host waits for the device: `.item()`, and what has a size that depends on values."""
+"""Operators that make the host wait for the device: `.item()`, and operators whose output size depends on values."""
 
 OBJECTIVES = (
     "{name: clip, dual_clip: 3.0, entropy_coefficient: 0.1, imitation_coefficient: 0.1}",
@@ -42,25 +45,25 @@ OBJECTIVES = (
 class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.operators: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         masks = args[1] if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) else ()
         if func.overloadpacket in WAITING or any(x is not None and x.dtype is torch.bool for x in masks):
-            self.found.add(str(func))
+            self.operators.add(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def updates(store, rank: int, configs: Sequence[Config], folder: Path) -> list[tuple[set[str], int, int, set[str]]]:
-    """Returns for each config: operators of the update that wait; how often the model was called; number of
-    microbatches; metrics."""
+    """Return, for each config, the operators of the update that wait, the number of model calls, the number of
+    microbatches, and the metrics."""
     worker = ActorWorker(configs[0], folder, rank, store, threads=1)
     return [watch_update(worker, config) for config in configs]
 
 
 def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -> tuple[set[str], int, int, set[str]]:
     worker = worker_class(config, role)(config, folder, rank, store, threads=1)
-    worker.packing = replace(worker.packing, shares_prompts=False)  # more than one microbatch, also of pairs
+    worker.packing = replace(worker.packing, shares_prompts=False)  # several microbatches, also with pairs
     return watch_update(worker, config)
 
 
@@ -87,7 +90,7 @@ def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, 
         parts = step.accumulate_gradients(worker.chunks, loss, batches)
     hook.remove()
     worker.end_step()
-    return waits.found, len(calls), len(batches), {name for part in parts for name in part}
+    return waits.operators, len(calls), len(batches), {name for part in parts for name in part}
 
 
 def make_passes(worker: TrainerWorker, batch: LocalBatch) -> None:
@@ -99,10 +102,10 @@ def make_passes(worker: TrainerWorker, batch: LocalBatch) -> None:
 
 
 def assert_never_waits(result: tuple[set[str], int, int, set[str]], name: str, metrics: set[str]) -> None:
-    waits, calls, microbatches, found = result
+    waits, calls, microbatches, operators = result
     assert not waits, name
     assert calls == microbatches > 1, name
-    assert found >= metrics, name
+    assert operators >= metrics, name
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,7 @@ def folder(tmp_path_factory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
-def test_an_update_calls_the_model_once_a_microbatch_and_never_waits(folder):
+def test_update_calls_the_model_once_per_microbatch(folder):
     common = ["algorithm.kl.coefficient=0.05", "algorithm.correction={weight: token, mask: sequence}"]
     configs = [config_of(folder, *common, f"algorithm.objective={objective}") for objective in OBJECTIVES]
     [results] = run_ranks(1, updates, configs, folder)
@@ -144,7 +147,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_whatever_is_trained_never_waits(folder, name):
+def test_updates_of_all_roles_never_wait(folder, name):
     role, keys, metric = ROLES[name]
     estimator = ["algorithm.advantage.estimator=gae"] if "critic" in name or role != "actor" else []
     sections = ["actor", *([] if role == "actor" else ["critic"]), *([role] if role == "implicit_reward" else [])]

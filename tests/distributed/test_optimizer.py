@@ -1,5 +1,5 @@
-"""The optimizer against torch's AdamW: decayed and undecayed parameters, the schedule's rates; and updates that are
-skipped."""
+"""The optimizer against torch's AdamW: parameters with and without decay, scheduled learning rates, and skipped
+updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.newest
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model with biases, which are not decayed either."""
+    """A model with biases, which are not decayed."""
     return write_tiny_llama(tmp_path_factory.mktemp("model"), model_type="qwen2", num_kv_heads=2, num_layers=2)
 
 
@@ -37,7 +37,7 @@ def scheduled(folder: Path, *overrides: str) -> Config:
 
 
 def reference_weights(folder: Path, config: Config, updates: list) -> dict[str, torch.Tensor]:
-    """AdamW with the decay on everything that is neither a bias nor a norm, and a new rate for each update."""
+    """Train with AdamW, with decay on everything except biases and norms, and a new learning rate for each update."""
     reference = GrpoReference(folder, lr=1e-3, eps=1e-5, temperature=0.8)
     named = dict(reference.model.named_parameters())
     undecayed = [name for name in named if name.endswith("bias") or "norm" in name]
@@ -79,7 +79,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Skipped:
-    """The outcome of an update on a rank: its metrics, or why it ends the run, and whether weights and state are
+    """The outcome of an update on a rank: its metrics or the error that ends the run, and whether weights and state are
     unchanged."""
 
     metrics: dict[str, Metric]
@@ -88,7 +88,8 @@ class Skipped:
 
 
 def state_of(worker: ActorWorker) -> list[torch.Tensor]:
-    """Copies of everything that an update changes: weights, routers' biases, main weights, moments and counts."""
+    """Return copies of everything that an update changes: weights, routers' biases, main weights, moments and
+    counts."""
     states = [state for part in parts_of(worker.optimizer) for state in part.optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     groups = [part.optimizer.param_groups for part in parts_of(worker.optimizer)]
@@ -97,7 +98,7 @@ def state_of(worker: ActorWorker) -> list[torch.Tensor]:
 
 
 def updates_with_factors(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[Skipped]:
-    """An update for each factor, by which the loss of one sample's microbatch is multiplied."""
+    """Make an update for each factor, which multiplies the loss of one sample's microbatch."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     plain, outcomes = ActorWorker.loss, []
     for seed, factor in enumerate(factors):
@@ -110,7 +111,7 @@ def updates_with_factors(store, rank: int, config: Config, folder: Path, factors
             loss = terms.loss * next(multiples)
             return terms._replace(loss=loss, actor_loss=loss)
 
-        # Only in this forked process.
+        # This patch affects only this forked process.
         ActorWorker.loss = property(lambda worker, spoil=spoil: replace(plain.fget(worker), terms=spoil))
         before, message, metrics = state_of(worker), "", {}
         try:
@@ -125,9 +126,8 @@ def updates_with_factors(store, rank: int, config: Config, folder: Path, factors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_whose_gradient_is_not_finite_is_skipped_by_all_ranks(folder, layout):
-    """Only one microbatch of one replica is spoiled. The counts are of all updates, and begin anew with each good
-    one."""
+def test_all_ranks_skip_an_update_with_a_nonfinite_gradient(folder, layout):
+    """Only one microbatch of one replica is spoiled. Every good update resets the count of skipped updates."""
     config = config_of(folder, *LAYOUTS[layout], "actor.optimizer.nonfinite_limit=2")
     factors = [1.0, math.nan, 1.0, math.inf, math.nan]
     ranks = run_ranks(config.actor.layout.world_size, updates_with_factors, config, folder, factors)
@@ -144,11 +144,11 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_by_all_ranks(folder, 
     assert message.startswith("2 updates in a row were skipped, since the gradient is not finite (norm nan); ")
     assert "\n" not in message and "policy/loss nan; samples " in message
     samples = message.partition("; samples ")[2].partition("; look")[0].split(", ")
-    assert SPOILED_SAMPLE in samples and len(samples) < 12, "those of one microbatch"
+    assert SPOILED_SAMPLE in samples and len(samples) < 12, "the message must name only one microbatch's samples"
 
 
-def test_a_skipped_update_leaves_routers_biases_as_they_are(tmp_path):
-    """They move with the load of the experts, before the gradient is known."""
+def test_skipped_update_leaves_router_biases_unchanged(tmp_path):
+    """Router biases follow the load of the experts, which is known before the gradient."""
     folder = write_tiny_model(tmp_path, "deepseek_v3", **DEEPSEEK)
     moving = "actor.megatron_overrides.model={moe_router_bias_update_rate: 0.1}"
     config = config_of(folder, moving, "actor.optimizer.lr=1e-30")
@@ -156,17 +156,17 @@ def test_a_skipped_update_leaves_routers_biases_as_they_are(tmp_path):
     assert [outcome.is_unchanged for outcome in outcomes] == [False, True]
 
 
-def test_training_goes_on_after_a_skipped_update_as_if_it_had_not_been(folder):
+def test_skipped_updates_do_not_affect_later_ones(folder):
     config = scheduled(folder, "actor.layout.dp=2")
     updates = [random_groups(seed) for seed in range(3)]
     skipping = run_ranks(2, train_skipping, config, folder, updates)
     plain = run_ranks(2, train, config, folder, updates)
-    for ours, theirs in zip(skipping, plain, strict=True):
-        assert all(torch.equal(ours[name], theirs.weights[name]) for name in theirs.weights)
+    for actual, reference in zip(skipping, plain, strict=True):
+        assert all(torch.equal(actual[name], reference.weights[name]) for name in reference.weights)
 
 
 def train_skipping(store, rank: int, config: Config, folder: Path, updates: list) -> dict[str, torch.Tensor]:
-    """The weights after these updates, the first two of which are behind others that are skipped."""
+    """Return the weights after these updates. A skipped update precedes each of the first two."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     plain = ActorWorker.loss
 

@@ -38,7 +38,7 @@ from tests.unit.resharding.planning.test_planner import holder as holder_of
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that operators allocate."""
+    """Count the bytes of tensors that operators allocate."""
 
     num_bytes = 0
 
@@ -80,8 +80,8 @@ class Case:
         vocabulary: int = 37,
         source_nodes: tuple[int, ...] = (),
     ):
-        """
-        nodes, source_nodes   node of each worker and of each source (empty: all are on node 0)
+        """Args:
+        nodes, source_nodes: node of each worker and of each source. Empty: all are on node 0.
         """
         config = config_of(num_key_value_heads=2, vocab_size=vocabulary)
         folder = huggingface_holder(config)
@@ -155,7 +155,7 @@ def take_part(store: dist.Store, rank: int, case: Case) -> tuple[int, int, list[
             wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
     store.add("done", 1)
-    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that others still use
+    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that other ranks still use
         time.sleep(0.01)
     return transport.staging_bytes, allocations.num_bytes, recorder.hops
 
@@ -206,14 +206,14 @@ def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> i
             transport = channel.open(holder.name, parameters, case.part(rank))
             connections.add(transport._remote)
             execute(case.part(rank).into(holder.name), parameters, transport)
-            assert len(connections) == 1, "the member has connected again"
+            assert len(connections) == 1, "the member has reconnected"
             wrong = [n for n, t in parameters.items() if not torch.equal(t, factor * case.weights[holder.name][n])]
             assert not wrong
             num_bytes = transport._remote.sent_bytes
         store.add(f"done {factor}", 1)
         while store.add(f"done {factor}", 0) < len(
             case.members
-        ):  # sources must not change their weights while others read them
+        ):  # sources must not change their weights while members read them
             time.sleep(0.01)
     return num_bytes
 
@@ -240,7 +240,7 @@ def test_local_weights_are_read_and_only_the_rest_is_sent(vllm_tp, nodes, bucket
 
 @in_layouts
 def test_large_moves_are_sent_without_a_copy(monkeypatch, layout, vllm_tp, replicas, nodes):
-    """Only the buffers are allocated, and they are smaller."""
+    """Only the buffers are allocated, and they are smaller than the moves."""
     case = Case(layout, vllm_tp, replicas, 1024, nodes)
     packed = run_ranks(len(case.members), take_part, case)
     monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
@@ -284,7 +284,7 @@ def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
     except (RuntimeError, ValueError) as error:
         message = str(error)
     store.add("seen", 1)
-    while store.add("seen", 0) < len(case.members):  # a process exit must not interrupt other members' waits
+    while store.add("seen", 0) < len(case.members):  # an exit must not interrupt the waits of other members
         time.sleep(0.01)
     return message
 

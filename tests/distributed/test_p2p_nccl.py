@@ -21,7 +21,7 @@ from tests.unit.resharding.cases import layout_of
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class OverGloo:
+class FakeCommunicator:
     """A fake NCCL communicator.
 
     All of its ranks create it together, without a timeout. It executes one batch at a time, when both ends have reached
@@ -47,11 +47,11 @@ class OverGloo:
         while self._store.add("NCCL: created", 0) < self._size:
             time.sleep(0.01)
         self._is_created = True
-        OverGloo.num_created += 1
+        FakeCommunicator.num_created += 1
 
     def batch(self, operations: list[tuple[str, torch.Tensor, int]]) -> None:
         assert self._is_created, "creating the communicator would need all ranks"
-        OverGloo.largest_batch = max(OverGloo.largest_batch, len(operations))
+        FakeCommunicator.largest_batch = max(FakeCommunicator.largest_batch, len(operations))
         [(operation, other)] = {(operation, other) for operation, _, other in operations}
         self._connect(operation, other)
         sizes = torch.tensor([tensor.nbytes for _, tensor, _ in operations])
@@ -78,7 +78,7 @@ class OverGloo:
         getattr(self._group, operation)([tensor], other, 0).wait()
 
 
-class Group:
+class FakeProcessGroup:
     """A process group with one communicator, which only supports batches."""
 
     BackendType = dist.ProcessGroup.BackendType
@@ -86,7 +86,7 @@ class Group:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._batch: list[tuple[str, torch.Tensor, int]] | None = None
 
-    def _register_backend(self, device: torch.device, kind: BackendType, backend: OverGloo) -> None:
+    def _register_backend(self, device: torch.device, kind: BackendType, backend: FakeCommunicator) -> None:
         assert kind == self.BackendType.NCCL
         self._communicator = backend
 
@@ -109,8 +109,8 @@ class Group:
 def nccl(monkeypatch):
     """Replace NCCL by the fake; forked ranks inherit the patch."""
     monkeypatch.setattr(device, "backend", lambda: "nccl")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", OverGloo, raising=False)
-    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeCommunicator, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroup", FakeProcessGroup)
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
 
 
@@ -128,7 +128,7 @@ def take_part(store: dist.Store, rank: int, case: Case) -> None:
                 tensor.mul_(factor)
             transport.send()
     store.add("done", 1)
-    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that others still use
+    while store.add("done", 0) < len(case.members):  # rank 0 hosts the store that other ranks still use
         time.sleep(0.01)
 
 
@@ -141,7 +141,7 @@ def test_batches_match_by_order_alone(layout, vllm_tp, replicas, nodes):
 def take_part_and_count(store: dist.Store, rank: int, case: Case) -> tuple[int, int]:
     """Return the number of communicators that the member has created, and the messages in its largest batch."""
     take_part(store, rank, case)
-    return OverGloo.num_created, OverGloo.largest_batch
+    return FakeCommunicator.num_created, FakeCommunicator.largest_batch
 
 
 def test_buckets_are_batches_in_few_communicators(monkeypatch):

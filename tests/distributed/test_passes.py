@@ -1,5 +1,5 @@
-"""Passes that a run leaves out: with them, the gradients would be the same, bit by bit. And what is not left out with
-them: the correction for samples that another policy gave."""
+"""A run may skip passes that would not change a bit of the gradients, but it always applies the correction for samples
+of another policy."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def folder(tmp_path_factory) -> Path:
 
 
 def gradients(
-    store, rank: int, configs: Mapping[str, Config], folder: Path, given: TokenScores, old_pass: bool
+    store, rank: int, configs: Mapping[str, Config], folder: Path, scores: TokenScores, old_pass: bool
 ) -> dict[str, Gradients]:
-    """Returns the gradients of one update, by case."""
+    """Return the gradients of one update, by case."""
     worker = ActorWorker(next(iter(configs.values())), folder, rank, store, threads=1)
-    return {name: update_gradients(worker, config, given, old_pass) for name, config in configs.items()}
+    return {name: update_gradients(worker, config, scores, old_pass) for name, config in configs.items()}
 
 
-def update_gradients(worker: ActorWorker, config: Config, given: TokenScores, old_pass: bool) -> Gradients:
+def update_gradients(worker: ActorWorker, config: Config, scores: TokenScores, old_pass: bool) -> Gradients:
     worker._config = config
     groups = random_groups(0)
-    batch = local_batch(rank_batches(config, worker.packing, groups, scores=given)[worker.data_parallel_rank])
+    batch = local_batch(rank_batches(config, worker.packing, groups, scores=scores)[worker.data_parallel_rank])
     if old_pass:
         worker.keep_log_probs("old", batch)
     batches = worker._training_batches(batch)
@@ -52,15 +52,15 @@ def update_gradients(worker: ActorWorker, config: Config, given: TokenScores, ol
     return reduced_gradients(worker)
 
 
-def assert_same(ranks: list[dict[str, Gradients]], others: list[dict[str, Gradients]]) -> None:
-    for own, other in zip(ranks, others, strict=True):
-        for case in own:
-            assert all(torch.equal(own[case][name], other[case][name]) for name in own[case]), case
-            assert any(gradient.any() for gradient in own[case].values()), case
+def assert_same(ranks: list[dict[str, Gradients]], expected_ranks: list[dict[str, Gradients]]) -> None:
+    for actual, expected in zip(ranks, expected_ranks, strict=True):
+        for case in actual:
+            assert all(torch.equal(actual[case][name], expected[case][name]) for name in actual[case]), case
+            assert any(gradient.any() for gradient in actual[case].values()), case
 
 
 def tokens(seed: int) -> dict[str, torch.Tensor]:
-    """A number for every response token, by sample."""
+    """Return a number for every response token, by sample."""
     generator = torch.Generator().manual_seed(seed)
     samples = [sample for group in random_groups(0) for sample, _ in group]
     return {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
@@ -72,9 +72,9 @@ OBJECTIVES_WITHOUT_OLD = [
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "1 process", "PP2"))
-def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout):
-    """The pass changes no gradient in any objective, with corrections and without; and a correction is not left out
-    with it."""
+def test_old_policy_equals_the_current_one_with_one_update(folder, layout):
+    """The pass changes no gradient of any objective, with or without corrections, and the corrections still apply
+    without it."""
     configs = {
         f"{name} {correction}": config_of(
             folder, f"actor.layout={LAYOUTS[layout]}", f"algorithm.objective.name={name}", *correction
@@ -86,27 +86,29 @@ def test_with_one_update_a_step_the_old_policy_is_the_current_one(folder, layout
     world_size = next(iter(configs.values())).actor.layout.world_size
     without, with_pass = (run_ranks(world_size, gradients, configs, folder, {}, old) for old in (False, True))
     assert_same(without, with_pass)
-    for own in without:
+    for actual in without:
         for name in OBJECTIVES_WITHOUT_OLD:
-            plain, corrected = own[f"{name} ()"], own[f"{name} {(CORRECTION,)}"]
+            plain, corrected = actual[f"{name} ()"], actual[f"{name} {(CORRECTION,)}"]
             assert all(not torch.equal(plain[p], corrected[p]) for p in plain if plain[p].any()), name
 
 
 @pytest.mark.parametrize(
-    ("left_out", "given"),
+    ("left_out", "scores"),
     [
         ("reference log-probs", {"reference": tokens(1)}),
         ("critic values", {"values": tokens(2)}),
-        ("implicit rewards", {"implicit_reward": {name: 0.0 * own for name, own in tokens(3).items()}}),
+        ("implicit rewards", {"implicit_reward": {name: 0.0 * values for name, values in tokens(3).items()}}),
     ],
 )
-def test_what_no_term_reads_changes_nothing(folder, left_out, given):
-    """A reference with a coefficient of 0, a critic where samples are compared with each other, and an implicit reward
-    model whose rewards have a coefficient of 0."""
+def test_unused_scores_change_nothing(folder, left_out, scores):
+    """The scores come from a reference with a coefficient of 0, a critic whose estimator compares samples with each
+    other, or an implicit reward model with a coefficient of 0."""
     configs = {
         name: config_of(folder, f"algorithm.advantage.estimator={name}")
         for name in ("grpo", "rloo", "reinforce_plus_plus")
     }
     assert not any(passes.needed(config, left_out) for config in configs.values())
-    without, with_pass = (run_ranks(1, gradients, configs, folder, scores, False) for scores in ({}, given))
+    without, with_pass = (
+        run_ranks(1, gradients, configs, folder, given_scores, False) for given_scores in ({}, scores)
+    )
     assert_same(without, with_pass)

@@ -1,4 +1,5 @@
-"""PPO with a critic through Megatron, each model in a layout of its own, against plain Hugging Face and torch."""
+"""PPO with a critic through Megatron, with separate layouts for actor and critic, against plain Hugging Face and
+torch."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 TokenScores = dict[str, dict[str, torch.Tensor]]
-"""Name as in TokenBatch -> sample id -> one number per response token."""
+"""Field of TokenBatch -> sample id -> one number per response token."""
 
 Values = list[dict[str, torch.Tensor]]
-"""The values of each step: sample id -> values."""
+"""The values of each step, by sample id."""
 
 LAYOUTS = {
     "1 process each": ("{}", "{}"),
@@ -82,9 +83,9 @@ def critic(actor, tmp_path_factory) -> Path:
 
 
 def write_critic(folder: Path, actor: Path) -> Path:
-    """A classifier with other weights than the actor's, its head included."""
+    """Write a classifier whose weights, including the head, differ from the actor's."""
     model = AutoModelForSequenceClassification.from_pretrained(actor, num_labels=1)
-    # transformers draws a new head from the global generator, whose state depends on the tests before.
+    # transformers draws a new head from the global generator, whose state depends on earlier tests.
     torch.nn.init.zeros_(model.score.weight)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -97,7 +98,7 @@ def write_critic(folder: Path, actor: Path) -> Path:
 def ppo_config(
     actor: Path, critic: Path | None, layouts: tuple[str, str | None], settings: PpoSettings, *overrides: str
 ) -> Config:
-    """layouts: of the actor, and of the critic (None: it is a head on the actor)."""
+    """Return the config for the layouts of the actor and the critic (None: a value head on the actor)."""
     of_critic = [
         f"critic.layout={layouts[1]}",
         f"critic.path={critic or 'null'}",
@@ -121,8 +122,8 @@ def ppo_config(
 
 
 def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], given: TokenScores):
-    """Trains a critic on one rank: in every step the values, then the updates. Returns what it holds and the values
-    that it reports."""
+    """Train a critic on one rank: compute the values and make the updates of every step. Return its state and the
+    values that it reports."""
     worker = CriticWorker(config, folder, rank, store, threads=1)
     values: Values = []
     for updates in steps:
@@ -156,7 +157,9 @@ def train_actor(
         worker.end_step()
         trained = {item.sample.id for batch in batches for item in batch.samples if any(item.sample.response_mask)}
         taken = worker.take_advantages()
-        assert taken.keys() == (trained if parallel.returns_results() else set()), "one rank of a replica has them"
+        assert taken.keys() == (trained if parallel.returns_results() else set()), (
+            "exactly one rank of a replica must report results"
+        )
         assert all(map(math.isfinite, taken.values())) and not worker.take_advantages()
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 
@@ -168,7 +171,7 @@ def run_both(
     values: Values = [{} for _ in steps]
     for _, of_rank in results:
         for known, own in zip(values, of_rank, strict=True):
-            assert not known.keys() & own.keys(), "two ranks give the values of one sample"
+            assert not known.keys() & own.keys(), "two ranks report the values of one sample"
             known |= own
     actors = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, values, given)
     return actors, [rank for rank, _ in results]
@@ -177,7 +180,8 @@ def run_both(
 def check(
     config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
 ) -> None:
-    """token_rewards: rewards of single tokens, by sample, NaN for one that has none."""
+    """Compare with plain torch. `token_rewards` holds rewards of single tokens, by sample, NaN where a token has
+    none."""
     actors, critics = run_both(config, actor, critic, steps, {"process_reward": token_rewards} if token_rewards else {})
     known = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
 
@@ -185,7 +189,7 @@ def check(
         reference = PpoReference(actor, critic, settings, known)
         for updates in steps:
             losses = reference.step(updates)
-        # transformers keeps experts in stacks; in a checkpoint they are tensors of their own.
+        # transformers stacks experts in memory, but a checkpoint stores each expert separately.
         models = reference.actor, reference.critic
         return *losses, *(revert_weight_conversion(model, dict(model.named_parameters())) for model in models)
 
@@ -220,8 +224,8 @@ def test_mixtures_of_experts_equal_plain_torch(tmp_path, layouts):
 
 
 @pytest.mark.parametrize("layouts", ["actor DP2, critic CP2", "actor TP3 SP, critic PP2", "actor CP2, critic PP2 VPP2"])
-def test_actor_and_critic_may_have_lambdas_of_their_own(actor, critic, layouts):
-    """The actor's by the length of each sample, as VAPO has it."""
+def test_actor_and_critic_support_separate_lambdas(actor, critic, layouts):
+    """The actor's lambda depends on the length of each sample, as in VAPO."""
     config = ppo_config(actor, critic, LAYOUTS[layouts], DECOUPLED)
     check(config, actor, critic, DECOUPLED, [[random_groups(0)]])
 
@@ -230,7 +234,7 @@ def test_actor_and_critic_may_have_lambdas_of_their_own(actor, critic, layouts):
     ("layouts", "per"),
     [(("{pp: 2}", "{dp: 2}"), "token"), (("{dp: 2}", "{cp: 2}"), "turn"), (("{cp: 2}", "{}"), "token")],
 )
-def test_rewards_of_single_tokens_and_of_turns_reach_both_models(actor, critic, layouts, per):
+def test_token_and_turn_rewards_reach_both_models(actor, critic, layouts, per):
     groups = random_groups(0)
     generator = torch.Generator().manual_seed(11)
     token_rewards = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
@@ -242,26 +246,26 @@ def test_rewards_of_single_tokens_and_of_turns_reach_both_models(actor, critic, 
 
 
 def turn_rewards(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
-    """Returns the first of the rewards at the ends of the sample's turns, NaN elsewhere. Some sample has several
+    """Return the first of the rewards at the ends of the sample's turns, NaN elsewhere. At least one sample has several
     turns."""
     return torch.tensor(on_turns(rewards.tolist()[: len(turn_ends(mask))], mask))
 
 
-def test_ranks_without_a_sample_keep_in_step(actor, critic):
-    """Two samples for three ranks: the rewards may fail on all others."""
+def test_ranks_without_samples_stay_in_sync(actor, critic):
+    """Two samples for three ranks, which happens if the rewards of all other samples fail."""
     config = ppo_config(actor, critic, ("{dp: 3}", "{dp: 3}"), EVERYTHING)
     check(config, actor, critic, EVERYTHING, [[[random_groups(seed)[0][1:3]]] for seed in range(2)])
 
 
 @pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
-    """The second update sees a policy and a critic that have moved from those that gave the values."""
+    """The policy and the critic of the second update have moved since the values were computed."""
     config = ppo_config(actor, critic, ("{pp: 2}", "{dp: 2}"), settings)
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
     check(config, actor, critic, settings, [[random_groups(0), second]])
 
 
-def test_a_critic_from_the_actors_model_starts_at_zero(actor):
+def test_critic_initialized_from_the_actor_starts_at_zero(actor):
     config = ppo_config(actor, None, ("{}", "{tp: 3}"), PLAIN)
     check(config, actor, actor, PLAIN, [[random_groups(0)], [random_groups(1)]])
 
@@ -278,8 +282,8 @@ def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
-def test_a_value_head_with_buckets_of_its_own_is_up_to_date(actor, num_updates):
-    """The changes of an update to the head come from the other replica by themselves, not along with the trunk."""
+def test_value_head_in_a_separate_bucket_is_up_to_date(actor, num_updates):
+    """The other replica sends the head's updates separately from the backbone's."""
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
     steps = [[random_groups(0), second][:num_updates], [random_groups(1)]]
     check_value_head(actor, "{dp: 2}", steps, "actor.megatron_overrides.ddp={bucket_size: 1}")
@@ -306,12 +310,12 @@ def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
     assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)
-    ours = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
-    assert_close(ours, *weights, "weight")
+    head_weights = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
+    assert_close(head_weights, *weights, "weight")
 
 
 def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the value head that the actor starts with, without the prefix of its names."""
+    """Return the value head that the actor starts with, without its name prefix."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     assert not any(p.any() for name, p in worker.parameters().items() if "value_head.fc2" in name)
     move_value_head(worker)
@@ -320,7 +324,7 @@ def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torc
 
 
 def move_value_head(worker: ActorWorker) -> None:
-    """Away from its zeros, which nothing would flow through in the first step."""
+    """Move the head away from zero, which would block all gradients in the first step."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in worker.parameters().items():
         if "value_head" in name and not parameter.any():

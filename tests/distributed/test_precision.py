@@ -1,4 +1,5 @@
-"""Parameters of two bytes with float32 main weights and gradients, against float32, and where main weights begin."""
+"""Two-byte parameters with float32 main weights and gradients track float32, and main weights start at the right
+values."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 pytestmark = pytest.mark.newest
 
 ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""The unit in the last place, as a share of the number above which it holds."""
+"""Unit in the last place, relative to the lower end of its binade."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 UNITS = {"bfloat16": 8, "float16": 16}
-"""What the passes' roundings, one at every layer, add up to in a gradient: more in float16, where small factors have
-fewer digits."""
+"""Accumulated relative rounding error of a gradient over all layers. float16 has a larger one, because small factors
+lose digits."""
 
 
 @pytest.mark.parametrize(("dtype", "dp"), [("bfloat16", 1), ("bfloat16", 2), ("float16", 2)])
-def test_gradients_of_two_bytes_track_float32(folder, dtype, dp):
-    """Sums of gradients do not round. With float16 the loss is scaled, and the gradients are those without."""
+def test_gradients_of_two_byte_models_track_float32(folder, dtype, dp):
+    """Gradient accumulation does not round. With float16, the loss is scaled, and the gradients are compared
+    unscaled."""
     updates = [random_groups(0)]
     scale = ["actor.megatron_overrides.optimizer.initial_loss_scale=1024.0"] if dtype == "float16" else []
     gradients = {}
@@ -58,7 +60,8 @@ def rounded_folder(tmp_path_factory) -> Path:
 
 
 def rounded(folder: Path, dtype: torch.dtype) -> Path:
-    """The same model in the dtype, with a few weights of 0, and of powers of 2, below which the cells are narrower."""
+    """The same model in the dtype, with a few weights set to 0 and to powers of 2, below which the rounding cells are
+    narrower."""
     write_tiny_llama(folder, num_kv_heads=2)
     weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
@@ -70,7 +73,7 @@ MLP = "model.layers.1.mlp.down_proj.weight"
 
 
 def started(store, rank: int, config: Config, folder: Path) -> RankResult:
-    """A rank's main weights before the first update, whole over the data-parallel ranks."""
+    """Return a rank's main weights before the first update, gathered over data-parallel ranks."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     main = {name: torch.zeros(p.shape) for name, p in named_parameters(worker.chunks).items()}
     names = {p: name for name, p in named_parameters(worker.chunks).items()}
@@ -82,7 +85,7 @@ def started(store, rank: int, config: Config, folder: Path) -> RankResult:
         False: parallel_state.get_expert_data_parallel_group(),
     }
     for parameter, name in names.items():
-        dist.all_reduce(main[name], group=groups[getattr(parameter, "allreduce", True)])  # false of sharded experts
+        dist.all_reduce(main[name], group=groups[getattr(parameter, "allreduce", True)])  # False for sharded experts
     return RankResult(worker.holder, {}, main, {})
 
 
@@ -91,15 +94,15 @@ def start(folder: Path, *overrides: str, dtype: str = "bfloat16") -> dict[str, t
     return canonical(folder, run_ranks(config.actor.layout.world_size, started, config, folder), "weights")
 
 
-def test_main_weights_begin_with_the_values_of_a_finer_checkpoint(folder):
+def test_main_weights_start_at_a_float32_checkpoint(folder):
     main = start(folder)
     for name, weight in load_file(folder / "model.safetensors").items():
         assert torch.equal(main[name], weight), name
 
 
 @pytest.mark.parametrize("dtype", ULP)
-def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(tmp_path, dtype):
-    """A cell ends halfway to the neighbours that torch gives, and each place in it is equally likely."""
+def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
+    """A cell extends halfway to the neighbours that torch returns. Each position inside it is equally likely."""
     rounded(tmp_path, getattr(torch, dtype))
     main, weights = start(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
     places = []
@@ -121,14 +124,14 @@ def test_main_weights_begin_anywhere_in_the_cells_of_a_rounded_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{dp: 2}"])
-def test_main_weights_begin_alike_under_every_layout(rounded_folder, layout):
+def test_initial_main_weights_are_equal_in_every_layout(rounded_folder, layout):
     alone, main = start(rounded_folder), start(rounded_folder, f"actor.layout={layout}")
     for name, weight in alone.items():
         assert torch.equal(main[name], weight), name
 
 
-def test_main_weights_of_experts_and_beside_frozen_ones_begin_alike(tmp_path):
-    """Experts have an optimizer of their own under ep, and what is frozen has no main weights."""
+def test_initial_main_weights_are_equal_with_experts_or_frozen(tmp_path):
+    """Experts have a separate optimizer under EP, and frozen parameters have no main weights."""
     folder = write_tiny_experts(tmp_path, num_layers=4)
     weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -146,7 +149,8 @@ def test_main_weights_of_experts_and_beside_frozen_ones_begin_alike(tmp_path):
 
 @dataclass(frozen=True)
 class Updated:
-    """A rank's parameters and main weights before the first update and after the last, and the metrics of each."""
+    """A rank's parameters and main weights before the first and after the last update, and the metrics of each
+    update."""
 
     before: dict[str, torch.Tensor]
     main_before: dict[str, torch.Tensor]
@@ -174,8 +178,8 @@ def small_updates(store, rank: int, config: Config, folder: Path, num_updates: i
 FC2 = "chunk0.decoder.layers.1.mlp.linear_fc2.weight"
 
 
-def test_main_weights_add_up_what_a_parameter_would_round_away(folder):
-    """Eight updates of a rate that is a 40th of a unit in the last place of weights near 0.1."""
+def test_main_weights_accumulate_small_updates(folder):
+    """Eight updates with a learning rate of 1/40 unit in the last place of weights near 0.1."""
     rate = 0.1 * ULP["bfloat16"] / 40
     config = config_of(folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
     [ran] = run_ranks(1, small_updates, config, folder, 8)
@@ -188,8 +192,9 @@ def test_main_weights_add_up_what_a_parameter_would_round_away(folder):
     assert (after == before)[large].float().mean() > 0.5
 
 
-def test_a_first_small_update_moves_rounded_weights_by_the_rate_on_average(rounded_folder):
-    """Steps that are small against the cells: each weight stays or moves by a whole cell, in the mean by the rate."""
+def test_small_update_moves_weights_by_the_rate_on_average(rounded_folder):
+    """The update is smaller than a cell: each weight stays or moves by a whole cell, and the mean move is the learning
+    rate."""
     rate = 0.1 * ULP["bfloat16"] / 40
     config = config_of(rounded_folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
     [ran] = run_ranks(1, small_updates, config, rounded_folder, 1)

@@ -78,7 +78,7 @@ def test_ranks_agree_on_scales_of_shared_blocks(folder, layout):
     gathered = {n: torch.empty(shape, dtype=getattr(torch, whole.dtypes[n])) for n, shape in whole.shapes.items()}
     execute(make_plan(sources, [whole]).into(whole.name), gathered, LocalMemory(tensors))
 
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8  # imported after the ranks have been forked
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8  # import only after forking the ranks
 
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("proj.weight"):

@@ -1,4 +1,5 @@
-"""Every recipe trains: the driver's part of two steps and the actor's, on a tiny model. Other models are made up."""
+"""Every recipe trains a tiny actor for two steps through the driver's functions, with fake scores for the other
+models."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ SHORT = ("rollout.context_length=256", "rollout.max_new_tokens=128")
 
 
 class Actor:
-    """A TrainerGroup of one rank, in this process. Samples are handed out as they are."""
+    """A TrainerGroup with one rank in this process. It passes samples without the object store."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -78,7 +79,7 @@ class Actor:
 
 
 class Scorer:
-    """Another model, which says something of every token."""
+    """A fake of another model, with a score for every token."""
 
     offloads: frozenset[str] = frozenset()
 
@@ -104,7 +105,7 @@ def totals(scores: dict[str, torch.Tensor], updates: Updates) -> dict[str, Token
 
 
 def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[list[dict[str, float]], list[str], bool]:
-    """Metrics of each, the actor's passes, and whether its weights have moved."""
+    """Return the metrics of each step, the actor's passes, and whether its weights changed."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
     before = {name: weight.detach().clone() for name, weight in trained_weights(worker).items()}
     actor = Actor(worker)
@@ -147,10 +148,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_trains(folder, recipe):
+def test_recipe_trains(folder, recipe):
     as_it_is = load(recipe)
     updates = as_it_is.batch.prompts_per_step // as_it_is.batch.prompts_per_update
-    # Half of the samples of a prompt, and so half of a set.
+    # Use half of a prompt's samples as k, and so half of a set.
     keys = ["algorithm.advantage.k=2"] if as_it_is.algorithm.advantage.estimator == "pass_at_k" else []
     keys += [f"model.path={folder}", f"batch.prompts_per_update={max(4 // updates, 1)}"]
     is_long = load(recipe).rollout.context_length > 256

@@ -1,4 +1,4 @@
-"""Reward models in Megatron score as transformers does, in every layout, from the ids that were sampled."""
+"""Reward models in Megatron score the sampled token ids as transformers does, in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP_END = "a"
 
 
 def write_classifier(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
-    """Writes a classifier with the actor's trunk and tokenizer and a random head, as Hugging Face writes it."""
+    """Write a Hugging Face classifier with the actor's backbone and tokenizer and a random head."""
     model = CLASSES[kind].from_pretrained(actor, num_labels=1, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Ten
 
 
 def rewards_of(folder: Path, *overrides: str) -> list[float]:
-    """Returns the rewards of the samples, in their order, by what the rank that reports a sample says of its tokens."""
+    """Return the rewards of the samples in order, from the token scores of the rank that reports each sample."""
     required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
     config = config_of(folder, *required, *overrides)
     ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder)
@@ -78,7 +78,7 @@ def rewards_of(folder: Path, *overrides: str) -> list[float]:
 
 
 def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
-    """Returns the scores of the response's tokens; a sequence classifier gives only that of the last."""
+    """Return the scores of the response's tokens. A sequence classifier scores only the last one."""
     with torch.no_grad():
         logits = model(torch.tensor(sample.token_ids[None]).long()).logits.flatten()
     return logits[-len(sample.response_ids) :].tolist()
@@ -87,20 +87,20 @@ def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "offload"), [*((layout, "[]") for layout in LAYOUTS), ("TP3, sequence parallel", "[parameters]")]
 )
-def test_scores_equal_those_of_transformers(reward_model, layout, offload):
+def test_scores_match_transformers(reward_model, layout, offload):
     folder, model = reward_model
     expected = [fmean(token_scores(model, sample)) for sample in SAMPLES]
     keys = {"layout": LAYOUTS[layout], "offload": offload, "aggregation": "mean"}
-    ours = rewards_of(folder, *(f"reward_model.{key}={value}" for key, value in keys.items()))
+    rewards = rewards_of(folder, *(f"reward_model.{key}={value}" for key, value in keys.items()))
     assert max(map(abs, expected)) > 0.1
-    assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
+    assert rewards == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
 
 
 @pytest.mark.parametrize("reward_model", ["token"], indirect=True)
 @pytest.mark.parametrize(
     ("aggregation", "combine"), [("mean", fmean), ("sum", sum), ("min", min), ("last", lambda scores: scores[-1])]
 )
-def test_steps_are_scored_where_they_end(reward_model, aggregation, combine):
+def test_steps_are_scored_at_their_end(reward_model, aggregation, combine):
     folder, model = reward_model
     [marker] = tiny_tokenizer().encode(STEP_END)
     expected, marked = [], 0
@@ -109,5 +109,5 @@ def test_steps_are_scored_where_they_end(reward_model, aggregation, combine):
         marked += ids.count(marker)
         expected.append(combine([s for i, s in enumerate(scores) if ids[i] == marker or i == len(ids) - 1]))
     assert marked > 0
-    ours = rewards_of(folder, f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
-    assert ours == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))
+    rewards = rewards_of(folder, f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
+    assert rewards == pytest.approx(expected, rel=0, abs=TOLERANCE * max(map(abs, expected)))

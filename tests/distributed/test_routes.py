@@ -1,4 +1,5 @@
-"""Replayed routes: one answer in every layout, that of a plain model of transformers whose routers go by them."""
+"""Replayed routes give the same result in every layout: that of a plain transformers model whose routers follow
+them."""
 
 from __future__ import annotations
 
@@ -55,13 +56,13 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Its second layer is dense."""
+    """A model whose second layer is dense."""
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
 
 
 @cache
 def updates(folder: Path) -> list:
-    """Two updates: of the second, the policy is no longer its reference."""
+    """Return two updates. In the second, the policy differs from its reference."""
     return [with_routes(folder, [*random_groups(seed), branching_group(seed)]) for seed in range(2)]
 
 
@@ -91,8 +92,8 @@ def trained(folder: Path, layout: str) -> list:
 @pytest.mark.parametrize(
     "layout", exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"), "one process", "CP2, EP2")
 )
-def test_replayed_training_is_that_of_a_plain_model(folder, outcome, layout, variant):
-    """The gradient of the routers, too, which have no other than that of the scores of the replayed experts."""
+def test_replayed_training_matches_a_plain_model(folder, outcome, layout, variant):
+    """This includes the routers' gradient, which comes only from the scores of the replayed experts."""
     ranks = [rank[variant] for rank in trained(folder, LAYOUTS[layout])]
     assert_same_training(folder, ranks, outcome)
 
@@ -100,17 +101,17 @@ def test_replayed_training_is_that_of_a_plain_model(folder, outcome, layout, var
 @pytest.mark.parametrize(
     "layout", exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2"), "one process", "PP2, VPP2, EP2", "CP2, EP2")
 )
-def test_metrics_are_counted_over_all_ranks(folder, outcome, reference, layout):
-    """All layouts count the same tokens where no sample shares some with others."""
+def test_metrics_cover_all_ranks(folder, outcome, reference, layout):
+    """All layouts count the same tokens if samples share none."""
     reported = [rank["nothing shared"].metrics for rank in trained(folder, LAYOUTS[layout])]
     for metrics in filter(None, reported):
         assert {name: metrics[f"policy/{name}"].value for name in reference.metrics()} == pytest.approx(
             reference.metrics()
         )
-    assert reference.metrics()["routes_differ"] > 0.7  # of six pairs of experts, five are others
+    assert reference.metrics()["routes_differ"] > 0.7  # five of the six pairs of experts differ
 
 
-def test_frozen_routers_stay_and_all_else_is_trained(folder):
+def test_all_but_frozen_routers_are_trained(folder):
     start = load_file(folder / "model.safetensors")
     config = config_of(folder, "actor.experts.router=frozen", "actor.layout={dp: 2, ep: 2}")
     weights = canonical(folder, run_ranks(2, train, config, folder, updates(folder)), "weights")
@@ -135,8 +136,8 @@ MANY = dict(
 
 
 def sampled_by_an_engine(folder: Path, groups: list) -> list:
-    """The samples with the log-probs and the routes of an engine: transformers, whose routers read bfloat16, unlike the
-    trainer's. Where two experts score nearly alike, that decides."""
+    """Return the samples with an engine's log-probs and routes. transformers acts as the engine: its routers compute in
+    bfloat16, unlike the trainer's, which changes the choice between experts with nearly equal scores."""
     engine = Replayed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for layer in engine.model.model.layers[1:]:
         layer.mlp.gate.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
@@ -160,7 +161,7 @@ def log_probs(store, rank: int, config, folder: Path, groups: list) -> dict[str,
     return {name: worker._forward(batch, replays) for name, replays in (("own", False), ("replayed", True))}
 
 
-def test_replay_brings_the_trainer_nearer_to_the_engine(tmp_path):
+def test_replay_reduces_the_mismatch_with_the_engine(tmp_path):
     folder = write_tiny_model(tmp_path, "qwen3_moe", **MANY)
     groups = sampled_by_an_engine(folder, random_groups(0))
     [found] = run_ranks(1, log_probs, config_of(folder), folder, groups)

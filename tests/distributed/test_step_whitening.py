@@ -1,4 +1,4 @@
-"""Advantages that are whitened over all updates of a step, on the ranks of a layout, against all tokens in one list."""
+"""Advantages whitened over all updates of a step, in each layout, against all tokens in one list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = "algorithm.advantage={estimator: reinforce_plus_plus_baseline, whiten_ove
 
 
 def advantages(store, rank: int, config: Config, folder: Path, updates: Sequence[list[Group]]) -> list[dict]:
-    """Returns by update the mean advantage of each sample that this rank reports, of two steps that are the same."""
+    """Return, by update, the mean advantage of each sample that this rank reports, for two equal steps."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     found = []
     for _ in range(2):
@@ -34,7 +34,7 @@ def advantages(store, rank: int, config: Config, folder: Path, updates: Sequence
 
 
 def by_hand() -> list[dict[str, float]]:
-    """Rewards less their group's mean; then over all trained tokens of both updates."""
+    """Subtract the mean of each group's rewards, then whiten over all trained tokens of both updates."""
     plain = [
         {s.id: r - fmean(reward for _, reward in group) for group in groups for s, r in group} for groups in UPDATES
     ]
@@ -54,7 +54,7 @@ def by_hand() -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("layout", ["{dp: 2}", "{pp: 2}"])
-def test_every_update_is_whitened_by_the_whole_step(tmp_path: Path, layout: str) -> None:
+def test_updates_are_whitened_over_the_whole_step(tmp_path: Path, layout: str) -> None:
     folder = write_tiny_llama(tmp_path)
     config = config_of(folder, KEYS, f"actor.layout={layout}")
     ranks = run_ranks(2, advantages, config, folder, UPDATES)

@@ -1,4 +1,4 @@
-"""Values of single tokens of a few samples, and torch's profile of a rank's step."""
+"""Per-token details of a few samples, and torch's profile of a rank's step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def one_step(store, rank: int, config: Config, folder: Path, groups: list[Group]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_token_of_the_first_groups_has_advantage_and_difference(name: str, folder: Path, tmp_path: Path) -> None:
-    """transformers' model says what the trainer's log-probs should be; the engine's are as random_groups draws them."""
+def test_tokens_of_the_first_groups_have_details(name: str, folder: Path, tmp_path: Path) -> None:
+    """transformers computes the expected trainer log-probs. The engine's log-probs are those drawn by random_groups."""
     groups = [
         [(replace(sample, id=f"1.{i}.{k}"), reward) for k, (sample, reward) in enumerate(group)]
         for i, group in enumerate(random_groups(0))

@@ -1,5 +1,8 @@
-"""Updates through Transformer Engine's layers, as on GPUs, against transformers. What its kernels compute is computed
-by torch (tests/transformer_engine.py); the rest is its Python, in a process of its own in which Megatron finds it."""
+"""Updates through Transformer Engine's layers, as on GPUs, against transformers.
+
+Torch replaces its kernels (tests/transformer_engine.py). The rest is Transformer Engine's Python code, in a separate
+process whose Megatron imports it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,10 @@ NAMES = MODELS.keys() - {
     *("Llama, linear rope", "Qwen3, tied", "Qwen3, experts", "Qwen3, experts, weights that add up to one"),
     "DeepSeek-V3, YaRN without mscale",
 }
-"""Models with what is special about each family. Those left out take no other way here than one that is left."""
+"""Models that cover the special parts of each family. The other models take the same code paths here."""
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
-"""Models that are also trained on packs in which every sample has its own prompt, as Transformer Engine's attention
-takes them."""
+"""Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""
 
 FP8 = dict(
     delayed=("TEDelayedScaling", "HYBRID", "none"),
@@ -36,8 +38,8 @@ FP8 = dict(
     blockwise=("Float8BlockScaling", "E4M3", "full"),
     mxfp8=("MXFP8BlockScaling", "E4M3", "none"),
 )
-"""Our name of a recipe -> the class of it, Megatron's or Transformer Engine's, its format, and an actor.recompute:
-under fp8 Megatron recomputes by Transformer Engine's functions."""
+"""Our recipe name -> its class in Megatron or Transformer Engine, its format, and an actor.recompute mode. Under fp8,
+Megatron recomputes through Transformer Engine's functions."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory) -> dict[str, Trained]:
-    """Returns what comes of every case. One process runs them all, as it takes seconds to start."""
+    """Return the result of every case. One process runs them all, because it takes seconds to start."""
     cases = {name: (str(folders[name]), [], {}) for name in NAMES}
     apart = dict(shares_prompts=False)
     cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in APART}
@@ -65,7 +67,7 @@ def trained(folders, tmp_path_factory) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_training_equals_that_of_transformers(trained, folders, name):
+def test_training_matches_transformers(trained, folders, name):
     assert trained[name].kernels.startswith("layers of Transformer Engine, Transformer Engine's FusedAdam")
     assert not trained[name].quantized
     plain = plain_training(folders[name], [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
@@ -73,18 +75,19 @@ def test_training_equals_that_of_transformers(trained, folders, name):
 
 
 @pytest.mark.parametrize("name", sorted(APART))
-def test_own_prompts_go_through_its_attention_with_the_same_training(trained, folders, name):
+def test_packs_without_shared_prompts_train_equally(trained, folders, name):
     apart, shared = trained[f"{name}, prompts apart"], trained[name]
     assert apart.attended and not shared.attended
     for what in ("gradients", "weights"):
-        ours, theirs = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
-        assert_close(ours, theirs, theirs, what)
+        actual, expected = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
+        assert_close(actual, expected, expected, what)
 
 
 @pytest.mark.parametrize("recipe", FP8)
-def test_products_are_in_the_recipe_that_fp8_names(trained, folders, recipe):
-    """Rounding to fp8 is not computed here, so that gradients are those of bfloat16."""
+def test_matrix_products_use_the_configured_fp8_recipe(trained, folders, recipe):
+    """The fake kernels do not round to fp8, so the gradients equal those of bfloat16."""
     layers = ("TELayerNormColumnParallelLinear", "TERowParallelLinear")
     assert trained[recipe].quantized == {(layer, *FP8[recipe][:2]) for layer in layers}
-    ours, theirs = (canonical(folders["bfloat16"], [trained[case].rank], "gradients") for case in (recipe, "bfloat16"))
-    assert_close(ours, theirs, theirs, "gradient")
+    cases = recipe, "bfloat16"
+    actual, expected = (canonical(folders["bfloat16"], [trained[case].rank], "gradients") for case in cases)
+    assert_close(actual, expected, expected, "gradient")

@@ -1,4 +1,4 @@
-"""TRPO's update in any layout against plain torch in double precision, whose Fisher products are second derivatives."""
+"""TRPO's update in any layout against plain float64 torch, whose Fisher-vector products are second derivatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITERATIONS, DAMPING = 5, 0.1
 
 @dataclass(frozen=True)
 class Plain:
-    """The step of the reference by parameter, and what it reports."""
+    """The reference's step by parameter, and its metrics."""
 
     moved: dict[str, torch.Tensor]
     rate: float
@@ -34,8 +34,11 @@ class Plain:
 
 
 class TrpoReference:
-    """TRPO (arXiv 1502.05477, appendix C) on vectors of all parameters: conjugate gradients, whose products with the
-    Hessian of the divergence at the old policy are derivatives of derivatives, then the line search."""
+    """TRPO (arXiv 1502.05477, appendix C) on a flat vector of all parameters.
+
+    Conjugate gradients use products with the Hessian of the divergence at the old policy, computed as second
+    derivatives. A line search follows.
+    """
 
     def __init__(self, folder: Path):
         self.plain = GrpoReference(folder, LR, EPS, TEMPERATURE)
@@ -52,7 +55,7 @@ class TrpoReference:
         return [own[torch.tensor(s.response_mask)] for own, s in zip(values, samples, strict=True)]
 
     def loss(self) -> torch.Tensor:
-        """Mean over samples of the mean over trained tokens of −ρ·A."""
+        """Return the mean over samples of the mean over trained tokens of −ρ·A."""
         advantages = []
         for group in GROUPS:
             rewards = torch.tensor([reward for _, reward in group], dtype=torch.float64)
@@ -135,11 +138,11 @@ CASES = {
     "TP3 SP": (0.01, 2, "{tp: 3, sequence_parallel: true}"),
     "DP2, the whole step": (5.0, 1, "{dp: 2}"),
 }
-"""Limit, trials and layout. Within the small limit is not the step of the quadratic model, but half of it."""
+"""Limit, trials and layout. The quadratic model's full step exceeds the small limit, and half of it does not."""
 
 
 @pytest.mark.parametrize("case", exhaustive_but(newest_of(CASES, "CP2 PP2"), "DP2", "CP2 PP2", "DP2, the whole step"))
-def test_the_step_equals_plain_torch(folder, case):
+def test_step_equals_plain_torch(folder, case):
     limit, trials, layout = CASES[case]
     plain = TrpoReference(folder).step(limit)
     assert plain.trials == trials
@@ -151,11 +154,11 @@ def test_the_step_equals_plain_torch(folder, case):
     assert found["trust_region/trials"].value == trials
     moved = canonical(folder, ranks, "weights")
     names = [name for name in plain.moved if name in moved]
-    ours, theirs = (flat([own[name].double() for name in names]) for own in (moved, plain.moved))
-    assert float((ours - theirs).norm() / theirs.norm()) <= 0.01
+    actual, expected = (flat([own[name].double() for name in names]) for own in (moved, plain.moved))
+    assert float((actual - expected).norm() / expected.norm()) <= 0.01
 
 
-def test_nothing_is_learned_where_no_trial_is_good(folder):
+def test_failed_line_search_changes_nothing(folder):
     config = trust_region_config(folder, 0.01, "{dp: 2}", "algorithm.trust_region.trials=1")
     for rank in run_ranks(2, train_one, config, folder):
         assert rank.metrics["policy/lr"].value == 0 and rank.metrics["trust_region/trials"].value == 1

@@ -1,4 +1,4 @@
-"""Statistics of a whole update, over its ranks and microbatches, are of the tokens that have a loss."""
+"""Statistics of a whole update, over all ranks and microbatches, cover exactly the tokens with a loss."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests.paths import BASE
 from tests.timing import WAIT_S
 
 OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
-"""The old log-probs of each sample's tokens. Those of the response that was cut off are far from the others', and so is
-its reward."""
+"""The old log-probs of each sample's tokens. The truncated response has outlying log-probs and an outlying reward."""
 REWARDS = {"a": 1.0, "b": 0.0, "c": 2.0, "cut": 50.0}
 RANKS = (("a", "cut"), ("b", "c"))
 
@@ -35,7 +34,7 @@ def training_sample(name: str) -> TrainingSample:
 
 
 def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
-    """Returns by sample the advantages, and which tokens are selected; each sample is a microbatch."""
+    """Return, by sample, the advantages and a flag for each token that is selected. Each sample is a microbatch."""
     parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
     members = [[training_sample(name)] for name in RANKS[rank]]
     old = {name: torch.tensor(values) for name, values in OLD.items()}
@@ -47,7 +46,7 @@ def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+def results() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
     settings = [
         "actor.layout.dp=2",
         "algorithm.advantage={estimator: policy_gradient, whiten: true, whiten_std: population, whiten_epsilon: 0.0}",
@@ -58,16 +57,16 @@ def found() -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
     return one | other, own | others
 
 
-def test_advantages_are_whitened_over_the_tokens_that_have_a_loss(found):
-    """Rewards 1, 1, 0, 0, 2 of tokens: mean 4/5 and variance 14/25."""
-    advantages, _ = found
+def test_advantages_are_whitened_over_tokens_with_a_loss(results):
+    """The tokens have rewards 1, 1, 0, 0, 2: mean 4/5 and variance 14/25."""
+    advantages, _ = results
     for name, reward in (("a", 1.0), ("b", 0.0), ("c", 2.0)):
         assert advantages[name] == pytest.approx([(reward - 0.8) / 0.56**0.5] * len(OLD[name]), rel=1e-5)
 
 
-def test_tokens_are_selected_among_those_that_have_a_loss(found):
-    """The two of largest covariance among five."""
-    _, selected = found
+def test_tokens_are_selected_among_tokens_with_a_loss(results):
+    """Select the two tokens of largest covariance among five."""
+    _, selected = results
     tokens = {(name, t): (OLD[name][t], REWARDS[name]) for name in "abc" for t in range(len(OLD[name]))}
     mean_old, mean_reward = (fmean(values) for values in zip(*tokens.values(), strict=True))
     order = sorted(tokens, key=lambda token: (tokens[token][0] - mean_old) * (tokens[token][1] - mean_reward))

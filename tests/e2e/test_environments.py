@@ -176,7 +176,7 @@ def test_evaluation_metrics_count_failed_rollouts_separately(run):
             assert line[f"evaluation/{name}/avg@{k}"] == pytest.approx(fmean(map(fmean, values)))
             pass_rate = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
             assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(pass_rate)
-            assert line[f"evaluation/{name}/failed_share"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
+            assert line[f"evaluation/{name}/failed_frac"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
     section = (run / "report.html").read_text().partition('id="evaluations"')[2].partition("</section>")[0]
     assert "environment: step raised KeyError" in section and 'class="block role-assistant"' in section
 

@@ -139,7 +139,7 @@ def test_lost_engine_is_named_while_waiting_for_rewards(recipe: Path, tmp_path: 
 
 
 def lines_of_loss(run: Run) -> list[str]:
-    loss = " died, and is started again; the run goes on with 1 of 2 engines; see "
+    loss = " died, restarting it; continuing with 1 of 2 engines; see "
     return [line for line in run.output.splitlines() if loss in line]
 
 
@@ -187,7 +187,7 @@ def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hol
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
         check_samples(run, joined + 3)
-        assert run.output.count("refit: engine-1 is back; the run goes on with 2 of 2 engines") == 1
+        assert run.output.count("refit: engine-1 rejoined; continuing with 2 of 2 engines") == 1
 
 
 @pytest.mark.exhaustive

@@ -209,7 +209,7 @@ def test_sets_are_evaluated_at_start_end_and_intervals(learned):
         expected = [0, 20] if name == "greedy" else [0, 5, 10, 15, 20]
         assert [line["step"] for line in evaluated] == [line["evaluation/version"] for line in evaluated] == expected
         for line in evaluated:
-            assert line[f"evaluation/{name}/failed_share"] == 0 and line["time/evaluation"] > 0
+            assert line[f"evaluation/{name}/failed_frac"] == 0 and line["time/evaluation"] > 0
             assert all(0 <= line[f"evaluation/{name}/{estimate}"] <= 1 for estimate in estimates)
             rows = evaluation_rows(learned, name, line["step"])
             assert {run["version"] for row in rows for run in row["version"]} == {line["step"]}
@@ -224,7 +224,7 @@ def test_evaluation_set_can_have_its_own_environment(learned):
     for line in (lines_of(learned)[0], lines_of(learned)[-1]):
         rows = evaluation_rows(learned, "agents", line["step"])
         assert [len(row["mask"]) for row in rows] == [3, 1] * 3, "two conversations"
-        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_share"] == 0
+        assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_frac"] == 0
         values = [row["parts"]["environment"] + row["parts"][f"{REWARD}:digit_share"] for row in rows]
         assert [row["reward"] for row in rows] == pytest.approx(values)
         assert line["evaluation/agents/avg@1"] == pytest.approx(fmean(values))

@@ -135,7 +135,10 @@ CASES = [
     ),
     ("actor.layout.pp=3", ["actor.layout.pp=3: 2 layers do not tile the stages: 2 layers over 3 stages"]),
     ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
-    ("actor.frozen=[no.such.tensor]", ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"]),
+    (
+        "actor.frozen=[no.such.tensor]",
+        ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"],
+    ),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
         ["rollout.context_length=512: the model has 256 positions (max_position_embeddings). Fix: set"],

@@ -1,4 +1,4 @@
-"""The command line of a benchmark: its options, the machine that it ran on, and its JSON result."""
+"""The command line of a benchmark: options, the state of the machine, and the JSON result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks sh
 BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstart.yaml"
 
 QUIET_PERCENT = 5.0
-"""Share of the machine's CPU time of other processes, in percent, above which figures are not reliable."""
+"""Percentage of the machine's CPU time used by other processes above which figures are unreliable."""
 
 Result = TypeVar("Result")
 
@@ -31,7 +31,7 @@ Option = tuple[str, dict[str, Any]]
 
 
 def option(name: str, **settings: Any) -> Option:
-    """Return an option of a benchmark, with the arguments of ArgumentParser.add_argument."""
+    """Return a benchmark's option. The arguments are those of ArgumentParser.add_argument."""
     return name, settings
 
 
@@ -52,11 +52,12 @@ def run_benchmark(
 
 
 def measured(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, and which share of CPU time other processes had unless the figures have it."""
-    start, machine_before, own_before = time.perf_counter(), machine_cpu_seconds(), own_cpu_seconds()
+    """Return the figures of `measure`, with the date, the machine, and the percentage of CPU time that other processes
+    used, unless the figures contain them."""
+    start, machine_before, process_before = time.perf_counter(), machine_cpu_seconds(), own_cpu_seconds()
     figures = measure()
-    elsewhere = machine_cpu_seconds() - machine_before - (own_cpu_seconds() - own_before)
-    percent = 100 * max(0.0, elsewhere) / ((time.perf_counter() - start) * os.cpu_count())
+    others = machine_cpu_seconds() - machine_before - (own_cpu_seconds() - process_before)
+    percent = 100 * max(0.0, others) / ((time.perf_counter() - start) * os.cpu_count())
     date = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"date": date, "machine": machine(), "cpu_percent_elsewhere": percent, **figures}
 
@@ -88,7 +89,7 @@ def machine_cpu_seconds() -> float:
 
 
 def children_cpu_seconds() -> float:
-    """Return the CPU time of this process's ended children and their waited-for children."""
+    """Return the CPU time of this process's exited children and of the descendants that they waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -99,7 +100,7 @@ def own_cpu_seconds() -> float:
 
 @dataclass
 class Laps:
-    """CPU seconds of this process by task."""
+    """Records the CPU seconds of this process by task."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 

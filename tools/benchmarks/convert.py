@@ -1,4 +1,4 @@
-"""megarl convert on a random model of about 3B parameters: seconds and memory, against reading and writing its bytes.
+"""Measure time and memory of `megarl convert` on a random model with 3B parameters, against a plain read and write.
 
 .venv/bin/python tools/benchmarks/convert.py --out tools/benchmarks/results/convert.json
 """
@@ -44,7 +44,7 @@ SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
 
 TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8, vocab_size=128)
-"""A model for the time that the command takes to start."""
+"""A tiny model, to measure the start-up time of the command."""
 
 BLOCK_BYTES = 64 * 2**20
 
@@ -55,28 +55,28 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
-    """Each conversion with and without reading back, and just before it the plain reading and writing of its bytes."""
+    """Measure each conversion with and without verification, and directly before it a plain read and write."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
     write_model(work / "toy", {**MODEL, **TOY})
     start, start_cpu, _ = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
-    there = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
-    back = ["megatron-to-hf", "--checkpoint", checkpoint]
+    to_megatron = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
+    to_hf = ["megatron-to-hf", "--checkpoint", checkpoint]
     runs = {}
     for name, command, source, out in (
-        ("hf-to-megatron", there, folder, checkpoint),
-        ("hf-to-megatron --no-verify", [*there, "--no-verify"], folder, work / "new"),
-        ("megatron-to-hf", back, checkpoint, work / "new"),
-        ("megatron-to-hf --no-verify", [*back, "--no-verify"], checkpoint, work / "new"),
+        ("hf-to-megatron", to_megatron, folder, checkpoint),
+        ("hf-to-megatron --no-verify", [*to_megatron, "--no-verify"], folder, work / "new"),
+        ("megatron-to-hf", to_hf, checkpoint, work / "new"),
+        ("megatron-to-hf --no-verify", [*to_hf, "--no-verify"], checkpoint, work / "new"),
     ):
         plain = plain_copy(source, work / "copy")
         seconds, cpu_seconds, peak = run([*command, "--out", out], source)
         floor = plain["read_seconds"] + plain["write_seconds"]
         print(f"{name}: {seconds:.1f} s ({cpu_seconds:.1f} of CPU), {floor:.1f} s plain, {peak:.2f} GB", flush=True)
-        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_gb": peak}
-        runs[name] = {**found, **plain, "ratio": seconds / floor}
+        costs = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_gb": peak}
+        runs[name] = {**costs, **plain, "ratio": seconds / floor}
         if name == "megatron-to-hf" and not same_weights(folder, out):
-            raise RuntimeError("the model came back changed")
+            raise RuntimeError("the round trip changed the weights")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     starts = {"start_seconds": start, "start_cpu_seconds": start_cpu}
@@ -84,7 +84,7 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> int:
-    """Random bfloat16 weights. Returns the number of parameters."""
+    """Write a model with random bfloat16 weights. Return the number of parameters."""
     holder = huggingface_holder(config)
     largest = max(map(prod, holder.shapes.values()))
     pool = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -92,7 +92,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> int:
 
     def tensor(name: str) -> torch.Tensor:
         shape = holder.shapes[name]
-        start = zlib.crc32(name.encode()) % 4096  # tensors of one shape differ
+        start = zlib.crc32(name.encode()) % 4096  # makes tensors with equal shapes differ
         return pool[start : start + prod(shape)].view(shape)
 
     write_file(folder / "model.safetensors", holder.shapes, holder.dtypes, tensor)
@@ -101,9 +101,10 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def plain_copy(source: Path, copy: Path) -> dict[str, float]:
-    """Seconds to read all bytes of a folder, from the disk, and to write as many, to the disk; CPU seconds of both."""
+    """Return the seconds to read all bytes of a folder from disk, and to write as many to disk, and the CPU seconds of
+    both."""
     block = memoryview(os.urandom(BLOCK_BYTES))
-    forget(source)
+    drop_from_page_cache(source)
     start, start_cpu = time.perf_counter(), time.process_time()
     num_bytes = sum(map(len, blocks(source)))
     read = time.perf_counter() - start
@@ -118,9 +119,9 @@ def plain_copy(source: Path, copy: Path) -> dict[str, float]:
 
 
 def run(command: list[Any], source: Path) -> tuple[float, float, float]:
-    """Seconds of the whole command, start-up included, on the clock and of one core; and the most memory that it had,
-    without pages of files."""
-    forget(source)
+    """Run the command. Return its wall-clock and CPU seconds, including start-up, and its peak memory in GB without
+    file pages."""
+    drop_from_page_cache(source)
     start, start_cpu, peak = time.perf_counter(), children_cpu_seconds(), 0
     tool = [sys.executable, "-m", "megarl.cli", "convert", *command]
     with subprocess.Popen([str(part) for part in tool], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
@@ -128,15 +129,15 @@ def run(command: list[Any], source: Path) -> tuple[float, float, float]:
             peak = max(peak, anonymous_bytes(process.pid))
             time.sleep(0.02)
     if process.returncode:
-        raise RuntimeError(f"{tool} ended with exit code {process.returncode}")
+        raise RuntimeError(f"{tool} exited with status {process.returncode}")
     return time.perf_counter() - start, children_cpu_seconds() - start_cpu, peak / 1e9
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Resident memory that is no page of a file, of which the kernel can drop those that nobody has changed."""
+    """Return the resident memory without file pages, because the kernel can evict clean file pages at any time."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # it has just exited
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
@@ -153,7 +154,7 @@ def blocks(folder: Path) -> Iterator[bytes]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Bit by bit."""
+    """Return whether two model folders hold bitwise equal weights."""
     shapes = huggingface_holder(read_config(one)).shapes
     with SafetensorsFolder(one) as before, SafetensorsFolder(other) as after:
         return all(
@@ -162,8 +163,8 @@ def same_weights(one: Path, other: Path) -> bool:
         )
 
 
-def forget(folder: Path) -> None:
-    """The files' pages leave the page cache, so that they are read from the disk."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop the files' pages from the page cache, so that they are read from disk."""
     for path in files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -175,5 +176,5 @@ if __name__ == "__main__":
         __doc__,
         measure,
         option("--size", choices=SIZES, default="3B"),
-        option("--work", type=Path, help="folder for 20 GB of temporary files"),
+        option("--work", type=Path, help="directory for 20 GB of temporary files"),
     )

@@ -1,6 +1,6 @@
-"""The costs of a step for the driver and a rank beside sampling and training: scores joined, baselines, microbatches
-for all ranks, calls to them through Ray, metrics merged, a checkpoint completed; a rank's samples unpickled and
-collated. Engines, rewards and ranks are stubs.
+"""Measure the overhead of a step in the driver and in a rank: joining scores, baselines, scheduling microbatches, Ray
+calls to all ranks, merging metrics, completing a checkpoint; unpickling and collating a rank's samples. Engines,
+rewards and ranks are stubs.
 
 .venv/bin/python tools/benchmarks/driver.py --out tools/benchmarks/results/driver.json
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray reads on import
 
 # isort: split
 import numpy as np
@@ -53,23 +53,23 @@ from megarl.step.rollouts import choose
 from megarl.step.scoring import ScoredSample, select
 
 FEWER_TOKENS = 8
-"""The divisor of each sample's number of tokens for the comparison of memory."""
+"""Divisor of the sample lengths for the second measurement of memory."""
 
 STEPS = 9
-"""The steps of a rank, whose median is told: its first one has no memory pools yet."""
+"""Number of measured steps of a rank. The result is the median, because memory pools are empty in the first step."""
 
 CALLS = 6
-"""The calls to each rank in a step: a pass, an update and its end, its part of a refit, a copy for the checkpoint and
-the wait for its files."""
+"""Number of calls to each rank per step: a forward pass, an update and its end, the refit, a copy for the checkpoint,
+and the wait for the checkpoint's files."""
 
 ANSWERING = 2
-"""The processes that answer for all ranks."""
+"""Number of processes that answer for all ranks."""
 
 FILES = 2
-"""The files that a rank writes into a checkpoint."""
+"""Number of checkpoint files per rank."""
 
 NUM_METRICS = 40
-"""The number of metrics that a rank says of an update."""
+"""Number of metrics that a rank returns per update."""
 
 
 class Case(NamedTuple):
@@ -84,12 +84,12 @@ class Case(NamedTuple):
 
     @property
     def longest_response(self) -> int:
-        """Responses are as long as this at most, a sample is as long as `tokens` on average."""
+        """Maximum length of a response, such that samples have `tokens` tokens on average."""
         return 3 * (self.tokens - self.prompt_tokens) // 2
 
 
 class Step(NamedTuple):
-    """A step's input from engines, rewards and ranks: made before anything is measured."""
+    """A step's inputs from engines, rewards and ranks, made before the measurement."""
 
     prompts: list[Prompt]
     samples: list[list[RemoteSample]]
@@ -120,14 +120,14 @@ class StubGroup(WorkerGroup):
     def _update(self) -> dict[str, Metric]: ...
 
     def step(self) -> None:
-        """Make the calls of a step, of which the update returns metrics."""
+        """Make the calls of a step. The update returns metrics."""
         for _ in range(CALLS - 1):
             self._stub().result()
         self._update().result()
 
 
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """The step as it is, and the driver's memory also where samples have an eighth of the tokens."""
+    """Measure a step, and the driver's memory again with samples of an eighth of the length."""
     case = Case(arguments.prompts, arguments.samples_per_prompt, arguments.tokens, arguments.ranks)
     config, packing, step = config_of(case), packing_of(case), step_of(case)
     lap = Laps()
@@ -137,7 +137,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     memory = {
         str(each.tokens): peak_bytes(config_of(each), packing_of(each), step_of(each)) for each in (case, shorter)
     }
-    call_all_ranks(config, case.ranks, scratch, lap)  # last: Ray's threads stay
+    call_all_ranks(config, case.ranks, scratch, lap)  # last, because Ray's threads keep running
     return {
         **case._asdict(),
         "microbatches_per_rank": len(rank_batches[0].microbatches),
@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[RankBatch]:
-    """Does the driver's work in a step of one update, in its order, and returns the ranks' batches."""
+    """Do the driver's work in a step of one update, in the same order, and return the ranks' batches."""
     lap("requests", requests, config, 1, step.prompts)
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)
     chosen = lap("choose groups", choose, groups, config.batch.prompts_per_step)
@@ -162,7 +162,7 @@ def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[Rank
 
 
 def complete_checkpoint(folder: Path, ranks: int) -> None:
-    """Makes a checkpoint of the files that the ranks have written, empty ones."""
+    """Complete a checkpoint of empty files, written by all ranks."""
     checkpoints = Checkpoints(folder)
     hidden = checkpoints.begin(1)
     names = [f"__{rank}_{i}.distcp" for rank in range(ranks) for i in range(FILES)]
@@ -172,8 +172,8 @@ def complete_checkpoint(folder: Path, ranks: int) -> None:
 
 
 def call_all_ranks(config: Config, ranks: int, scratch: Path, lap: Laps) -> None:
-    """Makes the calls of a step to all ranks, twice, and measures the second time: at the first, processes and
-    connections start."""
+    """Make a step's calls to all ranks twice and measure the second time, because processes and connections start
+    during the first."""
     with Session(config, scratch, scratch) as session:
         actors = [StubActor.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
         group = StubGroup(session, "stub", {f"rank-{i}": actors[i % ANSWERING] for i in range(ranks)})
@@ -182,7 +182,7 @@ def call_all_ranks(config: Config, ranks: int, scratch: Path, lap: Laps) -> None
 
 
 def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
-    """Returns the peak bytes of the driver in a step, beside what engines and rewards have sent."""
+    """Return the driver's peak memory in a step, without its inputs from engines and rewards."""
     tracemalloc.start()
     driver(config, packing, step, Laps())
     _, peak = tracemalloc.get_traced_memory()
@@ -191,7 +191,7 @@ def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
 
 
 def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dict[str, Any]:
-    """One rank's part of a step: samples as they lie in Ray's store, of the lengths that the driver knows."""
+    """Measure one rank's part of a step, with samples as they are stored in Ray, of the given lengths."""
     torch.set_num_threads(1)
     infos = {sample.ref: sample.info for group in step.samples for sample in group}
     prompts = {prompt.id: prompt for prompt in step.prompts}
@@ -258,7 +258,7 @@ def sample_of(info: SampleInfo, prompt: Prompt, source: np.random.Generator) -> 
 
 
 def packing_of(case: Case) -> Packing:
-    """Returns the packing of a model of about 8B parameters with a vocabulary of 150,000."""
+    """Return the packing of a model with about 8B parameters and a vocabulary of 150,000."""
     return Packing(
         token_budget=4 * (case.prompt_tokens + case.longest_response),
         num_ranks=case.ranks,

@@ -1,6 +1,6 @@
-"""Rollouts of many turns in environments whose tool takes its time, on a tiny model: what the engine waits for, what a
-turn costs of CPU beside the model, and how much of the later turns' prompts the engine has cached. The processes are
-those of a run: an engine, one beside it that makes the rollouts, and the environments' own.
+"""Measure multi-turn rollouts with a slow tool on a tiny model: the engine's idle time, the CPU time per turn outside
+the model, and the prefix cache hits of later turns. The processes are those of a run: an engine, the process beside it
+that runs the rollouts, and the environments' processes.
 
 .venv/bin/python tools/benchmarks/environments.py --out tools/benchmarks/results/environments.json
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray reads on import
 
 # isort: split
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ROLLOUTS, GROUP, TURNS, TURN_TOKENS, PROMPT_TOKENS, PROCESSES = 512, 8, 8, 16, 1000, 2
 MEDIAN_S, SIGMA = 0.2, 0.5
-"""The time of a call of the tool, log-normal: its median, and the deviation of its logarithm."""
+"""Duration of a tool call, log-normal: its median in seconds, and the standard deviation of its logarithm."""
 
 ENVIRONMENT = f"""
 import asyncio
@@ -52,7 +52,7 @@ from random import Random
 from megarl.environments import Environment, Step, ToolCall, tool
 
 class Slow(Environment):
-    "Calls its tool after each turn, whatever that says: the model is a random one."
+    "Calls its tool after every turn, regardless of the text, because the model is random."
 
     def __init__(self):
         self.random = Random()
@@ -70,7 +70,7 @@ class Slow(Environment):
 
 @dataclass
 class Steps:
-    """The steps of an engine, each as vLLM's part of it begins and ends, and whether a request was left after it."""
+    """An engine's steps: when each begins and ends in vLLM, and whether requests remain after it."""
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -78,14 +78,14 @@ class Steps:
     cpu_s: float = 0.0
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds between steps: those after which requests were left, and those after which none was, as
+        """Return the seconds between steps, separately for steps after which requests remained and steps after which
         all rollouts waited for their environments."""
         gaps, has_work = np.array(self.begins[1:]) - np.array(self.ends[:-1]), np.array(self.has_work[:-1])
         return gaps[has_work], gaps[~has_work]
 
 
 def watch(engine: VllmEngine) -> None:
-    """Makes the engine note its steps from now on."""
+    """Make the engine record its steps."""
     step, steps = engine._step, Steps()
 
     def timed() -> None:
@@ -101,7 +101,7 @@ def watch(engine: VllmEngine) -> None:
 
 @ray.remote(num_cpus=0)
 class Listener:
-    """Stands for the process of the rewards."""
+    """Stub of the rewards' process."""
 
     def begin(self, samples: Sequence[Any]) -> None:
         pass
@@ -138,7 +138,7 @@ def measure(scratch: Path) -> dict[str, Any]:
 
 
 def groups(folder: Path) -> list[list[SamplingRequest]]:
-    """Returns the requests of all rollouts, and before them one that warms up."""
+    """Return the requests of all rollouts, after one for warm-up."""
     tokens = ChatTokens(load_tokenizer(folder), [describe("wait", _wait)])
     made = []
     for group in range(ROLLOUTS // GROUP + 1):
@@ -189,8 +189,13 @@ def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 def summary(
     infos: Sequence[RolloutInfo], steps: Steps, seconds: float, rollouts_s: float, hosts_s: float, engine_s: float
 ) -> dict[str, Any]:
-    """rollouts_s, hosts_s, engine_s: CPU time of the process that makes the rollouts, of the environments' processes,
-    and of the engine's beside its steps."""
+    """Return the figures.
+
+    Args:
+        rollouts_s: CPU seconds of the process that runs the rollouts.
+        hosts_s: CPU seconds of the environments' processes.
+        engine_s: CPU seconds of the engine outside its steps.
+    """
     num_turns = sum(info.num_turns for info in infos)
     between, idle = steps.gaps()
     later = sum(info.num_context_tokens for info in infos)

@@ -1,4 +1,4 @@
-"""Write the measured figures into the documentation, from the recorded results and the templates in pages/.
+"""Write the recorded results into the documentation, with the templates in pages/.
 
 .venv/bin/python tools/benchmarks/figures.py --write
 """
@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from tools.benchmarks.benchmark import QUIET_PERCENT
 from tools.benchmarks.published_steps import FACTOR
@@ -30,24 +30,24 @@ PAGES: dict[str, tuple[str, ...]] = {
     "configs/README.md": ("learning", "published", "recipes"),
     "tools/benchmarks/README.md": ("figures",),
 }
-"""Page -> its blocks, each of which has a template."""
+"""Page -> its blocks, each with a template."""
 
 PLANNED = {
     "deepseek-v3": "DeepSeek-V3 (671B)",
-    "deepseek-v3-whole-experts": "…, whole experts on each worker",
+    "deepseek-v3-whole-experts": "DeepSeek-V3, whole experts per worker",
     "llama-3.1-405b": "Llama-3.1-405B",
     "qwen3-235b-nemo-rl-16-nodes": "Qwen3-235B-A22B, NeMo-RL's layout",
-    "qwen3-235b-nemo-rl-32-nodes": "…, NeMo-RL's on more nodes",
-    "qwen3-235b-slime": "…, slime's",
-    "qwen3-235b-verl": "…, verl's",
-    "qwen3-235b-verl-colocated": "…, verl's, on the same GPUs",
+    "qwen3-235b-nemo-rl-32-nodes": "Qwen3-235B-A22B, NeMo-RL's layout on more nodes",
+    "qwen3-235b-slime": "Qwen3-235B-A22B, slime's layout",
+    "qwen3-235b-verl": "Qwen3-235B-A22B, verl's layout",
+    "qwen3-235b-verl-colocated": "Qwen3-235B-A22B, verl's layout, colocated",
 }
-"""Cases of reshard.py, in the order of its results."""
+"""Titles of the cases of reshard.py, in the order of its results."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write them into the pages, between their markers")
+    parser.add_argument("--write", action="store_true", help="write the blocks into the pages instead of printing them")
     if parser.parse_args().write:
         write()
     else:
@@ -74,7 +74,7 @@ def rendered(page: str, content: str) -> str:
 
 
 def render(template: str, section: str | None = None) -> str:
-    """Return a template's text, or that of one of its sections (a block in the template)."""
+    """Return the text of a template, or of one of its sections (a block in the template)."""
     found = ENVIRONMENT.get_template(f"{template}.md.j2")
     if section is not None:
         return "".join(found.blocks[section](found.new_context())).strip()
@@ -86,13 +86,13 @@ def result(name: str) -> dict[str, Any]:
 
 
 def machine_of(found: Mapping[str, Any]) -> str:
-    """Return the machine of a result, as the beginning of a sentence."""
+    """Return a phrase that names a result's machine, to begin a sentence with."""
     cpu, _, cores = found["machine"]["cpu"].partition(", ")
     return f"On {cores} of an {cpu} and {found['machine']['memory_gib']} GiB, without a GPU"
 
 
 def moved(run: Mapping[str, Any]) -> str:
-    """Return both sides of a plan."""
+    """Return a description of both sides of a plan."""
     engines = dict(option.split("=") for option in run["destination"].removeprefix("vllm:").split(","))
     return f"{run['figures']['ranks_source']:,} ranks → {engines['replicas']} engines of TP{engines['tp']}"
 
@@ -103,9 +103,9 @@ def proven(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
-    """Return the end of a phrase, with the load of other processes if the machine was not quiet."""
+    """Return the end of a sentence, with the load of other processes if the machine was not quiet."""
     percent = found["cpu_percent_elsewhere"]
-    busy = f", while other processes had {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
+    busy = f", while other processes used {percent:.0f} % of the machine's CPU time" if percent > QUIET_PERCENT else ""
     return busy + end
 
 

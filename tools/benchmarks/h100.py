@@ -1,4 +1,4 @@
-"""All figures of one GPU in one call: the training step, the head, sampling, and a run whose engine shares the GPU.
+"""Measure all single-GPU figures in one call: training step, head, sampling, and a run whose engine shares the GPU.
 
 python tools/benchmarks/h100.py --out tools/benchmarks/results/h100.json
 """
@@ -32,13 +32,14 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of what is measured.
+    """The sizes of all measurements.
 
-    steps      shape and documents of a microbatch, of 1,024 tokens each
-    heads      tokens, hidden size, vocabulary
-    shape      the model of sampling and of the run
-    sequences  those that are sampled at once
-    tokens     of each of them
+    Attributes:
+        steps: model shape, and number of documents with 1,024 tokens per microbatch.
+        heads: number of tokens, hidden size and vocabulary size.
+        shape: model shape for sampling and for the run.
+        sequences: number of concurrently sampled sequences.
+        tokens: tokens per sequence.
     """
 
     steps: tuple[tuple[str, int], ...]
@@ -68,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_own_process(name: str, sizes: str) -> Any:
-    """Measures with the GPU's whole memory."""
+    """Run a measurement in a separate process, which has all of the GPU's memory."""
     print(f"running: {name}", flush=True)
     return json.loads(_run([__file__, "--only", name, "--sizes", sizes]).splitlines()[-1])
 
@@ -84,7 +85,7 @@ def _run(arguments: list[str]) -> str:
 
 
 def steps(sizes: Sizes) -> list[dict[str, Any]]:
-    """The training step's share of the GPU's peak, by mfu.py."""
+    """Measure the model FLOPs utilization of the training step with mfu.py."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for shape, documents in sizes.steps:
@@ -96,8 +97,8 @@ def steps(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def heads(sizes: Sizes) -> list[dict[str, Any]]:
-    """The head, forward and backward, against full logits that torch compiles, and against Liger's fused loss if its
-    package is here, which has no entropy."""
+    """Measure the head's forward and backward pass against full logits compiled by torch and, if Liger is installed,
+    against its fused loss, which has no entropy."""
     import torch
 
     from megarl.core import device
@@ -135,8 +136,7 @@ def _measured(
     targets: torch.Tensor,
     vocabulary: int,
 ) -> dict[str, float | None]:
-    """Returns the median seconds, after two passes to warm up, and the bytes at the peak beyond the inputs, None on
-    CPU."""
+    """Return the median seconds after two warm-up passes, and the peak bytes beyond the inputs (None on CPU)."""
     import torch
 
     from megarl.core import device
@@ -156,7 +156,8 @@ def _measured(
 
 
 def sampling(sizes: Sizes) -> dict[str, float]:
-    """Tokens a second of an engine as megarl asks it, with log-probs and seeds, and as vLLM's own `generate` does."""
+    """Measure an engine's tokens per second with megarl's requests, which have log-probs and seeds, and with vLLM's own
+    `generate`."""
     from megarl.config.load import load
     from megarl.core.types import Prompt
     from megarl.rollout.engine import SamplingRequest
@@ -171,7 +172,7 @@ def sampling(sizes: Sizes) -> dict[str, float]:
         keys += [f"rollout.context_length={2 * sizes.tokens}", f"rollout.kv_cache_gib={_kv_cache_gib(sizes)}"]
         rollout = load(BASE, keys).rollout
         engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "bfloat16", seed=0))
-        engine.hold(1)  # of random weights, whose responses end by chance, and seldom
+        engine.hold(1)  # random weights, whose responses rarely end early
         prompt = tuple(range(5, 5 + sizes.tokens // 2))
 
         def ours() -> int:
@@ -188,7 +189,7 @@ def sampling(sizes: Sizes) -> dict[str, float]:
 
         ways = {"megarl": ours, "plain vLLM": plain}
         rates: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(3):  # in turn, the first to warm up
+        for _ in range(3):  # alternating; the first round is a warm-up
             for name, way in ways.items():
                 begin = time.perf_counter()
                 num_tokens = way()
@@ -197,7 +198,7 @@ def sampling(sizes: Sizes) -> dict[str, float]:
 
 
 def _kv_cache_gib(sizes: Sizes) -> float:
-    """Returns room for a quarter of the sequences at once, or little for a rehearsal."""
+    """Return enough for a quarter of the sequences, or a little in a trial on CPU."""
     shape = SHAPES[sizes.shape]
     head = shape["hidden_size"] // shape["num_attention_heads"]
     of_token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
@@ -205,7 +206,7 @@ def _kv_cache_gib(sizes: Sizes) -> float:
 
 
 def _write_config(shape: str, folder: Path) -> Path:
-    """Writes config.json and a tokenizer: engines make weights by themselves."""
+    """Write config.json and a tokenizer. Engines initialize random weights."""
     from transformers import AutoConfig
 
     from tests.tiny_model import tiny_tokenizer
@@ -218,8 +219,8 @@ def _write_config(shape: str, folder: Path) -> Path:
 
 
 def run(sizes: Sizes) -> dict[str, Any]:
-    """The seconds of a step's phases, and a refit's bytes a second against those of a copy on the device, of a run
-    whose trainer and engine take turns on the GPU."""
+    """Measure a run whose trainer and engine take turns on the GPU: the seconds of a step's phases, and the refit's
+    bytes per second compared with a copy on the device."""
     from tests.tiny_model import write_tiny_model
 
     keys = ["run.steps=3", "run.name=h100", "run.export=false", "model.dtype=bfloat16", "data.source=arithmetic"]
@@ -267,6 +268,6 @@ if __name__ == "__main__":
     run_benchmark(
         __doc__,
         measure,
-        option("--sizes", choices=SIZES, default="full", help="small rehearses on CPU (%(default)s)"),
-        option("--only", choices=MEASUREMENTS, help="measure only this, and print it as JSON"),
+        option("--sizes", choices=SIZES, default="full", help="small: a trial on CPU (default: %(default)s)"),
+        option("--only", choices=MEASUREMENTS, help="run only this measurement, and print it as JSON"),
     )

@@ -1,4 +1,4 @@
-"""The tiled head against full logits on this machine's CPU: time and memory of a forward and a backward pass.
+"""Compare time and memory of the tiled head with full logits on CPU, for a forward and a backward pass.
 
 .venv/bin/python tools/benchmarks/linear_head.py --out tools/benchmarks/results/linear_head.json
 """
@@ -45,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(side: str) -> dict[str, Any]:
-    """Runs a side in a process of its own, with all cores, and returns its figures."""
+    """Run one side in a separate process with all cores, and return its figures."""
     print(f"running: {side}", flush=True)
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
@@ -58,7 +58,8 @@ def run(side: str) -> dict[str, Any]:
 
 
 def measure_side(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The peak is that of the first pass, together with what the libraries set up in it; it is not timed."""
+    """Measure one side. The peak memory is that of the first pass, including the libraries' setup; that pass is not
+    timed."""
     import torch
 
     from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
@@ -75,7 +76,7 @@ def measure_side(arguments: argparse.Namespace) -> dict[str, Any]:
     weight.requires_grad_()
     before = _peak_bytes()
     if arguments.side == "tiled":
-        weight.main_grad = torch.ones(weight.shape).zero_()  # ones, so that its memory is there
+        weight.main_grad = torch.ones(weight.shape).zero_()  # ones first, so that its memory is committed
 
     def forward_backward() -> None:
         hidden.grad = weight.grad = None
@@ -97,7 +98,7 @@ def measure_side(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _peak_bytes() -> int:
-    """Highest resident memory of this process so far."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

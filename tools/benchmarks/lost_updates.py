@@ -1,4 +1,5 @@
-"""What small updates lose in rounded parameters, and what brings it back: learning curves at equal learning rates.
+"""Measure how much learning is lost by rounding parameters, and how it can be recovered: learning curves at equal
+learning rates.
 
 .venv/bin/python tools/benchmarks/lost_updates.py --out tools/benchmarks/results/lost_updates.json
 """
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 
 from megarl.config.load import load
@@ -37,20 +38,21 @@ from tools.benchmarks.benchmark import BASE, option, run_benchmark
 
 RATES = (1e-5, 1e-6)
 TOKENS, FIRST = 64, 8
-"""The tokens of the language, and the id of the first: tokenizers have special ones before."""
+"""Number of tokens of the language, and the first id, after the tokenizer's special tokens."""
 KEYS, LENGTH, SAMPLES = 4, 32, 16
-"""The tables of which a sample's first token chooses one, tokens of a sample, and samples of an update."""
+"""Number of transition tables, of tokens per sample, and of samples per update."""
 LIKELY = (0.6, 0.25, 0.1, 0.05)
 NEW = (LIKELY[1], LIKELY[0], *LIKELY[2:])
-"""The shares of a token's successors in the model's language, and in the one that the updates teach it."""
+"""Probabilities of a token's successors in the initial model's language, and in the language that updates teach."""
 STD = 0.16
-"""The deviation of the first weights: their median size is then that of SmolLM2's, 0.11, and cells are as wide."""
+"""Standard deviation of the initial weights. Their median magnitude is then 0.11, as in SmolLM2, so that bfloat16
+rounding errors have the same size."""
 TAIL = 10
-"""The updates at a curve's end, over which what it has learned is the mean."""
+"""Number of updates at the end of a curve over which the improvement is averaged."""
 
 
 class Language:
-    """Random sequences. The first token chooses a table, which has four successors of each token."""
+    """Generates random sequences. The first token selects a table with four successors for each token."""
 
     def __init__(self, seed: int):
         source = random.Random(seed)
@@ -71,9 +73,9 @@ class Language:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns for each rate and option what each seed's run has learned at its end, in nats a token against the model
-    without an update on the same samples; the curve of that, the mean over the seeds; and the mean share of the
-    elements that an update changes."""
+    """Return for each learning rate and option: the final improvement of each seed over the initial model, in nats per
+    token on the same samples; the improvement by update, averaged over seeds; and the mean share of elements that an
+    update changes."""
     torch.set_num_threads(1)
     runs = [
         {"lr": rate, "option": option, "learned": [], "changed_shares": [], "curves": []}
@@ -102,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_model(folder: Path, language: Language, updates: int, hidden: int, layers: int, seed: int) -> float:
-    """Trains a model of the language, writes it with weights of bfloat16, and returns its weights' median size."""
+    """Train a model on the language and write it with bfloat16 weights. Return the median magnitude of its weights."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         "llama",
@@ -121,7 +123,7 @@ def write_model(folder: Path, language: Language, updates: int, hidden: int, lay
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.fill_(1 / (STD * hidden**0.5))  # as large as what it reads, so is what a matrix makes of it
+                parameter.fill_(1 / (STD * hidden**0.5))  # keeps the magnitude of activations constant through a matrix
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     for number in range(updates):
         ids = torch.tensor(language.batch(LIKELY, 2 * SAMPLES))
@@ -138,7 +140,7 @@ def write_model(folder: Path, language: Language, updates: int, hidden: int, lay
 
 @torch.no_grad()
 def losses_of(folder: Path, batches: list[list[list[int]]]) -> list[float]:
-    """Returns the loss of the model as it is on each of the batches."""
+    """Return the loss of the model without updates on each batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return [float(model(input_ids=ids, labels=ids).loss) for ids in map(torch.tensor, batches)]
 
@@ -146,8 +148,8 @@ def losses_of(folder: Path, batches: list[list[list[int]]]) -> list[float]:
 def train(
     option: str, folder: Path, batches: list[list[list[int]]], rate: float, seed: int
 ) -> tuple[list[float], float]:
-    """Returns the loss in front of each update, on samples that no update has seen, and the mean share of the elements
-    that an update changes."""
+    """Return the loss before each update, on samples not trained on before, and the mean share of elements that an
+    update changes."""
     torch.manual_seed(seed)
     kind, dtype = OPTIONS[option]
     config = config_of(folder, dtype, rate)
@@ -204,14 +206,14 @@ def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
 
 
 class Copied(ActorWorker):
-    """Main weights begin as copies of the parameters."""
+    """An actor whose main weights start as copies of the rounded parameters."""
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
         pass
 
 
 class Stochastic(Copied):
-    """Every update writes the parameters from main weights, up or down with the probabilities that keep the mean."""
+    """Rounds main weights to parameters stochastically, which is unbiased."""
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
@@ -221,7 +223,7 @@ class Stochastic(Copied):
 
 
 class StochasticAlone(Stochastic):
-    """The same without main weights: the next update begins where this one has rounded to."""
+    """The same without main weights: the next update starts from the rounded parameters."""
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
@@ -231,7 +233,7 @@ class StochasticAlone(Stochastic):
 
 
 class Float16(ActorWorker):
-    """Parameters of float16 with main weights of float32. Only parameters are rounded: products are in float32."""
+    """Float16 parameters with float32 main weights. Only parameters are rounded; products are computed in float32."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -255,7 +257,7 @@ OPTIONS: dict[str, tuple[type[ActorWorker], str]] = {
     "stochastic rounding, no main weights": (StochasticAlone, "bfloat16"),
     "float16": (Float16, "float32"),
 }
-"""Name -> the worker, and model.dtype."""
+"""Option -> its worker class, and model.dtype."""
 
 
 def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -264,7 +266,7 @@ def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:
-    """Returns values of float32 in bfloat16: one of the two neighbours, the nearer one more likely."""
+    """Round float32 values to one of the two adjacent bfloat16 values, the closer one with higher probability."""
     bits = values.view(torch.int32) + torch.randint(2**16, values.shape, dtype=torch.int32)
     return (bits & -(2**16)).view(torch.float32).bfloat16()
 

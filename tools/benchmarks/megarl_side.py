@@ -1,4 +1,4 @@
-"""One rank of megarl's trainer, which training_step.py starts: random weights, a few updates, seconds and memory."""
+"""One rank of megarl's trainer, started by training_step.py: updates random weights, and records time and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megarl.megatron.workers.actor import ActorWorker
 
 
 class RandomActor(ActorWorker):
-    """An actor with random weights, whose folder has a config.json only."""
+    """An actor with random weights, whose folder contains only config.json."""
 
     def _load_weights(self) -> None:
         for name, parameter in named_parameters(self.chunks).items():
@@ -72,16 +72,16 @@ def main() -> None:
     }
     (folder / f"megarl-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
     worker.close()
-    os._exit(0)  # threads of gloo may wait for ranks that have ended
+    os._exit(0)  # Gloo's threads may wait for ranks that have exited
 
 
 def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
-    """Seconds that a save keeps the rank from training, those of a plain copy of as many bytes to fresh host memory,
-    and those until the files are on the disk."""
+    """Return the seconds that a save blocks the rank, the seconds of a plain copy of as many bytes to newly allocated
+    host memory, and the seconds until the files are on disk."""
     weights = [weight.detach() for weight in worker.parameters().values()]
     dist.barrier()
     start = time.perf_counter()
-    copies = [weight.clone() for weight in weights for _ in range(4)]  # and Adam's state: three more, in float32
+    copies = [weight.clone() for weight in weights for _ in range(4)]  # Adam's state is three times as large
     copied = time.perf_counter()
     num_bytes = sum(copy.nbytes for copy in copies)
     del copies
@@ -115,7 +115,7 @@ def config_of(case: Case, folder: Path) -> Config:
 
 
 def samples_of(case: Case) -> list[TrainingSample]:
-    """Each with a prompt of its own, so that none is shared."""
+    """Return samples with distinct prompts, so that no prefix is shared."""
     weight, group = 1 / sum(response for _, response in case.lengths), NO_BASELINE
     samples = []
     for i, (prompt, response) in enumerate(case.ids()):
@@ -132,8 +132,7 @@ def lengths_of(samples: list[TrainingSample]) -> list[Lengths]:
 def closed_form(
     case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[TrainingSample]
 ) -> dict[str, Any]:
-    """Returns the bytes of a rank's memory by part in closed form, as if all microbatches were as large as the
-    largest."""
+    """Return the closed-form bytes of a rank's memory by part, as if all microbatches were as large as the largest."""
     of_microbatch = [[samples[i].sample for i in microbatch] for share in rank_batches for microbatch in share]
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)

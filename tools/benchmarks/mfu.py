@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of the training step on one GPU, and where the time goes.
+"""Measure the model FLOPs utilization of the training step on one GPU, and profile its kernels.
 
 .venv/bin/python tools/benchmarks/mfu.py --out tools/benchmarks/results/mfu.json
 """
@@ -23,7 +23,7 @@ from megarl.models.flops import training_flops
 from megarl.models.shape import ModelShape
 
 PEAK_TFLOPS = 989.5
-"""The peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
+"""Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
 
 KINDS = {
     "communication": ("nccl",),
@@ -32,7 +32,7 @@ KINDS = {
     "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "cublas", "aten::mm", "addmm", "bmm", "wgrad"),
     "copies": ("memcpy", "memset", "copy", "gather", "index", "cat"),
 }
-"""Kind of work -> parts of the names of its kernels; the first kind that fits counts, what fits none is elementwise."""
+"""Kind of work -> substrings of kernel names. The first match counts; kernels without a match are elementwise."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def arithmetic(case: Case) -> dict[str, Any]:
-    """Returns the figures that follow from the shapes alone."""
+    """Return the figures that depend only on the shapes."""
     lengths = [prompt + response for prompt, response in case.lengths]
     return {
         "tokens_per_microbatch": case.microbatch,
@@ -102,7 +102,7 @@ def measure_case(case: Case, folder: Path) -> dict[str, Any]:
         worker.update(LocalBatch(samples, rank_batches[0]))
         device.synchronize()
         seconds.append(time.perf_counter() - start)
-    with torch.profiler.profile() as profile:  # of all devices that there are
+    with torch.profiler.profile() as profile:  # profiles all available devices
         worker.update(LocalBatch(samples, rank_batches[0]))
         device.synchronize()
     return {
@@ -117,7 +117,7 @@ def measure_case(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def shares_of_time(events: Any, on_device: bool) -> dict[str, float]:
-    """Kind of work -> its share of the time of all kernels (on CPU: of all operators)."""
+    """Return each kind of work's share of the time of all kernels (on CPU: of all operators)."""
     times: Counter[str] = Counter()
     for event in events:
         times[_kind(event.key)] += event.self_device_time_total if on_device else event.self_cpu_time_total
@@ -141,5 +141,5 @@ if __name__ == "__main__":
         option("--updates", type=int, default=5, help="timed updates, after two to warm up (%(default)s)"),
         option("--recompute", choices=("none", "selective", "full"), default="none"),
         option("--peak-tflops", type=float, default=PEAK_TFLOPS, help="peak of the GPU (%(default)s)"),
-        option("--dry-run", action="store_true", help="print the figures that follow from the shapes"),
+        option("--dry-run", action="store_true", help="print the figures that depend only on the shapes"),
     )

@@ -1,4 +1,4 @@
-"""The cost of a large run's plan: seconds of one core to make and to send it, as arrays and as objects.
+"""Measure the CPU seconds to make a large run's refit plan and to send it, as arrays and as objects.
 
 .venv/bin/python tools/benchmarks/plan.py --out tools/benchmarks/results/plan.json
 """
@@ -21,13 +21,13 @@ RANKS_PER_NODE = 8
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """A plan as it is made, as the driver sends it, and as the first engine's first worker and the first trainer rank
-    take their parts of it; and how the same goes where it is sent as objects."""
+    """Measure making a plan, sending it as the driver does, and extracting the parts of the first engine's first worker
+    and of the first trainer rank; for comparison, measure sending it as objects."""
     lap, config = Laps(), CONFIGS[case.model] | {"dtype": "bfloat16"}
     sources = lap("describe sources", side_holders, "--from", case.source, config, True)
-    wanting = lap("describe destinations", side_holders, "--to", case.destination, config, False)
+    destinations = lap("describe destinations", side_holders, "--to", case.destination, config, False)
     sources = on_nodes(sources, RANKS_PER_NODE)
-    destinations = on_nodes(wanting, RANKS_PER_NODE, first=sources[-1].node + 1)
+    destinations = on_nodes(destinations, RANKS_PER_NODE, first=sources[-1].node + 1)
     plan = lap("order", ordered, lap("plan", make_plan, sources, destinations))
     compact = lap("to arrays", CompactPlan.of, plan)
     lap("part of an engine's worker", compact.part, [destinations[0].name])
@@ -40,8 +40,8 @@ def measure(case: Case) -> dict[str, Any]:
         "all holders": [*sources, *destinations],
     }
     sizes = {}
-    for name, what in sent.items():
-        data = lap(f"pickle {name}", cloudpickle.dumps, what)
+    for name, value in sent.items():
+        data = lap(f"pickle {name}", cloudpickle.dumps, value)
         lap(f"unpickle {name}", pickle.loads, data)
         sizes[name] = len(data)
     counts = {

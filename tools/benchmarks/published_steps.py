@@ -1,4 +1,4 @@
-"""Step times that others have published, against what `megarl plan` predicts for the same layouts.
+"""Compare published step times of other trainers with the predictions of `megarl plan` for the same layouts.
 
 .venv/bin/python tools/benchmarks/published_steps.py --out tools/benchmarks/results/published_steps.json
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # the shapes of published models are those that the tests have
+sys.path.append(str(ROOT))  # for tests.published_models
 
 from megarl.cluster.memory.parameters import Models
 from megarl.config.load import load
@@ -26,26 +26,28 @@ NEMO_RL = (
 )
 VERL = "https://verl.readthedocs.io/en/latest/perf/dpsk.html"
 FACTOR = 2.5
-"""The factor within which steps are predicted."""
+"""Predictions should be within this factor of the published times."""
 
 MISSES = [("NeMo-RL", "DeepSeek-V3", "256xH100"), ("verl", "DeepSeek-V3", "96xH20")]
-"""The runs that are predicted worse: both of the largest model, whose engines span four nodes."""
+"""Runs whose predictions are worse: both are of the largest model, whose engines span four nodes."""
 
 PROMPT = 150
-"""The tokens of a prompt of NeMo-RL's runs, which its table does not give: an assumption for OpenMathInstruct-2. The
-table's average length is of prompt and response together."""
+"""Prompt tokens in NeMo-RL's runs, an assumption for OpenMathInstruct-2 because its table lacks them. The table's mean
+length includes prompt and response."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One published run.
 
-    engines      tp of an engine, and the number of engines
-    tokens       the mean of a sample, and the longest
-    batch        prompts of a step, samples of each, prompts of an update
-    layout       keys of actor.layout
-    seconds      of a step, as published; rollout: of its sampling, where that is published too
-    overlapped   whether sampling goes on during training (one step off)
+    Attributes:
+        layout: keys of actor.layout.
+        engines: tp of an engine, and the number of engines.
+        tokens: mean and maximum number of tokens per sample.
+        batch: prompts per step, samples per prompt, prompts per update.
+        seconds: published seconds per step.
+        rollout: published seconds of its rollout phase, if known.
+        overlapped: whether rollouts overlap with training (one step off-policy).
     """
 
     who: str
@@ -87,7 +89,7 @@ class Case:
     def plan(self) -> StepPlan:
         config = load(BASE, ["model.path=published", "data.source=arithmetic", *self.overrides])
         workload = Workload.of(config, self.prompt, self.tokens[0] - self.prompt)
-        workload = replace(workload, sharing=1)  # these trainers compute a prompt for each of its samples
+        workload = replace(workload, sharing=1)  # these trainers recompute a prompt for each of its samples
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
 
 
@@ -157,15 +159,15 @@ CASES = (
         ),
     ),
 )
-"""NeMo-RL's table of version 0.4 (runs of sequences packed up to their longest, all layers recomputed, log-probs of the
-old policy and of the reference), and verl's benchmark, whose batch is that of the script that it names. KV caches are
-what the engine's share of memory leaves."""
+"""NeMo-RL's table of version 0.4 (sequences packed up to the maximum length, full recomputation, log-probs of the old
+policy and of the reference), and verl's benchmark with the batch of its script. KV caches fill the engine's remaining
+share of memory."""
 
 KV_CACHE_GIB = {"Llama-3.1-8B": 30, "Qwen3-30B-A3B": 30, "Qwen3-32B": 30, "Qwen3-235B-A22B": 15, "DeepSeek-V3": 4}
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """Returns the case with what is predicted, in seconds."""
+    """Return the case together with its prediction, in seconds."""
     cache = f"rollout.kv_cache_gib={KV_CACHE_GIB[case.model]}"
     if not any(key.startswith("rollout.kv_cache_gib") for key in case.keys):
         case = Case(**{**vars(case), "keys": (*case.keys, cache)})

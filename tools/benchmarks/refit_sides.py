@@ -1,9 +1,9 @@
-"""The two sides of a refit as processes: ranks that hold a trainer's shards, and an engine; and the common way between
-them, in which full tensors are gathered, sent and loaded one after the other.
+"""The processes of refit.py: ranks that hold a trainer's shards, and an engine; and the baseline, which gathers, sends
+and loads whole tensors one by one ("common way").
 
-The common way is that of trainers whose engines have devices of their own: the tensor-parallel ranks all-gather each
-parameter, the first rank of each pipeline stage makes the checkpoint's tensors of it and sends them to the engine, and
-vLLM's load_weights writes them. Nothing is broadcast between the stages, which some trainers also do.
+Trainers whose engines have devices of their own commonly refit like this: the tensor-parallel ranks all-gather each
+parameter, the first rank of each pipeline stage assembles the checkpoint's tensors and sends them to the engine, and
+vLLM's load_weights writes them. Unlike some trainers, the baseline does not broadcast between stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEADLINE_S = 600
 
 
 class Remote:
-    """A process that answers calls by name on an object that it builds for itself."""
+    """An object in a child process, whose methods are called by name."""
 
     def __init__(self, build: Any, *args: Any):
         context = multiprocessing.get_context("spawn")
@@ -46,7 +46,7 @@ class Remote:
 
     def end(self) -> Any:
         if not self._connection.poll(DEADLINE_S):
-            raise TimeoutError(f"no answer in {DEADLINE_S} s")
+            raise TimeoutError(f"the child process did not answer within {DEADLINE_S} s")
         result = self._connection.recv()
         if isinstance(result, Exception):
             raise result
@@ -73,18 +73,24 @@ def _serve(connection: Connection, build: Any, args: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class CommonWay:
-    """ranks: those of a trainer, by pipeline stage. The engine comes after them in the process group."""
+    """The layout of the baseline. The engine is the last rank of the process group.
+
+    Attributes:
+        port: port of the TCPStore.
+        stages: the trainer's ranks by pipeline stage.
+        folder: the checkpoint's tensors.
+    """
 
     port: int
     stages: tuple[tuple[Holder, ...], ...]
     folder: Holder
 
     def group(self, rank: int) -> dist.Backend:
-        """Returns the process group of all ranks and the engine."""
+        """Return the process group of all ranks and the engine."""
         return self._group("common", rank, self.size)
 
     def stage_group(self, stage: int, rank: int) -> dist.Backend:
-        """Returns the process group of the tensor-parallel ranks of a stage. rank: among all ranks."""
+        """Return the process group of a stage's tensor-parallel ranks. rank: the rank among all ranks."""
         return self._group(f"stage{stage}", rank - self.root(stage), len(self.stages[stage]))
 
     def _group(self, name: str, rank: int, size: int) -> dist.Backend:
@@ -97,11 +103,11 @@ class CommonWay:
         return sum(map(len, self.stages)) + 1
 
     def root(self, stage: int) -> int:
-        """The first rank of a stage, which sends its tensors to the engine."""
+        """Return the first rank of a stage, which sends the stage's tensors to the engine."""
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """The canonical tensors of a stage, and what they are made of. A tied head is sent as the embedding."""
+        """Return a stage's checkpoint tensors, and the writes that assemble them. A tied head is sent as embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]
@@ -112,7 +118,7 @@ class CommonWay:
 
 
 class Rank:
-    """A trainer's rank, with its shard of random weights."""
+    """A trainer rank with its shard of random weights."""
 
     def __init__(self, holder: Holder, folder: Holder):
         torch.set_num_threads(1)
@@ -146,7 +152,7 @@ class Rank:
                 self._group.send([full], self._way.size - 1, 0).wait()
 
     def _gathered(self) -> Iterator[tuple[str, Mapping[str, Mapping[str, torch.Tensor]]]]:
-        """Each tensor with all shards of the parameter that it is part of, which are gathered once."""
+        """Yield each tensor with all shards of its parameter, which are gathered once."""
         known, shards = None, {}
         for name, writes in self._tensors.items():
             parameter = writes.copies[0].move.source.parameter
@@ -156,7 +162,7 @@ class Rank:
             yield name, shards
 
     def _of_each(self, parameter: str) -> dict[str, dict[str, torch.Tensor]]:
-        """A parameter that all ranks of the stage have whole."""
+        """Return a parameter that every rank of the stage holds whole."""
         return {holder.name: {parameter: self.parameters[parameter]} for holder in self._way.stages[self._stage]}
 
     def _gather(self, parameter: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -175,7 +181,7 @@ class Rank:
 
 
 class Engine:
-    """A vLLM engine of one worker."""
+    """A vLLM engine with one worker."""
 
     def __init__(self, rollout: Any, folder: Path, threads: int):
         from megarl.rollout.vllm.environment import environment
@@ -218,7 +224,7 @@ class Engine:
                 yield name, full
 
     def receive_plain(self, num_bytes: int, times: int) -> float:
-        """Seconds for messages of so many bytes from the first rank."""
+        """Receive messages of this size from the first rank. Return the seconds."""
         buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         start = time.perf_counter()
         for _ in range(times):
@@ -229,7 +235,7 @@ class Engine:
         return time.process_time()
 
     def plain_copy(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
-        """Seconds for the same bytes from memory to memory in one process."""
+        """Copy the same number of bytes in the memory of one process. Return the seconds."""
         if not hasattr(self, "_copies"):
             self._copies = [(torch.zeros(shape), torch.ones(shape)) for shape in shapes.values()]
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`megarl reshard` on published models and layouts: seconds and memory to plan and prove, and what the plan costs.
+"""Measure `megarl reshard` on published models and layouts: time and memory to plan and verify, and the plan's costs.
 
 .venv/bin/python tools/benchmarks/reshard.py --out tools/benchmarks/results/reshard.json
 """
@@ -53,11 +53,11 @@ CASES = {
         QWEN, "tp=4,pp=8,ep=4,etp=1,first_stage_layers=11,last_stage_layers=11", "vllm:tp=8,replicas=4", colocated=True
     ),
 }
-"""The layouts of Qwen3-235B are those that these trainers publish for it."""
+"""The layouts of Qwen3-235B are those published by the named trainers."""
 
 
 def run(case: Case) -> dict[str, Any]:
-    """One command, start-up included: its seconds on the clock and of one core, its peak memory, and what it says."""
+    """Run one command. Return its wall-clock and CPU seconds, including start-up, its peak memory, and its output."""
     with tempfile.TemporaryDirectory(prefix="reshard-") as name:
         config = Path(name) / "config.json"
         config.write_text(json.dumps(CONFIGS[case.model] | {"dtype": "bfloat16"}), encoding="utf-8")
@@ -71,7 +71,7 @@ def run(case: Case) -> dict[str, Any]:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{command} ended with exit code {process.returncode}")
+        raise RuntimeError(f"{command} exited with status {process.returncode}")
     return {
         **case._asdict(),
         "seconds": time.perf_counter() - start,
@@ -85,5 +85,5 @@ if __name__ == "__main__":
     run_benchmark(
         __doc__,
         lambda arguments: {"runs": {name: run(CASES[name]) for name in arguments.only or CASES}},
-        option("--only", choices=CASES, action="append", help="one case; may be repeated"),
+        option("--only", choices=CASES, action="append", help="run only this case; may be repeated"),
     )

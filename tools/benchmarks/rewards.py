@@ -1,5 +1,5 @@
-"""Mathematical answers that a run's pool of reward functions judges in a second, and the CPU time of each in the pool's
-processes, from which follows how many they would judge on a machine that had a core for each.
+"""Measure how many math answers per second a run's pool of reward functions scores, and the CPU time per answer in the
+pool's processes, which gives the throughput of a machine with one core per process.
 
 .venv/bin/python tools/benchmarks/rewards.py --out tools/benchmarks/results/rewards.json
 """
@@ -23,10 +23,10 @@ from megarl.environments.pool import FunctionPool
 PROMPTS, SAMPLES, RUNS = 256, 8, 3
 PROCESSES = 2
 THOUGHTS = "Let us see: the sum of the two parts is $a + b$, which we divide by what is left over. "
-"""What a response says before its answer, several times over: some 1,700 characters."""
+"""Text before the answer, repeated to about 1,700 characters."""
 
 Form = Callable[[Fraction, Fraction], tuple[str, str]]
-"""A kind of answer: the reference's text and the response's, for the number that is right and the one that is said."""
+"""A kind of answer: the texts of reference and response, given the correct number and the number in the response."""
 
 FORMS: dict[str, Form] = {
     "integer": lambda right, said: (f"{right.numerator}", f"{said.numerator}"),
@@ -44,8 +44,8 @@ FORMS: dict[str, Form] = {
 
 
 def samples(seed: int, num_prompts: int, are_distinct: bool = False) -> Iterator[Sample]:
-    """Yields groups of samples, whose responses are right in half of the cases; as in a run, several of a group end
-    with the same answer, unless all of them are distinct: then one is right, and the others are wrong in other ways."""
+    """Yield the samples of each prompt. Half of the responses are correct and, as in a run, several have the same
+    answer. With `are_distinct`, every response has a different answer, and one is correct."""
     generator = random.Random(seed)
     for i in range(num_prompts):
         form = FORMS[list(FORMS)[i % len(FORMS)]]
@@ -59,7 +59,7 @@ def samples(seed: int, num_prompts: int, are_distinct: bool = False) -> Iterator
 
 
 def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tuple[float, float, list[float | None]]:
-    """Returns the seconds until all samples are judged, the CPU seconds of the pool's processes, and the rewards."""
+    """Return the seconds to score all samples, the CPU seconds of the pool's processes, and the rewards."""
     begin, cpu = time.perf_counter(), cpu_seconds(pool)
     calls = [pool.call(function, sample.prompt.text, sample.text, sample.prompt.answer) for sample in batch]
     values = [call.result().value for call in calls]
@@ -80,10 +80,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     pool = FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)
     rates: dict[str, list[float]] = {}
     cpu_ms: dict[str, list[float]] = {}
-    failed = 0  # a machine that is busy may make a call wait for longer than math_match's clock allows
+    failed = 0  # on a busy machine, calls may exceed math_match's time limit
     try:
         for case, (function, are_distinct) in cases.items():
-            through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # it warms up
+            through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # warm-up
             rates[case], cpu_ms[case] = [], []
             for seed in range(RUNS):
                 batch = list(samples(seed, arguments.prompts, are_distinct))

@@ -1,5 +1,5 @@
-"""How far two computations of one model in bfloat16 are apart that differ in nothing but the order of sums, and how far
-one with linear layers in fp8 is, as rollout.quantization=fp8_block has them.
+"""Measure the difference between bfloat16 computations of a model that differ only in the order of summation, and the
+difference caused by fp8 linear layers as in rollout.quantization=fp8_block.
 
 .venv/bin/python tools/benchmarks/rounding.py --out tools/benchmarks/results/rounding.json
 """
@@ -28,7 +28,7 @@ Linear = Callable[..., torch.Tensor]
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Returns the mean differences of a token's log-prob, in nats, between pairs of computations."""
+    """Return the mean absolute difference of a token's log-prob, in nats, for pairs of computations."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def sample(model: torch.nn.Module, tokenizer: Any, question: str) -> tuple[torch.Tensor, int]:
-    """Returns the tokens of a prompt and of a response at temperature 1, and the length of the prompt."""
+    """Return the tokens of a prompt and a response sampled at temperature 1, and the length of the prompt."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     torch.manual_seed(SEED)
@@ -67,10 +67,10 @@ def sample(model: torch.nn.Module, tokenizer: Any, question: str) -> tuple[torch
 
 @torch.no_grad()
 def score(model: torch.nn.Module, documents: list[tuple[torch.Tensor, int]], linear: Linear) -> torch.Tensor:
-    """Returns the log-probs of all responses' tokens, with these products in the model's layers and float32 logits."""
+    """Return the log-probs of all response tokens, with `linear` in the model's layers and float32 logits."""
     for module in model.model.modules():
         if isinstance(module, torch.nn.Linear):
-            assert module.bias is None, "the products below have none"
+            assert module.bias is None, "the functions below do not add a bias"
             module.forward = lambda hidden, module=module: linear(hidden, module.weight)
     parts = []
     for ids, prompt in documents:
@@ -85,12 +85,12 @@ def summed_in(dtype: torch.dtype) -> Linear:
 
 
 def row_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Does what decoding does: a product for each token."""
+    """Compute one product per token, as decoding does."""
     return torch.cat([F.linear(row, weight) for row in hidden.split(1, dim=-2)], dim=-2)
 
 
 def in_fp8(activations: bool) -> Linear:
-    """Rounds a weight by blocks of 128 × 128, and activations by 128 channels of a token, as vLLM does on GPUs."""
+    """Quantize weights in blocks of 128 × 128, and activations by 128 channels per token, as vLLM does on GPUs."""
 
     def linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, -2)
@@ -101,7 +101,7 @@ def in_fp8(activations: bool) -> Linear:
 
 
 def _rounded(matrix: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns a matrix rounded to fp8 with a scale for each block of so many rows and BLOCK columns."""
+    """Return the matrix rounded to fp8, with one scale per block of `rows` rows and BLOCK columns."""
     height, width = matrix.shape
     padded = F.pad(matrix.float(), (0, -width % BLOCK, 0, -height % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, -1, BLOCK)

@@ -1,5 +1,5 @@
-"""What an engine's step takes beside the model: as megarl samples, and as vLLM does by itself, which decodes each token
-when it is sampled.
+"""Measure the time of an engine's step outside the model, with megarl's sampling and with vLLM's default, which
+detokenizes every token as it is sampled.
 
 .venv/bin/python tools/benchmarks/sampling.py --out tools/benchmarks/results/sampling.json
 """
@@ -24,7 +24,7 @@ TOP_K = {"sampled token only": None, "50 most likely tokens": 50}
 
 
 class Timed:
-    """Stands before vLLM's output processor, and notes the seconds of each of its calls."""
+    """A wrapper of vLLM's output processor that records the seconds of each call."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -41,8 +41,8 @@ class Timed:
 
 
 def measure(folder: Path, top_k: int | None) -> dict[str, float]:
-    """Returns the milliseconds of a step's outputs, the median over the steps, in both ways, and those of decoding all
-    responses at their end."""
+    """Return the median milliseconds to process a step's outputs in both ways, and the milliseconds to detokenize all
+    complete responses."""
     from megarl.config.load import load
     from megarl.core.types import Prompt
     from megarl.rollout.engine import SamplingRequest
@@ -55,7 +55,7 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     engine = module.VllmEngine(rollout, module.rollout_arguments(rollout, folder, "float32", seed=0))
     engine.hold(1)
     ours = engine._sampling
-    asyncio.run(engine.generate([SamplingRequest("first", Prompt("first", "", (5, 6, 7)), seed=0)]))  # it warms up
+    asyncio.run(engine.generate([SamplingRequest("first", Prompt("first", "", (5, 6, 7)), seed=0)]))  # warm-up
     found: dict[str, float] = {}
     for name in ("megarl", "vllm"):
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (5, 6, 7)), seed=i) for i in range(SEQUENCES)]

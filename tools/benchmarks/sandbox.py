@@ -1,4 +1,4 @@
-"""Programs that sandboxes run in a second: each in a sandbox of its own, and one after the other in one that stays.
+"""Measure how many programs per second run in sandboxes: each in a new sandbox, and one by one in a persistent one.
 
 .venv/bin/python tools/benchmarks/sandbox.py --out tools/benchmarks/results/sandbox.json
 """
@@ -26,7 +26,7 @@ def primes(n):
 TESTS = ["assert primes(10) == [2, 3, 5, 7]", "assert primes(2) == []", "assert len(primes(1000)) == 168"]
 
 PER_SANDBOX = 10
-"""The programs of a sandbox that stays, as that of tools does."""
+"""Number of programs in a persistent sandbox, like that of a tool."""
 
 Program = Callable[[], Awaitable[bool]]
 
@@ -46,14 +46,14 @@ async def several(provider: Provider) -> bool:
 
 
 async def measure(program: Program, count: int, at_once: int) -> dict[str, Any]:
-    """Runs a program so often, with some at once. Returns the speed, and the seconds that one took, also of CPU: this
-    process's and those of all processes that it has started."""
+    """Run a program `count` times, `at_once` concurrently. Return the programs per second, and the wall-clock and CPU
+    seconds per program, including all child processes."""
     seconds: list[float] = []
 
     async def run_some(number: int) -> None:
         for _ in range(number):
             begin = time.perf_counter()
-            assert await program(), "the program is right"
+            assert await program(), "the program passes its tests"
             seconds.append(time.perf_counter() - begin)
 
     begin, cpu, before = time.perf_counter(), sum(os.times()[:4]), machine_cpu_seconds() - sum(os.times()[:4])

@@ -1,4 +1,4 @@
-"""An update whose samples share what they begin with, against the same samples each by itself.
+"""Compare an update that packs the common prefixes of samples once with an update that packs every sample separately.
 
 .venv/bin/python tools/benchmarks/shared_prefixes.py --out tools/benchmarks/results/shared_prefixes.json
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # as a script, and as a module of the tests
+sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -37,7 +37,7 @@ BUDGET = 4096
 
 
 def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
-    """Returns by case the seconds of each update and the tokens that went through the layers, shared and apart."""
+    """Return, by case, the seconds of each update and the number of computed tokens, with and without sharing."""
     config = load(
         BASE,
         [
@@ -57,7 +57,7 @@ def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any
 
 
 def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
-    """Updates in turns, after one of each that is not counted."""
+    """Alternate updates with and without sharing, after one warm-up each."""
     ways = {"shared": worker.packing, "apart": replace(worker.packing, shares_prompts=False)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {}
@@ -83,7 +83,7 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
 
 
 def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
-    """Advantages alternate in sign."""
+    """Return a batch whose advantages alternate in sign."""
     training = [
         TrainingSample(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
     ]
@@ -92,14 +92,14 @@ def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
 
 
 def one_turn(scale: float, source: random.Random) -> list[Sample]:
-    """Eight responses to a prompt four times as long."""
+    """Return eight responses to a prompt that is four times as long as a response."""
     prompt = Prompt("p", "", _ids(512 * scale, source))
     return [_sample(f"{i}", prompt, [(_ids(128 * scale, source), True)]) for i in range(8)]
 
 
 def turns(scale: float, source: random.Random) -> list[Sample]:
-    """Four rollouts of three turns, with as many observed tokens between them. Each turn is a sample, which begins with
-    those before it, and one rollout has another last turn beside its own."""
+    """Return four rollouts of three turns, with as many observed tokens between turns. Each turn is a sample that
+    starts with the earlier turns, and one rollout has an alternative last turn."""
     prompt, samples = Prompt("p", "", _ids(256 * scale, source)), []
     for rollout in range(4):
         so_far: list[tuple[list[int], bool]] = []
@@ -119,7 +119,7 @@ def _ids(count: float, source: random.Random) -> list[int]:
 
 
 def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) -> Sample:
-    """parts: tokens, and whether the policy has made them."""
+    """parts: tokens, and whether the policy sampled them."""
     ids = [token for tokens, _ in parts for token in tokens]
     mask = [made for tokens, made in parts for _ in tokens]
     return Sample(name, prompt, ids, [-10.0] * len(ids), mask, (VersionRun(0, len(ids)),), "stop", "")

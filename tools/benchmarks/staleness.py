@@ -1,5 +1,5 @@
-"""What rollouts ahead gain: tokens a second of the same run with rollout.max_staleness=0 and 1, engine and trainer on a
-core each.
+"""Measure the gain of rollouts ahead of training: tokens per second of the same run with rollout.max_staleness=0 and 1,
+with one core each for engine and trainer.
 
 .venv/bin/python tools/benchmarks/staleness.py --out tools/benchmarks/results/staleness.json
 """
@@ -19,11 +19,11 @@ from typing import Any
 from benchmark import ROOT, machine_cpu_seconds, run_benchmark
 
 QUIET_S = 10
-"""The seconds for which the machine is looked at before the runs: what else it does then, it may do during them.
-Processes of a run are none of this one's children, so that they cannot be told apart later."""
+"""Seconds for which the load of other processes is measured before the runs. During the runs it cannot be measured,
+because a run's processes are not children of this one."""
 
 STEPS, LEFT_OUT = 7, 2
-"""The steps of a run, and the first of them, in which queues fill and kernels are compiled."""
+"""Number of steps of a run, and of its first steps, in which queues fill and kernels are compiled."""
 
 RECIPE = (
     f"run.steps={STEPS}",
@@ -33,7 +33,7 @@ RECIPE = (
     "rollout.threads=1",
     "cluster.placement=disaggregated",
     "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 4}",
-    # So that some responses are long, and others wait for them, as in runs that teach reasoning.
+    # Some responses become much longer than others, as in reasoning runs.
     "rollout.max_new_tokens=48",
     "rollout.temperature=1.0",
 )
@@ -53,7 +53,7 @@ def measure_both(_: object) -> dict[str, Any]:
 
 
 def measure(max_staleness: int) -> dict[str, float]:
-    """Runs the quickstart's model. Returns the means of what its metrics say of the steps after the first."""
+    """Train the quickstart's model. Return the means of its metrics over the steps after the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/quickstart.yaml")]
         keys = [*RECIPE, f"rollout.max_staleness={max_staleness}", f"run.folder={folder}"]

@@ -1,5 +1,5 @@
-"""The driver's own share of a large run's start: the recipe, the placement, the answers of all ranks and engines, the
-plans, and the first refit. Ranks and engines are stubs, whose answers are as large as real ones and come at once.
+"""Measure the driver's CPU time to start a large run: recipe, placement, results from all ranks and engines, plans, and
+the first refit. Ranks and engines are stubs that return results of realistic size immediately.
 
 .venv/bin/python tools/benchmarks/start.py --out tools/benchmarks/results/start.json
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import megarl.cluster  # noqa: F401  sets how Ray authenticates, which Ray reads when it is imported
+import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray reads on import
 
 # isort: split
 import ray
@@ -42,7 +42,7 @@ from megarl.rollout.engine import SyncStats
 
 GPUS_PER_NODE = 8
 ANSWERING = 2
-"""The processes that answer for all ranks and engines."""
+"""Number of processes that answer for all ranks and engines."""
 
 PACKING = Packing(4096, 8, True, 1, 8, 1, TokenCost(attended=2e-5, scored=0.08))
 
@@ -72,7 +72,7 @@ CASES = {
 
 
 class StubWorker:
-    """Stands for a rank's worker in the calls of a refit, and for an engine."""
+    """Stub of a rank's worker in a refit, and of an engine."""
 
     def __init__(self, config: Config, hf_config: dict[str, Any]):
         holders = vllm_holders(hf_config, config.rollout.tp, 1, config.model.dtype)
@@ -100,11 +100,11 @@ class StubProcess(ProcessActor):
         self._holders = {}
 
     def prepare(self, ranks: Sequence[int]) -> None:
-        """Makes what these ranks will tell of themselves."""
+        """Prepare the start results of these ranks."""
         self._holders = {rank: self._holder(rank) for rank in ranks}
 
     def call(self, rank: int, method: str, *arguments: Any) -> TimedResult:
-        """Run a method for one rank or engine. Those that take a part of the plan do nothing."""
+        """Run a method for one rank or engine. Methods that receive a part of the plan do nothing."""
         if method == "open_store":
             value = "127.0.0.1", 1
         elif method == "start":
@@ -115,7 +115,7 @@ class StubProcess(ProcessActor):
 
 
 class StubHandle:
-    """The handle of one rank or engine, whose calls go to the process that answers for it."""
+    """The handle of one rank or engine. It forwards calls to the process that answers for it."""
 
     def __init__(self, actor: Any, rank: int):
         self._actor, self._rank = actor, rank

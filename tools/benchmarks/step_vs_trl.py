@@ -1,9 +1,9 @@
-"""A quickstart step of megarl against TRL's GRPOTrainer: same recipe, same prompts, same machine, one after the other.
+"""Compare a quickstart step of megarl with TRL's GRPOTrainer: same recipe, prompts and machine, one after the other.
 
 .venv/bin/python tools/benchmarks/step_vs_trl.py --steps 5 --out tools/benchmarks/results/step_vs_trl.json
 
-TRL's side runs this file in an environment that has TRL: --side step trains the recipe, and --side update, for
-training_step.py, makes updates on given samples. Both write their results into --folder.
+TRL's side runs this file in an environment with TRL: --side step trains the recipe, and --side update, used by
+training_step.py, makes updates on given samples. Both write their results to --folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.models.folder import resolve
 
-if find_spec("trl") is None:  # the project's environment, which starts TRL's side in another one
+if find_spec("trl") is None:  # in the project's environment, which starts TRL's side in another one
     TrainerCallback = GRPOTrainer = object
 else:
     import torch
@@ -416,7 +416,7 @@ OPTIONS = (
         metavar="SAMPLES",
         help="per_device_train_batch_size; several are run one by one, and the fastest counts (16)",
     ),
-    option("--side", choices=("step", "update"), help="run this part of TRL's side"),
+    option("--side", choices=("step", "update"), help="run this part of TRL's side (internal)"),
     option("--folder", type=Path, help="folder of TRL's side"),
 )
 

@@ -1,4 +1,4 @@
-"""What training_step.py measures: a model, the lengths of its samples, and how they are trained on."""
+"""A case of training_step.py: a model, the lengths of its samples, and the settings of its updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8960,
         "vocab_size": 151936,
     },
-    # As many layers as have room on one GPU with their optimizer.
+    # As many layers as fit on one GPU with their optimizer state.
     "llama3.1-8b, 8 layers": {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -51,8 +51,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """lengths: prompt and response tokens of each sample; layout: overrides of actor.layout; padded: every sample to
-    the longest. microbatch: tokens of megarl's, samples of transformers'. saves: checkpoints after the updates."""
+    """A benchmark case.
+
+    Attributes:
+        lengths: prompt and response tokens of each sample.
+        microbatch: microbatch size, in tokens for megarl and in samples for transformers and TRL.
+        layout: overrides of actor.layout.
+        padded: whether every sample is padded to the longest.
+        saves: number of checkpoints after the updates.
+    """
 
     shape: str
     lengths: list[list[int]]
@@ -80,11 +87,11 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of an update, padding not counted."""
+        """Number of tokens per update, without padding."""
         return sum(prompt + response for prompt, response in self.lengths)
 
     def ids(self) -> list[tuple[list[int], list[int]]]:
-        """Prompt and response of each sample: the same for every side."""
+        """Return the prompt and response ids of each sample, the same for every side."""
         source = random.Random(0)
         vocab = SHAPES[self.shape]["vocab_size"]
         return [tuple([source.randrange(vocab) for _ in range(n)] for n in pair) for pair in self.lengths]
@@ -104,8 +111,8 @@ def equal_lengths(num_samples: int, prompt: int, response: int) -> list[list[int
 
 
 def mixed_lengths(num_samples: int, prompt: int, longest: int) -> list[list[int]]:
-    """Responses whose lengths are log-normal, the logarithm's standard deviation 1 and the median an eighth of the
-    longest; in a random order."""
+    """Return prompt and response lengths. Response lengths are log-normal with a standard deviation of 1 of the
+    logarithm, and a median of an eighth of the longest."""
     source = random.Random(1)
     drawn = [source.lognormvariate(0, 1) * longest / 8 for _ in range(num_samples - 1)]
     return [[prompt, max(1, min(round(length), longest))] for length in [*drawn, longest]]

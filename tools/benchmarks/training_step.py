@@ -1,5 +1,5 @@
-"""megarl's training step on this machine: against plain transformers and TRL, packed against padded, memory against
-its form, and what a checkpoint makes it wait for.
+"""Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
+closed form, and the time that a checkpoint blocks training.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -25,9 +25,9 @@ from training_case import SHAPES, Case, equal_lengths, mixed_lengths
 
 TIMEOUT_S = 900
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-"""glibc's allocator otherwise keeps what is freed, and resident memory is far above what is in use."""
+"""Makes glibc return freed memory, so that resident memory is close to the memory in use."""
 
-MICROBATCH = "microbatches to try one by one; the fastest counts (8)"
+MICROBATCH = "microbatch sizes to try; the fastest one counts (default: 8)"
 
 LAYOUTS = {"1 process": [], "PP2": ["pp=2"], "DP2": ["dp=2"]}
 
@@ -40,27 +40,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """One process each, with all cores, on the same samples."""
+    """Compare one process each, with all cores, on the same samples."""
     lengths = _lengths(arguments, mixed=arguments.what == "mixed")
     case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
     megarl = _speed(run("megarl", case, work / "megarl")[0], case)
-    theirs = []
+    sides = []
     for size in arguments.transformers_microbatch:
         other = replace(case, microbatch=size)
-        theirs.append(_speed(run("transformers", other, work / f"transformers-{size}")[0], other))
-    fastest = max(theirs, key=lambda side: side["tokens_per_second"])
+        sides.append(_speed(run("transformers", other, work / f"transformers-{size}")[0], other))
+    fastest = max(sides, key=lambda side: side["tokens_per_second"])
     return {
         "lengths": lengths,
         "ratio_of_tokens_per_second": megarl["tokens_per_second"] / fastest["tokens_per_second"],
         "megarl": megarl,
         "transformers": fastest,
-        "transformers_slower_settings": [side for side in theirs if side is not fastest],
+        "transformers_slower_settings": [side for side in sides if side is not fastest],
     }
 
 
 def against_trl(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """An update of GRPO on the same samples, at mixed and at equal lengths: seconds, and, in runs of their own, the
-    highest resident memory less what there was before the model and less weights, gradients and Adam's state."""
+    """Compare a GRPO update on the same samples, with mixed and with equal lengths: seconds and, in separate runs, the
+    peak resident memory without the memory before the model, weights, gradients and Adam's state."""
     trl = build_environment(work / "environment")
     found = {}
     for mix in ("mixed", "equal"):
@@ -89,7 +89,7 @@ def against_trl(arguments: argparse.Namespace, cores: int, work: Path) -> dict[s
 
 
 def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """Both megarl; padded: every sample takes as many tokens as the longest."""
+    """Compare megarl with packed samples and with samples padded to the longest one."""
     lengths = _lengths(arguments, mixed=True)
     case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
     packed = _speed(run("megarl", case, work / "packed")[0], case)
@@ -104,8 +104,7 @@ def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path)
 
 
 def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """Returns for each rank the highest resident memory less what the process had before the model, against
-    rank_memory."""
+    """Compare each rank's peak resident memory, without the memory before the model, with rank_memory."""
     lengths, layouts = _lengths(arguments, mixed=False), {}
     for name, layout in LAYOUTS.items():
         threads = 1 if layout else cores
@@ -119,7 +118,7 @@ def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: 
 
 
 def saving_against_copy(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
-    """Returns how long a checkpoint keeps training waiting, against a plain copy of its bytes to fresh host memory."""
+    """Compare the time that a checkpoint blocks training with a plain copy of its bytes to new host memory."""
     lengths, layouts = _lengths(arguments, mixed=False)[:4], {}
     for name in ("1 process", "PP2"):
         layout = LAYOUTS[name]
@@ -158,7 +157,7 @@ def run(
     environment: Mapping[str, str] = MappingProxyType({}),
     python: Path = Path(sys.executable),
 ) -> list[dict[str, Any]]:
-    """Every rank in a process of its own. Returns what each wrote."""
+    """Run every rank in a separate process. Return the result of each."""
     case.write(folder)
     own_file = [f"{side}_side.py", str(folder)]
     script, *options = ["step_vs_trl.py", "--side=update", f"--folder={folder}"] if side == "trl" else own_file
@@ -180,7 +179,7 @@ def run(
     for number, status in enumerate(statuses):
         if status:
             tail = "\n".join((folder / f"log-{number}").read_text(encoding="utf-8").splitlines()[-30:])
-            sys.exit(f"{tail}\ntraining_step: error: exit status {status} of rank {number} of {side}")
+            sys.exit(f"{tail}\ntraining_step: error: rank {number} of {side} exited with status {status}")
     return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in range(num_ranks)]
 
 
@@ -212,7 +211,7 @@ if __name__ == "__main__":
         option("--response", type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)"),
         option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
         option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
-        option("--saves", type=int, default=3, help="checkpoints, of which the median counts (%(default)s)"),
+        option("--saves", type=int, default=3, help="checkpoints; the result is the median (%(default)s)"),
         *(
             option(f"--{other}-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help=MICROBATCH)
             for other in ("transformers", "trl")

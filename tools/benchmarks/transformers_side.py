@@ -1,7 +1,7 @@
-"""The same updates in plain transformers and torch, which training_step.py starts.
+"""The same updates in plain transformers and torch, started by training_step.py.
 
-Prompts are padded on the left and responses on the right, to the longest of each microbatch, and logits are computed
-for the response only (`logits_to_keep`), as TRL's trainer does. AdamW is torch's fused one, attention SDPA.
+Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and
+computes logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def update(model, optimizer: torch.optim.Optimizer, microbatches: Sequence[Seque
 
 
 def loss(model, members: Sequence[Ids], sign: float, num_rows: int) -> torch.Tensor:
-    """The clipped objective at its first update, where the old policy is the current one."""
+    """Return the clipped objective at the first update, where the old policy equals the current one."""
     before = max(len(prompt) for prompt, _ in members)
     after = max(len(response) for _, response in members)
     tokens = torch.zeros(len(members), before + after, dtype=torch.long)

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds a virtual environment with exactly the packages of a lock file, and megarl itself in development mode.
-# Usage: build.sh PYTHON VENV LOCK. Nothing is left behind when it fails.
+# Builds a virtual environment with exactly the packages of a lock file, and an editable install of megarl.
+# Usage: build.sh PYTHON VENV LOCK. On failure, the environment is removed.
 set -euo pipefail
 
 python=$1 venv=$2 lock=$3
 pytorch=https://download.pytorch.org/whl/cpu
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-    echo "error: $python is not Python 3.11, for which $lock was made; name one: make PYTHON=/path/to/python3.11" >&2
+    echo "error: $python is not Python 3.11, which $lock requires. Fix: make PYTHON=/path/to/python3.11" >&2
     exit 1
 fi
 
-# Bytecode is compiled by all cores below; pip would do it one file after the other.
+# Bytecode is compiled below on all cores; pip would compile files one by one.
 install() {
     "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps "$@"
 }
@@ -19,14 +19,14 @@ install() {
 trap 'rm -rf "$venv"' EXIT
 rm -rf "$venv"
 "$python" -m venv "$venv"
-# PyPI has no CPU build of torch, so it comes first and by itself: from the indexes that pip is configured with, or else
-# from PyTorch's own. The rest of the lock file then finds it installed.
+# PyPI has no CPU build of torch. Install it first and separately, from pip's configured indexes or else from PyTorch's.
+# The rest of the lock file then finds it installed.
 torch=$(grep '^torch==' "$lock")
 if ! install "$torch" 2>/dev/null; then
-    echo "pip's indexes do not give $torch; trying $pytorch"
-    if ! said=$(install --index-url "$pytorch" "$torch" 2>&1); then
-        echo "error: neither pip's indexes nor $pytorch give $torch (${said##*$'\n'});" \
-            "set PIP_EXTRA_INDEX_URL to an index that has it" >&2
+    echo "pip's indexes do not have $torch; trying $pytorch"
+    if ! output=$(install --index-url "$pytorch" "$torch" 2>&1); then
+        echo "error: neither pip's indexes nor $pytorch have $torch (${output##*$'\n'})." \
+            "Fix: set PIP_EXTRA_INDEX_URL to an index that has it" >&2
         exit 1
     fi
 fi

@@ -1,8 +1,7 @@
-"""Resolves the packages of launch/container with pip's resolver, as on Linux with Python 3.12, and compares them with
-its lock file. Nothing is installed or built. pip is a newer one than a Python may bring, which asks for the metadata of
-wheels and not for the wheels.
+"""Resolve the packages of launch/container with pip's resolver, as for Linux with Python 3.12, and compare them with
+its lock file. Nothing is installed or built. A recent pip is used, because it downloads only the metadata of wheels.
 
-    python tools/environment/resolve.py          says what differs, and then exits with status 1
+    python tools/environment/resolve.py          prints differences, and exits with status 1 if there are any
     python tools/environment/resolve.py --write  resolves without the lock file, and writes it
 """
 
@@ -25,7 +24,7 @@ CONTAINER = ROOT / "launch" / "container"
 REQUIREMENTS, LOCK = CONTAINER / "requirements.txt", CONTAINER / "gpu-py312.lock"
 PIP = "pip==26.3"
 GLIBC = 39
-"""The minor version of the C library of Ubuntu 24.04, which is 2.39."""
+"""Minor version of the C library of Ubuntu 24.04, 2.39."""
 
 PYTHON_312 = """
 import sys
@@ -36,12 +35,12 @@ here = markers.default_environment()
 markers.default_environment = lambda: here | {"python_version": "3.12", "python_full_version": "3.12.3"}
 sys.exit(main())
 """
-"""pip takes the wheels of another Python, but reads markers as for the one that it runs on."""
+"""pip can select wheels for another Python version, but evaluates markers for the one that it runs on."""
 
 
 def requirements_of_megarl() -> list[str]:
-    """Returns what pyproject.toml asks for on GPUs. Of Transformer Engine without its part for torch, which has no
-    wheel: what that one asks for is in requirements.txt."""
+    """Return pyproject.toml's requirements for GPUs, without Transformer Engine's torch extension, which has no wheel.
+    The extension's own requirements are in requirements.txt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     found = [Requirement(line) for line in [*project["dependencies"], *extras["run"], *extras["gguf"], *extras["gpu"]]]
@@ -49,7 +48,7 @@ def requirements_of_megarl() -> list[str]:
 
 
 def resolve(constraints: list[str], folder: Path) -> dict[str, str]:
-    """Returns the version of each package, by its canonical name."""
+    """Return the version of each package by canonical name."""
     target, report = folder / "pip", folder / "report.json"
     quiet = ["--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", target, PIP], check=True)
@@ -79,13 +78,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = resolve([] if writes else [f"--constraint={LOCK}"], Path(folder))
     if writes:
-        head = f"# What {PIP} resolves for launch/container/requirements.txt: see tools/environment/resolve.py.\n"
+        head = f"# Resolved by {PIP} from launch/container/requirements.txt, see tools/environment/resolve.py.\n"
         LOCK.write_text(head + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())))
     lock = read_lock()
     for name in sorted(found.keys() - lock.keys()):
         print(f"{LOCK}: {name}=={found[name]} is missing")
     for name in sorted(lock.keys() - found.keys()):
-        print(f"{LOCK}: nothing asks for {name}=={lock[name]}")
+        print(f"{LOCK}: {name}=={lock[name]} is not required")
     print(f"{LOCK.name}: {len(found)} packages resolved, {len(lock)} locked")
     return int(found != lock)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Debian's packages for commands that are missing here: system.sh COMMAND:PACKAGE …
+# Installs Debian packages for missing commands: system.sh COMMAND:PACKAGE …
 set -euo pipefail
 missing=()
 for pair in "$@"; do
@@ -7,7 +7,7 @@ for pair in "$@"; do
 done
 if ((${#missing[@]} == 0)); then exit 0; fi
 if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
-  echo "these are missing: ${missing[*]}; install them, or run this as root on Debian" >&2
+  echo "error: missing packages: ${missing[*]}. Fix: install them, or run this as root on Debian" >&2
   exit 1
 fi
 apt-get update --quiet=2

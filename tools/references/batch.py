@@ -1,4 +1,4 @@
-"""The batch that every library computes its numbers of: ragged samples with tool tokens among them."""
+"""The input batch of all libraries: ragged samples, some with tool tokens."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import torch
 
 PROMPTS = ["a", "a", "a", "b", "c", "c", "c"]
-"""The prompt of each sample: one group has a single sample."""
+"""The prompt of each sample. One prompt has a single sample."""
 
 LENGTHS = [7, 4, 1, 5, 6, 4, 3]
 REWARDS = [1.0, 0.0, 0.25, 0.75, 1.0, -0.5, 0.3]
 ADVANTAGES = [0.9, -0.7, 0.4, -1.1, 0.6, -0.3, 0.8]
 GREEDY = [0.5, 0.5, 0.5, 0.25, -0.1, -0.1, -0.1]
-"""The reward of the greedy response to each sample's prompt."""
+"""Reward of the greedy response to each sample's prompt."""
 
 UNTRAINED = [(0, 2), (0, 3), (1, 0), (3, 4), (4, 1), (4, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
-"""(sample, token): holes, a beginning, an end, and a sample without a trained token."""
+"""(sample, token) pairs not trained on: inside, at the start and at the end of samples, and one whole sample."""
 
 FAR = {(0, 0): 1.9, (1, 2): 1.4, (3, 1): 1.7, (4, 5): -1.5}
-"""(sample, token): log-ratios beyond every bound of the objectives."""
+"""(sample, token) pairs with log-ratios beyond all bounds of the objectives."""
 
 SEED = 0
 
 
 def make() -> dict[str, Any]:
-    """Lists of one number per sample, and per token of each sample."""
+    """Return the batch as lists with one number per sample, or per token of each sample."""
     random = torch.Generator().manual_seed(SEED)
 
     def draw(scale: float) -> list[list[float]]:
@@ -37,7 +37,7 @@ def make() -> dict[str, Any]:
         return [[round(a + sign * b, 4) for a, b in own] for own in pairs]
 
     def beside(first: list[list[float]], second: list[list[float]], sign: int = 1) -> list[list[float]]:
-        """Log-probs of another policy."""
+        """Return log-probs of another policy."""
         return [[min(value, -0.02) for value in own] for own in add(first, second, sign)]
 
     now = [[round(-0.05 - abs(value), 4) for value in own] for own in draw(1.5)]
@@ -64,13 +64,13 @@ def make() -> dict[str, Any]:
 
 
 def padded(rows: list[list[float]]) -> torch.Tensor:
-    """float64 [samples, longest], 0 after a sample's end."""
+    """Return rows padded with 0, as float64 [samples, longest]."""
     of_rows = [torch.tensor(own, dtype=torch.float64) for own in rows]
     return torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True)
 
 
 def at_last_trained_token(rewards: list[float], mask: torch.Tensor) -> torch.Tensor:
-    """Each sample's reward where the libraries want it: float64 as the mask [samples, longest]."""
+    """Place each sample's reward on its last trained token, as the libraries expect: float64 [samples, longest]."""
     placed = torch.zeros_like(mask)
     for sample, (reward, own) in enumerate(zip(rewards, mask, strict=True)):
         placed[sample, own.nonzero()[-1:, 0]] = reward

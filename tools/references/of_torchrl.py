@@ -1,5 +1,5 @@
-"""TorchRL's generalised advantages and discounted returns. It knows no tokens that are not trained on: they are left
-out, and each sample is a trajectory that ends."""
+"""TorchRL's generalized advantages and discounted returns. TorchRL has no mask for tokens not trained on, so they are
+left out, and each sample is a terminated trajectory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def numbers(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(batch: dict[str, Any], name: str, sample: int) -> torch.Tensor:
-    """float64 [trained tokens, 1]."""
+    """Return a sample's values on trained tokens, as float64 [trained tokens, 1]."""
     own = zip(batch[name][sample], batch["mask"][sample], strict=True)
     return torch.tensor([value for value, trained in own if trained], dtype=torch.float64)[:, None]

@@ -1,7 +1,6 @@
-"""TRL's objectives, their aggregations, and its losses of pairs: the code of its trainers, on log-probs that are given.
+"""TRL's objectives, aggregations and pairwise losses, computed by its trainers' code on given log-probs.
 
-A trainer computes log-probs with its model and counts tokens with its accelerator; here both are stand-ins, and what
-is called is the method that every one of its steps calls.
+The trainers' model and accelerator are stubs, and the functions call the method that computes the loss in every step.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def policy_losses(batch: dict[str, Any]) -> Numbers:
 
 
 def _trainer(now: torch.Tensor, settings: dict[str, Any]) -> SimpleNamespace:
-    """Returns as much of a trainer whose model gives these log-probs as GRPOTrainer's loss reads."""
+    """Return a stub with the attributes that GRPOTrainer's loss reads. Its model returns the given log-probs."""
     args = dict(delta=settings.get("delta"), use_bias_correction_kl=False, steps_per_generation=1)
     temperatures = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
     defaults = dict(beta=0.0, epsilon_low=0.0, epsilon_high=0.0, importance_sampling_level="token", loss_type="")
@@ -78,8 +77,7 @@ def _trainer(now: torch.Tensor, settings: dict[str, Any]) -> SimpleNamespace:
 
 
 def pair_losses(batch: dict[str, Any]) -> Numbers:
-    """Returns the losses of two pairs: of the first two samples, and of the fifth and the seventh, the better one
-    first."""
+    """Return the losses of two pairs, the better sample first: samples 1 and 2, and samples 5 and 7."""
     better, worse = [0, 4], [1, 6]
     rows = better + worse
     mask = padded(batch["mask"])[rows]
@@ -89,7 +87,7 @@ def pair_losses(batch: dict[str, Any]) -> Numbers:
         "dpo": dict(loss_types=["sigmoid"]),
         "dpo_by_length": dict(loss_types=["sigmoid_norm"]),
         "ipo_by_length": dict(loss_types=["ipo"]),
-        "conservative_dpo": dict(loss_types=["aot"], label_smoothing=0.1),  # of one pair, it sorts nothing
+        "conservative_dpo": dict(loss_types=["aot"], label_smoothing=0.1),  # sorting has no effect on a single pair
     }
     for name, settings in cases.items():
         pairs = [[0, 2], [1, 3]] if name == "conservative_dpo" else [[0, 1, 2, 3]]
@@ -99,7 +97,7 @@ def pair_losses(batch: dict[str, Any]) -> Numbers:
 
 
 def _dpo(batch: dict[str, Any], rows: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> float:
-    """The completion is the whole sequence but for its first token, which nobody predicts."""
+    """Return DPO's loss. The completion is the whole sequence except its first token, which has no log-prob."""
     first = mask.new_zeros(len(mask), 1)
     whole = torch.cat((first, mask), 1)
     outputs = SimpleNamespace(
@@ -131,7 +129,7 @@ def _reward_model(scores: torch.Tensor) -> float:
 
 
 def _bookkeeping() -> dict[str, Any]:
-    """Returns a trainer's account of one process, in training."""
+    """Return the metrics attributes of a trainer with one process, in training mode."""
     model = torch.nn.Linear(1, 1)
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
@@ -152,7 +150,7 @@ def _bookkeeping() -> dict[str, Any]:
 
 
 def logit_numbers() -> Numbers:
-    """Logits (i·j mod 11) / 3 of token j at place i; the target is token i."""
+    """Return numbers of the logits (i·j mod 11) / 3 for token j at position i. The target at position i is token i."""
     logits = torch.tensor([[(i * j % 11) / 3 for j in range(13)] for i in range(5)], dtype=torch.float64)
     targets = torch.arange(5)
     return {

@@ -16,7 +16,7 @@ from verl.workers.config.actor import PolicyLossConfig
 
 GAMMA, LAMBDA = 0.9, 0.8
 DIVERGENCES = [0.05, 0.3, 0.105, 0.1]
-"""The divergences of four steps of an adaptive coefficient, around its target."""
+"""KL divergences of four steps of an adaptive coefficient, around its target."""
 
 Numbers = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ def numbers(batch: dict[str, Any]) -> Numbers:
 
 
 def advantages(batch: dict[str, Any]) -> Numbers:
-    """Returns the advantages of trained tokens, one after the other."""
+    """Return the advantages of all trained tokens, concatenated."""
     trained = padded(batch["mask"]).bool()
     found = _of_groups(batch) | _of_tokens(batch)
     return {f"advantage/{name}": of_each[trained].tolist() for name, of_each in found.items()} | _pass_at_k(batch)
@@ -36,7 +36,7 @@ def advantages(batch: dict[str, Any]) -> Numbers:
 def _of_groups(batch: dict[str, Any]) -> Tensors:
     groups = dict(response_mask=padded(batch["mask"]), index=np.array(batch["prompts"]))
     whole = _whole(batch["rewards"], groups["response_mask"])
-    # GPG's factor counts rewards that are not 0, and its groups of one are compared with 0.
+    # GPG's factor counts nonzero rewards, and its groups of one have a baseline of 0.
     of_gpg = whole + _whole([0.0 if prompt == "b" else 1.0 for prompt in batch["prompts"]], whole)
     of_gpg[batch["prompts"].index("b")] = 0
     plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
@@ -67,7 +67,7 @@ def _of_tokens(batch: dict[str, Any]) -> Tensors:
 
 
 def _pass_at_k(batch: dict[str, Any]) -> Numbers:
-    """Returns the advantages in groups of more than one sample, not divided by their deviation."""
+    """Return the advantages in groups with several samples, not divided by the standard deviation."""
     rows = [i for i, prompt in enumerate(batch["prompts"]) if batch["prompts"].count(prompt) > 1]
     mask = padded(batch["mask"])
     groups = dict(response_mask=mask[rows], index=np.array(batch["prompts"])[rows])
@@ -78,7 +78,7 @@ def _pass_at_k(batch: dict[str, Any]) -> Numbers:
 
 
 def _whole(rewards: list[float], mask: torch.Tensor) -> torch.Tensor:
-    """verl knows a sample's reward as the sum over its tokens, whether they are trained on or not."""
+    """Return token rewards whose sum over all tokens of a sample is its reward, as in verl."""
     placed = torch.zeros_like(mask)
     placed[:, 0] = torch.tensor(rewards, dtype=mask.dtype)
     return placed
@@ -103,7 +103,7 @@ def _kl_rewards(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _coefficients() -> list[float]:
-    """Returns the coefficients after each step of 256 samples."""
+    """Return the coefficients after each step of 256 samples."""
     controller = core_algos.AdaptiveKLController(init_kl_coef=0.3, target_kl=0.1, horizon=1000)
     found = []
     for divergence in DIVERGENCES:
@@ -132,7 +132,7 @@ def losses(batch: dict[str, Any]) -> Numbers:
 
     def policy_loss(name: str, settings: dict[str, Any], how: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
-        # As in a run, where samples without a trained token count: else they would not.
+        # As in a run, count samples without a trained token.
         config.global_batch_info["global_batch_size"] = len(mask)
         loss = core_algos.get_policy_loss_fn(name)
         return lambda now: loss(old, now, advantage, mask, **how, config=config)[0]
@@ -150,7 +150,7 @@ def _policy(**settings: float) -> PolicyLossConfig:
 
 
 def aggregations(batch: dict[str, Any]) -> Numbers:
-    """Returns each aggregation of −now, over all samples, those without a trained token too."""
+    """Return each aggregation of −now over all samples, including those without a trained token."""
     mask, loss = padded(batch["mask"]), -padded(batch["now"])
     modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
     return {
@@ -162,7 +162,7 @@ def aggregations(batch: dict[str, Any]) -> Numbers:
 
 
 def corrections(batch: dict[str, Any]) -> Numbers:
-    """Returns the weights and masks of trained tokens, one after the other."""
+    """Return the weights and masks of all trained tokens, concatenated."""
     mask = padded(batch["mask"])
     log_ratio = padded(batch["old"]) - padded(batch["rollout_logprobs"])
     weights = {
@@ -180,7 +180,7 @@ def corrections(batch: dict[str, Any]) -> Numbers:
 def value_and_gradient(
     batch: dict[str, Any], loss: Callable[[torch.Tensor], torch.Tensor], of: str = "now"
 ) -> dict[str, Any]:
-    """The gradient is that of each trained token, one after the other."""
+    """Return the value, and the gradient of all trained tokens, concatenated."""
     now = padded(batch[of]).requires_grad_()
     value = loss(now)
     [gradient] = torch.autograd.grad(value, now)

@@ -1,9 +1,9 @@
-"""Records what public libraries compute of a small batch, as data that the unit tests compare megarl with.
+"""Record the results of public libraries on a small batch, as reference data for the unit tests.
 
 pip install --no-deps --target FOLDER -r tools/references/requirements.txt
 PYTHONPATH=FOLDER .venv/bin/python tools/references/record.py
 
-Writes tests/published_numbers/: batch.json, and a file for each library with its name and version.
+This writes batch.json and a file per library, with its name and version, to tests/published_numbers/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """A line for each entry of an object, so that a change is seen where it is."""
+    """Write a JSON object with one line per entry, to keep diffs small."""
     lines = [f"{json.dumps(key)}: {_shown(value)}" for key, value in content.items()]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -43,7 +43,7 @@ def _shown(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Rounds numbers to 12 digits: less than the tests see, and no noise of the last bits."""
+    """Round numbers to 12 digits, which removes noise in the last bits but is finer than the tests' tolerances."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, list):

@@ -34,14 +34,14 @@ Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The rollouts of a group that were aborted. num_tokens: the tokens sampled until then."""
+    """The aborted rollouts of a group. num_tokens: number of tokens sampled before the abort."""
 
     num_tokens: int
 
 
 @dataclass(slots=True)
 class _Generating:
-    """A call of `generate`. num_tokens: tokens of the samples that it has passed to the listener."""
+    """A running call of `generate`. num_tokens: number of tokens in its finished samples."""
 
     requests: Sequence[SamplingRequest]
     samples: asyncio.Future[list[Sample]]
@@ -49,8 +49,8 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Because a method is async, Ray runs all calls in one event loop: others run while `generate` waits
-    for its samples."""
+    """One engine. Because it has async methods, Ray runs all calls in one event loop: other calls run while `generate`
+    waits for its samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
@@ -64,46 +64,46 @@ class EngineProcess(VllmActor):
         return engine
 
     def call(self, method: str, *arguments: Any) -> TimedResult:
-        with self._whole():
+        with self._end_if_rank_died():
             return super().call(method, *arguments)
 
     def take_work(self) -> tuple[float, int]:
-        """Return the seconds and the steps of sampling since the last call."""
+        """Return the seconds and the number of steps of sampling since the last call."""
         return self._worker.take_seconds(), self._worker.take_num_steps()
 
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
-        """Return each worker's parameters, and what packs them, if anything does."""
+        """Return each worker's parameters, and the names of kernels that repack them."""
         return self._worker.parameters(), self._worker.repacking()
 
     def connect(
         self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
     ) -> None:
-        """Connect the engine for the following refits. holders: those of every engine, by its name."""
+        """Connect the engine for the following refits. holders: the workers' holders, by engine name."""
         self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
     ) -> list[TimedResult | Sample | None]:
-        """Return the samples' infos, then the samples, each as a return value of its own: these outlive the process,
-        unlike objects that it puts into the store. The listener receives samples as they finish. An aborted call
-        returns Aborted in place of the infos."""
+        """Return the samples' metadata, then the samples, each as a separate return value: return values outlive the
+        process, unlike objects that it puts into the store. The listener receives samples as they finish. An aborted
+        call returns Aborted in place of the metadata."""
         begin = time.time()
 
-        def tell(samples: list[Sample]) -> None:
+        def report(samples: list[Sample]) -> None:
             call.num_tokens += sum(len(sample.response_ids) for sample in samples)
             if listener is not None:
                 listener.begin.remote(samples)
 
-        call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, tell)))
+        call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, report)))
         self._generating[requests[0].sample_id] = call
         try:
-            with self._whole():
+            with self._end_if_rank_died():
                 samples = await call.samples
         except asyncio.CancelledError:
             return [TimedResult(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
         finally:
             del self._generating[requests[0].sample_id]
-        segments.note(own_scratch())  # vLLM makes some only when it generates
+        segments.note(own_scratch())  # vLLM creates some segments only when it generates
         return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
@@ -114,13 +114,13 @@ class EngineProcess(VllmActor):
             call.samples.cancel()
 
     async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
-        """Begin turns of a process that runs rollouts, and return those that have finished, see EngineTurns."""
-        with self._whole():
+        """Start turns of a process that runs rollouts, and return finished turns, see EngineTurns."""
+        with self._end_if_rank_died():
             return await self._turns[maker].exchange(turns, abandoned)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """End this process if one of the engine's ranks has died, because the engine is then lost."""
+    def _end_if_rank_died(self) -> Iterator[None]:
+        """End this process on an error if one of the engine's ranks has died, because the engine is then lost."""
         try:
             yield
         except Exception:
@@ -131,7 +131,7 @@ class EngineProcess(VllmActor):
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EngineActor(EngineProcess):
-    """One engine on vLLM."""
+    """One rollout engine on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
         from megarl.rollout.vllm.engine import rollout_arguments

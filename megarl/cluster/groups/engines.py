@@ -1,4 +1,4 @@
-"""The rollout engines in the driver: all replicas, the assignment of prompts to them, and the recovery of lost ones."""
+"""The driver's handle of the rollout engines: all replicas, the assignment of prompts, and recovery of lost engines."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-SHOWN = 3
-"""Number of parameters or kernels that a message names when they prevent writing in place."""
+MAX_NAMED = 3
+"""Number of parameters or kernels that the message names if weights cannot be written in place."""
 
 SLOW = 1.5
-"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Less is noise."""
+"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
 
 MUCH_SLOWER = 2.0
-"""Slowdown relative to the fastest engine above which idle engines restart an engine's prompts: at twice the time, the
-idle engines finish the same work from scratch before it does."""
+"""Slowdown relative to the fastest engine above which idle engines restart an engine's prompts: at twice the time, idle
+engines finish the same work from scratch before the slow engine does."""
 
 RESTARTS = 3
-"""Maximum number of restarts of an engine: whatever ended it so often would end it again."""
+"""Maximum number of restarts per engine. After that many, the cause is probably permanent."""
 
 GENERATE = RemoteMethod("generate", timeout="rollout", phase="rollout")
-"""EngineActor.generate, which returns more than one value."""
+"""EngineActor.generate, which has several return values."""
 
 Generation = tuple[str, int]
-"""The name of an engine's process, and the number of processes of this name that were lost before."""
+"""An engine's process name, and the number of earlier processes with this name that were lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """A sample in the driver: its metadata, and a reference to its tokens."""
+    """The driver's handle of a sample: its metadata, and a reference to its tokens."""
 
     info: SampleInfo
     ref: ray.ObjectRef
@@ -71,32 +71,37 @@ class RemoteSample:
 
 
 Sampled = list[RemoteSample] | Aborted
-"""The samples of a group."""
+"""The result of a group: its samples, or Aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests assigned to engines. losses: for each engine, how many processes of its name were lost before."""
+    """Requests assigned to engines.
+
+    Attributes:
+        requests: number of requests per engine.
+        losses: per engine, the number of its processes lost before the assignment.
+    """
 
     requests: Mapping[str, int]
     losses: Mapping[str, int]
     group: EngineGroup
 
     def end(self) -> None:
-        """Subtract them from the engines' load."""
+        """Subtract the requests from the engines' load."""
         self.group.load.subtract(self.requests)
 
-    def still_there(self, lost: Collection[str]) -> list[str]:
-        """Return the lost engines that have not been replaced: another call may have noticed their loss before."""
+    def newly_lost(self, lost: Collection[str]) -> list[str]:
+        """Return the lost engines that no other call has reported before."""
         return [name for name in lost if self.group.losses[name] == self.losses[name]]
 
 
 class EngineGroup(VllmGroup):
-    """All replicas. The samples of one prompt go to the same engine, to share a prefix cache: to the one with the least
-    load. With rollout.max_staleness, slower engines receive fewer.
+    """All replicas. All samples of one prompt go to the engine with the least load, to share its prefix cache. With
+    rollout.max_staleness, slower engines receive fewer prompts.
 
-    When one of several engines is lost, the others do its work while it restarts, and it rejoins them at the next
-    refit. An engine that shares GPUs with trainers does not restart: while they train, there is no memory for it.
+    When one of several engines is lost, the others do its work while it restarts. It rejoins at the next refit. An
+    engine that shares GPUs with trainers does not restart, because there is no memory for it while they train.
     """
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
@@ -138,24 +143,24 @@ class EngineGroup(VllmGroup):
         super().__init__(session, config, model_folder, processes)
         self._sleeps = config.rollout.sleep
         self._pauses = config.pauses_rollouts
-        self._quantises, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
-        self._starts_again = not (config.is_colocated and device.on_cuda())
+        self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
+        self._restarts = not (config.is_colocated and device.on_cuda())
         self.losses: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
         """Number of pending requests of each engine."""
         self._weighs_speed = config.rollout.max_staleness > 0
-        """Whether slower engines receive fewer requests. A step that waits for all of its rollouts does without: its
+        """Whether slower engines receive fewer requests. Not if a step waits for all of its rollouts, because the
         assignment, and so the run, would not be reproducible."""
         self._latencies: dict[str, float] = {}
         """Seconds per token of each engine, averaged over the last steps."""
         self._places: dict[str, str] = {}
-        """The engines of groups that were submitted one by one, by the name of the first request."""
+        """Engines of individually submitted groups, by the name of the first request."""
         self._moving: set[str] = set()
-        """First requests of groups that another engine restarts, until their calls return."""
+        """First requests of groups that move to another engine, until their calls return."""
         self._aborted: set[str] = set()
         """First requests of aborted groups, until their calls return."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
-        """Restarting engines, each with the calls after which it is ready."""
+        """Restarting engines, each with the calls that it must complete to be ready."""
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
@@ -170,25 +175,27 @@ class EngineGroup(VllmGroup):
 
         self._make_holders, self._holders = hold, hold(None)
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
-        """The holder of a folder with all weights that the engines take."""
+        """The holder of all weights, in the form that the engines receive."""
         self.by_loader = False
-        """Whether the engines take weights through vLLM's loader, which does not keep them unchanged."""
+        """Whether the engines load weights through vLLM's loader, which may transform them."""
 
     def start(self) -> Pending[None]:
-        """Start the engines, check whether their parameters are those of the model's family, which a plan can write,
-        and put them to sleep."""
+        """Start the engines, check whether a plan can write their parameters in place, and put them to sleep."""
         described = self._start().then(lambda _: self._describe_parameters.on_first())
         return described.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
     def start_loaded(self, version: int) -> Pending[None]:
-        """Start engines that have loaded the model's own weights, as this version of them (load_format=auto): no refit
-        follows."""
+        """Start engines that load the model's own weights (load_format=auto) as this version, without a refit."""
         return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
-    def _check_parameters(self, found: tuple[Sequence[Parameters], Sequence[str]]) -> None:
+    def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
         """Switch to whole tensors if parameters differ from the model's family, except for padded experts, or if
-        kernels have repacked them. found: the first engine's parameters of each worker, and what repacks them."""
-        workers, repacking = found
+        kernels have repacked them.
+
+        Args:
+            described: the first engine's parameters per worker, and the names of kernels that repack them.
+        """
+        workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
             f"{holder.name}: {line}"
@@ -196,13 +203,13 @@ class EngineGroup(VllmGroup):
             for line in holder.shard.mismatched_params(parameters)
         ]
         if mismatched:
-            self._take_whole_tensors(f"{len(mismatched)} parameters are not those of the model's family", mismatched)
+            self._switch_to_loader(f"{len(mismatched)} parameters differ from the model's family", mismatched)
         elif repacking:
-            self._take_whole_tensors("kernels pack weights for themselves", repacking)
+            self._switch_to_loader("kernels repack weights", repacking)
 
     def pause(self) -> Pending[None]:
-        """Stop the engines between steps, if other processes compute on their devices before the requests in flight
-        have finished: see Engine.pause."""
+        """Pause the engines between steps if other processes need their devices while requests are in flight, see
+        Engine.pause."""
         return self._switch(self._pause, self._pauses)
 
     def resume(self) -> Pending[None]:
@@ -210,26 +217,26 @@ class EngineGroup(VllmGroup):
         return self._switch(self._resume, self._pauses)
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
-        """Free the devices' memory until the next refit, if rollout.sleep is set: see Engine.sleep. Weights that a
-        refit replaces as a whole need not be kept, but vLLM's own loader may leave some of them as they are."""
+        """Free the devices' memory until the next refit if rollout.sleep is set, see Engine.sleep. Weights need not be
+        kept if a refit replaces all of them, but vLLM's own loader may skip some."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
-        """Run a method by which engines give up or take back their devices, if it applies to this run."""
+        """Run a method that makes engines release or reclaim their devices, if it applies to this run."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _submit(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
-        """Submit calls of engines, some of which may be lost."""
+        """Submit calls to engines. Some of the engines may be lost (`may_fail`)."""
         pending = self._session.submit(calls, self.phase(method), method.timeout, may_fail=self.may_fail)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
-    def _take_whole_tensors(self, reason: str, places: Sequence[str]) -> None:
-        """Make every worker take the whole model, in the tensors of the checkpoint. places: the parameters or kernels
-        concerned."""
+    def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
+        """Make every worker receive the whole model, in the tensors of the checkpoint. names: the parameters or kernels
+        that cause this."""
         print(
-            "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because "
-            f"{reason}: {'; '.join(places[:SHOWN])}{'; …' if len(places) > SHOWN else ''}",
+            "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "
+            f"{reason}: {'; '.join(names[:MAX_NAMED])}{'; …' if len(names) > MAX_NAMED else ''}",
             flush=True,
         )
         self.by_loader = True
@@ -240,31 +247,35 @@ class EngineGroup(VllmGroup):
 
     @property
     def names(self) -> list[str]:
-        """The names of the live processes."""
+        """Names of the live processes."""
         return list(self._actors)
 
     @property
     def generations(self) -> list[Generation]:
-        """The live processes. A restarted one differs from the one before."""
+        """The live processes. A restarted process differs from its predecessor."""
         return [(name, self.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
-        """The holders of the weights in all workers of the live processes."""
+        """Holders of the weights in all workers of the live processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
-        """Return a trainer's holders as holders of the weights that these engines take."""
-        return quantised_sources(self._hf_config, holders) if self._quantises else holders
+        """Return a trainer's holders with the weights in the form that these engines receive."""
+        return quantised_sources(self._hf_config, holders) if self._quantizes else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
-        return quantised_destinations(self._hf_config, holders) if self._quantises else holders
+        return quantised_destinations(self._hf_config, holders) if self._quantizes else holders
 
-    def assign(self, sizes: Mapping[int, int], but: Collection[str] = ()) -> dict[str, list[int]]:
-        """Deals groups out to these processes, one by one to that which would be done with it first. sizes: the
-        requests of each, by its number. but: processes that get none as long as there are others."""
+    def assign(self, sizes: Mapping[int, int], excluded: Collection[str] = ()) -> dict[str, list[int]]:
+        """Assign groups to engines, one by one to the engine expected to finish the group first.
+
+        Args:
+            sizes: number of requests per group, by the group's number.
+            excluded: engines that receive groups only if there are no others.
+        """
         load, slowness = Counter(self.load), self._slowness()
-        assigned = {name: [] for name in [name for name in self._actors if name not in but] or self._actors}
+        assigned = {name: [] for name in [name for name in self._actors if name not in excluded] or self._actors}
         for number, size in sizes.items():
             name = min(assigned, key=lambda name: (load[name] + size) * slowness[name])
             load[name] += size
@@ -272,7 +283,7 @@ class EngineGroup(VllmGroup):
         return {name: numbers for name, numbers in assigned.items() if numbers}
 
     def _slowness(self) -> dict[str, float]:
-        """Returns how many times slower each engine is than the fastest: 1 where that is less than SLOW."""
+        """Return each engine's slowdown relative to the fastest one, as 1 if it is at most SLOW."""
         if not self._weighs_speed:
             return dict.fromkeys(self._actors, 1.0)
         fastest = min((self._latencies[name] for name in self._actors if name in self._latencies), default=1.0)
@@ -280,34 +291,37 @@ class EngineGroup(VllmGroup):
         return {name: factor if factor > SLOW else 1.0 for name, factor in times.items()}
 
     def add_load(self, requests: Mapping[str, int]) -> Load:
-        """Notes that engines have been given so many requests."""
+        """Add pending requests, by engine, to the engines' load."""
         self.load.update(requests)
         return Load(requests, {name: self.losses[name] for name in requests}, self)
 
     @property
     def may_fail(self) -> list[str]:
-        """The processes without which the run goes on."""
+        """Processes whose loss does not end the run."""
         return self.names if len(self._actors) > 1 else []
 
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
-        """Samples the requests of each prompt. The result has their samples, in the same shape and order. Requests to
-        an engine that is lost meanwhile go to the others. listener: an actor whose method `begin` gets each sample as
-        soon as there is one, or None."""
+        """Sample the requests of each prompt. The result has their samples in the same shape and order. If an engine is
+        lost meanwhile, its requests go to the others.
+
+        Args:
+            listener: an actor whose method `begin` receives each sample as soon as it is complete.
+        """
         return self._generate(groups, listener, {})
 
     def abort(self, groups: Collection[Sequence[str]]) -> None:
-        """Ends the sampling of groups that were submitted each by itself, by the names of their requests. Their
-        results are there soon: Aborted, or samples of what has ended before."""
+        """Abort individually submitted groups, given by the names of their requests. Their calls return soon, with
+        Aborted or, if they had already finished, with their samples."""
         names = {group[0] for group in groups}
         self._aborted |= names
         for actor in self._actors.values():
             actor.abort.remote(names)
 
     def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """Has idle engines begin anew what is under way on much slower ones: of groups that were submitted each by
-        itself and that somebody waits for, by the names of their requests."""
+        """Restart groups of much slower engines on idle engines. groups: individually submitted groups that a step
+        waits for, given by the names of their requests."""
         slowness = self._slowness()
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self._actors):
             return
@@ -318,8 +332,8 @@ class EngineGroup(VllmGroup):
                 moving[name].add(first)
         for name, firsts in moving.items():
             print(
-                f"rollout: {name} takes {slowness[name]:.1f} times the fastest engine's time for a token; idle engines "
-                f"begin {len(firsts)} of its prompts anew",
+                f"rollout: {name} takes {slowness[name]:.1f} times as long per token as the fastest engine; idle "
+                f"engines restart {len(firsts)} of its prompts",
                 flush=True,
             )
             self._moving |= firsts
@@ -330,14 +344,18 @@ class EngineGroup(VllmGroup):
         groups: Sequence[Sequence[SamplingRequest]],
         listener: ActorHandle | None,
         done: Mapping[int, Sampled],
-        but: Collection[str] = (),
+        excluded: Collection[str] = (),
     ) -> Pending[list[Sampled]]:
-        """Samples the groups that are not done. done: the samples of the others, by the group's place in groups. but:
-        engines from which groups are taken over."""
-        left = [i for i in range(len(groups)) if i not in done]
-        assigned = self.assign({i: len(groups[i]) for i in left}, but)
-        asked = {name: self._ask(name, [groups[i] for i in part], listener) for name, part in assigned.items()}
-        calls = {name: refs[0] for name, refs in asked.items()}
+        """Sample the groups that are not done.
+
+        Args:
+            done: results of the other groups, by their index in `groups`.
+            excluded: slow engines whose groups move to others.
+        """
+        remaining = [i for i in range(len(groups)) if i not in done]
+        assigned = self.assign({i: len(groups[i]) for i in remaining}, excluded)
+        sampling = {name: self._sample(name, [groups[i] for i in part], listener) for name, part in assigned.items()}
+        calls = {name: refs[0] for name, refs in sampling.items()}
         load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in assigned.items()})
         firsts = [group[0].sample_id for group in groups]
         if len(groups) == 1:
@@ -348,15 +366,15 @@ class EngineGroup(VllmGroup):
             samples, slow = dict(done), set[str]()
             for name, infos in answers.values.items():
                 if isinstance(infos, Aborted):
-                    taken_over = {i for i in assigned[name] if firsts[i] in self._moving - self._aborted}
-                    samples |= {i: infos for i in assigned[name] if i not in taken_over}
-                    slow |= {name} if taken_over else set()
+                    moving = {i for i in assigned[name] if firsts[i] in self._moving - self._aborted}
+                    samples |= {i: infos for i in assigned[name] if i not in moving}
+                    slow |= {name} if moving else set()
                     continue
-                found = map(RemoteSample, infos, asked[name][1:])
-                samples |= {i: [next(found) for _ in groups[i]] for i in assigned[name]}
-            self.drop(load.still_there(answers.lost), "rollout")
-            unwanted = {i for i, first in enumerate(firsts) if first in self._aborted}
-            samples |= {i: Aborted(0) for i in unwanted if i not in samples}  # of a lost engine
+                remote_samples = map(RemoteSample, infos, sampling[name][1:])
+                samples |= {i: [next(remote_samples) for _ in groups[i]] for i in assigned[name]}
+            self.drop(load.newly_lost(answers.lost), "rollout")
+            aborted = {i for i, first in enumerate(firsts) if first in self._aborted}
+            samples |= {i: Aborted(0) for i in aborted if i not in samples}  # their engine was lost
             self._aborted.difference_update(firsts)
             self._moving.difference_update(firsts)
             for first in firsts:
@@ -367,37 +385,41 @@ class EngineGroup(VllmGroup):
 
         return self._submit(GENERATE, calls).then(collect)
 
-    def _ask(
+    def _sample(
         self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
     ) -> list[ray.ObjectRef]:
-        """Returns references to the return values of EngineActor.generate."""
+        """Start EngineActor.generate on this engine. Return references to its return values."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
 
     def generate_on_each(
         self, requests_of: Callable[[str], Sequence[SamplingRequest]]
     ) -> Pending[dict[str, list[RemoteSample]]]:
-        """Samples requests on every engine. The result has the samples of those that are not lost meanwhile, by name.
-        requests_of: gives those of an engine, by its name."""
-        asked = {name: self._ask(name, [requests_of(name)], None) for name in self.names}
-        calls = {name: refs[0] for name, refs in asked.items()}
+        """Sample requests on every engine. The result has the samples of all engines that were not lost, by name.
+
+        Args:
+            requests_of: returns an engine's requests, given its name.
+        """
+        sampling = {name: self._sample(name, [requests_of(name)], None) for name in self.names}
+        calls = {name: refs[0] for name, refs in sampling.items()}
 
         def collect(answers: Answers) -> dict[str, list[RemoteSample]]:
             self.drop(answers.lost, "rollout")
-            return {name: list(map(RemoteSample, infos, asked[name][1:])) for name, infos in answers.values.items()}
+            return {name: list(map(RemoteSample, infos, sampling[name][1:])) for name, infos in answers.values.items()}
 
         return self._submit(GENERATE, calls).then(collect)
 
     def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
-        """Return what every engine computes with, see Engine.facts; by name."""
+        """Return every engine's EngineInfo, by name, see Engine.facts."""
         return self._run_on_each(self._facts, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare every engine's weights with checksums, see Engine.differing; by name."""
+        """Compare every engine's weights with checksums. The result has the differing regions, by engine name, see
+        Engine.differing."""
         return self._run_on_each(self._differing, share(expected))
 
     def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
-        """Run a method on every engine. The result has the return values of those that are not lost, by name."""
+        """Run a method on every engine. The result has the return values of all engines that were not lost, by name."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:
             self.drop(answers.lost, "refit")
@@ -419,14 +441,13 @@ class EngineGroup(VllmGroup):
         return self._submit(call.method, calls).then(take)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
-        """Set the plan of the following refits. The result is whether all engines have it; those that do not are
-        lost."""
-        asked = self.names
+        """Set the plan of the following refits. The result is whether no engine was lost."""
+        names = self.names
         connected = self._run_on_each(self._connect, share(plan), share(channel), share(self._holders), self.by_loader)
-        return connected.then(lambda values: len(values) == len(asked))
+        return connected.then(lambda values: len(values) == len(names))
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
-        """Start the refit in every engine, see Engine.refit. Return the calls, which end with those that send."""
+        """Start the refit in every engine, see Engine.refit. Return the calls, by engine name."""
         return self._refit.start(version, share(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
@@ -437,20 +458,20 @@ class EngineGroup(VllmGroup):
             del self._actors[name]
             self._latencies.pop(name, None)
             self.losses[name] += 1
-            starts_again = self._starts_again and self.losses[name] <= RESTARTS
+            restarts = self._restarts and self.losses[name] <= RESTARTS
             print(
-                f"{phase}: {name} died{', and is started again' if starts_again else ''}; {self._goes_on()}; see "
+                f"{phase}: {name} died{', restarting it' if restarts else ''}; {self._describe_remaining()}; see "
                 f"{self._session.logs / name}.log",
                 flush=True,
             )
-            if starts_again:
-                self._start_again(name)
+            if restarts:
+                self._restart(name)
         if not self._actors:
             raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
         if lost:
             self._watch()
 
-    def _start_again(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         actor = self._launch(self._processes[name])
         calls = [self._start.on(actor)]
         if self._sleeps:
@@ -458,28 +479,28 @@ class EngineGroup(VllmGroup):
         self._starting[name] = actor, calls
 
     def rejoin_restarted(self) -> None:
-        """Add the restarted engines to the others, before a refit: they have no weights yet."""
+        """Add engines that have restarted to the live ones. Call before a refit: they have no weights yet."""
         for name, (actor, calls) in list(self._starting.items()):
-            ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-            if len(ended) < len(calls):
+            finished, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+            if len(finished) < len(calls):
                 continue
             del self._starting[name]
             errors = [error for call in calls if (error := outcome(call)[1]) is not None]
             if errors:
                 first, logs = {name: errors[0]}, self._session.logs
                 write_stacks(first, logs)
-                print(f"{cause(first, 'start of a lost engine', logs)}; {self._goes_on()}", flush=True)
+                print(f"{cause(first, 'restart of a lost engine', logs)}; {self._describe_remaining()}", flush=True)
                 continue
             actors = self._actors | {name: actor}
             self._actors = {process: actors[process] for process in self._processes if process in actors}
-            print(f"refit: {name} is back; {self._goes_on()}", flush=True)
+            print(f"refit: {name} rejoined; {self._describe_remaining()}", flush=True)
             self._watch()
 
-    def _goes_on(self) -> str:
-        return f"the run goes on with {len(self._actors)} of {len(self._processes)} engines"
+    def _describe_remaining(self) -> str:
+        return f"continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """Watch the last engine, whose loss ends every wait. The loss of another is noticed at its next call."""
+        """Watch the last engine, so that its loss ends every wait. With several, a loss is noticed at the next call."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)

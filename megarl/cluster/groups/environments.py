@@ -1,4 +1,4 @@
-"""The processes that run rollouts in environments: one beside each engine."""
+"""The processes that run rollouts in environments, one beside each engine."""
 
 from __future__ import annotations
 
@@ -34,49 +34,53 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 Complete = Callable[[TurnRequest], Awaitable[Completion]]
-"""An engine: returns the tokens of a turn."""
+"""Samples the tokens of a turn on an engine."""
 
 
 class EnvironmentWorker:
-    """Runs many rollouts concurrently in one event loop. Environments run in separate processes: those of training for
-    the whole run, those of an evaluation set during its evaluation only, so that an evaluation always starts from the
-    same state and leaves the state of training's environments alone."""
+    """Runs many rollouts concurrently in one event loop. Environments run in separate processes. Training's processes
+    last for the whole run; those of an evaluation set last for one evaluation, so every evaluation starts from the same
+    state and does not touch the state of training's environments."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
         """
         Args:
-            num_processes: number of processes with environments.
-            address: address of this machine, at which agents reach the policy.
+            num_processes: number of environment processes.
+            address: address of this machine at which agents reach the policy.
         """
         self._config, self._tokenizer = config, tokenizer
         self._num_processes, self._address = num_processes, address
         self._training: RolloutRunner | None = None
 
     async def start(self) -> None:
-        """Start the environments of training, if it has any."""
+        """Start the environments of training, if there are any."""
         if self._config.has_environment:
             self._training = await self._start_runner(self._config)
 
     async def close(self) -> None:
-        """End the environments of training. Otherwise they end with this process."""
+        """Stop the environments of training. Otherwise they stop with this process."""
         if self._training is not None:
             await self._training.close()
 
     async def train(
-        self, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
+        self, requests: Sequence[SamplingRequest], complete: Complete, on_finished: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Run rollouts, and call `made` on the samples of each as soon as it is over. Return the results of `made`."""
+        """Run rollouts, and call `on_finished` on the samples of each as soon as it finishes. Return its results."""
         assert self._training is not None, "the run has an environment"
-        return await _play_all(self._training, requests, complete, made, len(requests))
+        return await _run_all(self._training, requests, complete, on_finished, len(requests))
 
     async def evaluate(
-        self, of_set: Config, requests: Sequence[SamplingRequest], complete: Complete, made: Callable[[list[Sample]], T]
+        self,
+        set_config: Config,
+        requests: Sequence[SamplingRequest],
+        complete: Complete,
+        on_finished: Callable[[list[Sample]], T],
     ) -> list[T]:
-        """Do the same for an evaluation set, whose recipe is of_set, with at most as many concurrent rollouts as a step
-        of training has, for which the machine has room."""
-        runner = await self._start_runner(of_set)
+        """Do the same for an evaluation set with this config. At most as many rollouts run concurrently as in a step of
+        training, for which the machine has enough memory."""
+        runner = await self._start_runner(set_config)
         try:
-            return await _play_all(runner, requests, complete, made, _at_once(self._config))
+            return await _run_all(runner, requests, complete, on_finished, _rollouts_per_engine(self._config))
         finally:
             await runner.close()
 
@@ -87,41 +91,41 @@ class EnvironmentWorker:
         return runner
 
 
-async def _play_all(
+async def _run_all(
     runner: RolloutRunner,
     requests: Sequence[SamplingRequest],
     complete: Complete,
-    made: Callable[[list[Sample]], T],
-    at_once: int,
+    on_finished: Callable[[list[Sample]], T],
+    max_concurrent: int,
 ) -> list[T]:
-    under_way = asyncio.Semaphore(max(1, at_once))
+    slots = asyncio.Semaphore(max(1, max_concurrent))
 
-    async def play(request: SamplingRequest) -> T:
+    async def run(request: SamplingRequest) -> T:
         async def sample(
             token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
         ) -> Completion:
             return await complete(request.turn(token_ids, max_new_tokens, seed, stop))
 
         rollout = RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed)
-        async with under_way:
-            return made(await runner.run(rollout, sample))
+        async with slots:
+            return on_finished(await runner.run(rollout, sample))
 
-    tasks = [asyncio.create_task(play(request)) for request in requests]
+    tasks = [asyncio.create_task(run(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # the others, if one has raised
+        for task in tasks:  # if one has raised
             task.cancel()
 
 
-def _at_once(config: Config) -> int:
-    """Return the number of rollouts of a step of training per engine."""
+def _rollouts_per_engine(config: Config) -> int:
+    """Return the number of rollouts per engine in a step of training."""
     return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EnvironmentActor(AsyncProcessActor):
-    """A process that runs rollouts. Its worker is an EnvironmentWorker."""
+    """A process that runs rollouts with an EnvironmentWorker."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
@@ -136,24 +140,24 @@ class EnvironmentActor(AsyncProcessActor):
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
     ) -> list[list[RemoteSample]] | None:
         """Run rollouts on this engine. Return the samples of each, or None if the engine was lost. The listener
-        receives them as they finish."""
+        receives the samples of rollouts as they finish."""
 
-        def made(samples: list[Sample]) -> list[RemoteSample]:
+        def on_finished(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
             return _put(samples)
 
         turns = self._turns_in(engine)
-        return await _finish(self._worker.train(requests, turns.sample, made), turns)
+        return await _finish(self._worker.train(requests, turns.sample, on_finished), turns)
 
     async def evaluate(
-        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[RemoteSample]] | None:
-        """Run the rollouts of an evaluation set, whose recipe is of_set. The result is like that of `train`."""
+        """Run the rollouts of an evaluation set with this config. Return the same as `train`."""
         turns = self._turns_in(engine)
-        return await _finish(self._worker.evaluate(of_set, requests, turns.sample, _put), turns)
+        return await _finish(self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
-        """Return this process's turns in an engine. They outlive a call: an agent that has ended may leave some."""
+        """Return this process's turns on an engine. They outlive a call: an agent that has exited may leave some."""
         if engine not in self._turns:
             self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
         return self._turns[engine]
@@ -174,8 +178,8 @@ def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
 
 
 class EnvironmentGroup(WorkerGroup):
-    """The processes that run rollouts in environments, each on the engine of its number. The rollouts of one prompt go
-    to the same engine, like those of single responses, so that they share a prefix cache."""
+    """The processes that run rollouts in environments, each on the engine with the same index. All rollouts of a prompt
+    run on one engine, so that they share its prefix cache."""
 
     title = "EnvironmentActor"
 
@@ -202,7 +206,7 @@ class EnvironmentGroup(WorkerGroup):
 
     @remote(timeout="rollout", phase="rollout")
     def _evaluate(
-        self, requests: Sequence[SamplingRequest], engine: ActorHandle, of_set: Config
+        self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[RemoteSample]] | None: ...
 
     def start(self) -> Pending[list[None]]:
@@ -211,16 +215,19 @@ class EnvironmentGroup(WorkerGroup):
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of each prompt. The result has their samples by prompt, those of a rollout together.
-        Rollouts of an engine that is lost meanwhile start again on the others. listener: an actor whose method `begin`
-        receives the samples of each rollout as soon as it is over."""
+        """Run the rollouts of each prompt. The result has their samples by prompt, grouped by rollout. If an engine is
+        lost meanwhile, its rollouts restart on the others.
+
+        Args:
+            listener: an actor whose method `begin` receives the samples of each rollout as soon as it finishes.
+        """
         return self._generate(groups, self._train, listener, {})
 
     def evaluate(
-        self, groups: Sequence[Sequence[SamplingRequest]], of_set: Config
+        self, groups: Sequence[Sequence[SamplingRequest]], set_config: Config
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of an evaluation set, whose recipe is of_set, like `generate`."""
-        return self._generate(groups, self._evaluate, of_set, {})
+        """Run the rollouts of an evaluation set with this config, like `generate`."""
+        return self._generate(groups, self._evaluate, set_config, {})
 
     def _generate(
         self,
@@ -229,10 +236,10 @@ class EnvironmentGroup(WorkerGroup):
         argument: A,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of the prompts that are not done. argument: the call's last one."""
-        left = [i for i in range(len(groups)) if i not in done]
+        """Run the rollouts of the prompts that are not done. argument: the last argument of the call."""
+        remaining = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
-        by_engine = self._engines.assign({i: len(groups[i]) for i in left})
+        by_engine = self._engines.assign({i: len(groups[i]) for i in remaining})
         assigned = {name: by_engine[engine] for (engine, _), (name, _) in pairs if engine in by_engine}
         calls = {}
         for (_, engine), (name, actor) in pairs:
@@ -250,13 +257,13 @@ class EnvironmentGroup(WorkerGroup):
             for name, rollouts in values.items():
                 if rollouts is None:
                     continue
-                made = iter(rollouts)
+                finished = iter(rollouts)
                 for i in assigned[name]:
-                    done[i] = [sample for _ in groups[i] for sample in next(made)]
+                    done[i] = [sample for _ in groups[i] for sample in next(finished)]
             lost = [engine_of[name] for name, rollouts in values.items() if rollouts is None]
             if not lost:
                 return [done[i] for i in range(len(groups))]
-            self._engines.drop(load.still_there(lost), "rollout")
+            self._engines.drop(load.newly_lost(lost), "rollout")
             return self._generate(groups, call, argument, done)
 
         return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(collect)

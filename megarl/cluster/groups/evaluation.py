@@ -1,5 +1,5 @@
-"""Scoring of evaluation samples, by functions in separate processes: the functions that score training samples may keep
-state, which an evaluation must not change."""
+"""Scoring of evaluation samples. Their functions run in separate processes, because functions that score training
+samples may keep state that an evaluation must not change."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megarl.rewards.scorer import Scorer
 
 
 class SetScorer:
-    """The functions of one evaluation set, and the pool that runs only them."""
+    """The functions of one evaluation set, and the pool that runs them."""
 
     def __init__(self, config: Config, pool: FunctionPool):
-        """config: the recipe of the set."""
+        """config: the config of the set."""
         self._functions = function_names(config)
         self._single = [name for name in self._functions if name not in pool.batch_functions]
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
         self._pool = pool
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
-        """Score the samples, each by its whole rollout, and write them, decoded, into a JSONL file."""
+        """Score the samples, each by its whole rollout, and write them as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
         single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))
-        of_rollout: dict[str, dict[str, Result]] = {}
+        by_rollout: dict[str, dict[str, Result]] = {}
         for sample, *parts in zip(judged, single, batch, strict=True):
             results = {name: result for part in parts for name, result in part.items()}
-            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
-        scores = [self._scorer.score(sample, of_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
+            by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
+        scores = [self._scorer.score(sample, by_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
         await asyncio.to_thread(_write, file, version, samples, scores)
         return scores
 
@@ -47,12 +47,12 @@ class EvaluationScorer:
     def __init__(self, config: Config, num_processes: int):
         self._pools: dict[str, FunctionPool] = {}
         self._sets: dict[str, SetScorer] = {}
-        for given in config.evaluation.sets:
-            of_set = config_of_set(config, given)
-            entries = repr((of_set.rewards.functions, of_set.data.source_column))
+        for evaluation_set in config.evaluation.sets:
+            set_config = config_of_set(config, evaluation_set)
+            entries = repr((set_config.rewards.functions, set_config.data.source_column))
             if entries not in self._pools:
-                self._pools[entries] = function_pool(of_set, num_processes if of_set.rewards.functions else 1)
-            self._sets[given.name] = SetScorer(of_set, self._pools[entries])
+                self._pools[entries] = function_pool(set_config, num_processes if set_config.rewards.functions else 1)
+            self._sets[evaluation_set.name] = SetScorer(set_config, self._pools[entries])
 
     def __getitem__(self, name: str) -> SetScorer:
         return self._sets[name]
@@ -67,7 +67,7 @@ def function_names(config: Config) -> tuple[str, ...]:
 
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Write the file from scratch: a run that was killed here may have left one."""
+    """Write the file from scratch, because an attempt that was killed here may have left one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     append_rollouts(file, version, zip(samples, scores, strict=True))

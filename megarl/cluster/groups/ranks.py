@@ -1,4 +1,4 @@
-"""The ranks of a model in Megatron: one Ray actor each."""
+"""The Megatron ranks of a model, one Ray actor each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Started:
 
 
 class RankActor(ProcessActor):
-    """One rank. Its worker is the role's class of megarl.megatron.workers."""
+    """One rank. Its worker is the role's class in megarl.megatron.workers."""
 
     def __init__(self, config: Config, role: MegatronRole, model_folder: Path, process: Process, logs: Path):
         super().__init__(process, logs)
@@ -120,7 +120,8 @@ class RankGroup(WorkerGroup):
 
     @remote(timeout="start")
     def close(self) -> None:
-        """Leave the process group, on all ranks at once: a rank that leaves alone looks like a crash to its peers."""
+        """Leave the process group on all ranks at the same time. To its peers, a rank that leaves alone looks like a
+        crash."""
 
     def start(self) -> Pending[None]:
         """Open the rendezvous on rank 0, then build the model on all ranks."""
@@ -128,7 +129,7 @@ class RankGroup(WorkerGroup):
 
     def _start_ranks(self, host: str, port: int) -> Pending[None]:
         self.store_address = (host, port)
-        print(f"{self.role}: ranks meet at {host}:{port}", flush=True)
+        print(f"{self.role}: rendezvous of the ranks at {host}:{port}", flush=True)
         return self._start(host, port).then(self._note_started)
 
     def _note_started(self, started: Sequence[Started]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a reward model in Megatron."""
+"""The Megatron ranks of a reward model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RewardModelActor(RankActor):
     """One rank of a reward model."""
 
     def score_tokens(self, batch: LocalBatch) -> Scores:
-        """Score samples once, without keeping them."""
+        """Score samples without caching them for later passes."""
         self._batches.clear()
         return put_scores(self._worker.score_tokens(batch))
 
@@ -37,7 +37,7 @@ class RewardModelGroup(RankGroup):
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """Score each response token, float32 [R], or with a sequence classifier the sample, [1]."""
+        """Score each response token, float32 [R], or, with a sequence classifier, each sample, float32 [1]."""
         microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
         sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
         batches = [RankBatch.of(sample_refs, members) for members in microbatches]

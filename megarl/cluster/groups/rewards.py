@@ -1,4 +1,4 @@
-"""Rewards, computed in a separate process that reads the samples' text so that the driver need not."""
+"""The rewards, computed in a separate process so that the driver need not load the samples' text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class RewardActor(AsyncProcessActor):
-    """The process that scores samples. Its worker is a RewardWorker. Samples arrive while others are scored."""
+    """The process that scores samples with a RewardWorker. Samples may arrive while others are being scored."""
 
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
@@ -60,22 +60,22 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
-"""The row of a prompt, the weight version that its samples started with, and the samples."""
+"""The row of a prompt, the weight version with which its samples started, and the samples."""
 
 WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
 """The same with references to the samples' tokens."""
 
 
 class RewardWorker:
-    """Scores samples, whose text the driver never sees."""
+    """Scores samples by reward functions, a judge and a reward model, and writes rollouts to files."""
 
     def __init__(self, config: Config, models: ModelFolders, num_processes: int):
-        """num_processes: number of concurrent calls of the user's functions."""
+        """num_processes: number of processes that run the user's functions."""
         self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
-        """The readings of this step's samples, if the reward model does not read the sampled ids."""
+        """This step's samples in the reward model's tokens, unless it reads the sampled ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
-        """Samples whose judging has started."""
+        """Samples whose scoring by functions has started, by sample id."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -92,7 +92,7 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
-        """Start to judge a sample. An equal sample of the same name is judged once."""
+        """Start scoring a sample by functions. An equal sample with the same id is scored only once."""
         begun, task = self._begun.get(sample.id, (None, None))
         if task is None or begun != sample:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
@@ -100,18 +100,18 @@ class RewardWorker:
         return task
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Cancel the judging of the samples of dropped rollouts."""
+        """Cancel scoring of the samples of dropped rollouts."""
         for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
             _, task = self._begun.pop(name)
             task.cancel()
 
     def close(self) -> None:
-        """End the processes of the user's functions. Otherwise they end with this process."""
+        """Stop the processes of the user's functions. Otherwise they stop with this process."""
         self._pool.close()
         self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
-        """Return the samples in the reward model's own tokens, without those that it cannot read."""
+        """Return the samples in the reward model's own tokens, without samples that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [RemoteSample.put(sample) for sample in read]
@@ -125,7 +125,7 @@ class RewardWorker:
     async def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
-        """Score the samples and append them, decoded, to a JSONL file. Return their scores, and references to per-token
+        """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
         rewards if the reward model or a function returns them.
 
         Args:
@@ -135,16 +135,16 @@ class RewardWorker:
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
-        # Functions of batches need all samples.
+        # Batch functions need all samples.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
-        of_rollout: dict[str, dict[str, Result]] = {}
+        by_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
-            of_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
+            by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
             del self._begun[sample.id]
         scores = [
             self._scorer.score(
-                sample, of_rollout.get(sample.rollout_id, {}), model_rewards.get(sample.id), verdicts.get(sample.id)
+                sample, by_rollout.get(sample.rollout_id, {}), model_rewards.get(sample.id), verdicts.get(sample.id)
             )
             for sample in samples
         ]
@@ -158,14 +158,14 @@ class RewardWorker:
         return [score for score, _ in scores], _put(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
-        """Score samples of the evaluation set of this name, see SetScorer.score."""
+        """Score samples of the evaluation set with this name, see SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
     def save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord:
-        read = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+        fetched = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
         file.parent.mkdir()
-        file.write_bytes(pickle.dumps(read, protocol=pickle.HIGHEST_PROTOCOL))
+        file.write_bytes(pickle.dumps(fetched, protocol=pickle.HIGHEST_PROTOCOL))
         return seal(file, file.parent.parent)
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
@@ -175,7 +175,7 @@ class RewardWorker:
     write_advantages = staticmethod(write_advantages)
 
     def _token_texts(self, sample: Sample) -> list[str] | None:
-        """Return the texts of the sample's tokens if its line lists them."""
+        """Return the texts of the sample's tokens if its line in the file lists them."""
         if not has_token_details(sample.id, self._num_detailed_groups):
             return None
         return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
@@ -185,15 +185,16 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id; empty without a judge. samples: all samples of their prompts."""
+        """Return the judge's verdicts by sample id, or an empty dict without a judge. samples: all samples of their
+        prompts."""
         if self._rewards.judge is None:
             return {}
-        asked = judge.comparisons(samples, self._rewards.judge_order, self._seed)
+        comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)
         calls = [
             asyncio.wrap_future(self._pool.call(judge.NAME, *comparison.arguments, columns=comparison.columns))
-            for comparison in asked
+            for comparison in comparisons
         ]
-        return judge.verdicts(samples, zip(asked, await asyncio.gather(*calls), strict=True))
+        return judge.verdicts(samples, zip(comparisons, await asyncio.gather(*calls), strict=True))
 
     def _model_rewards(self, samples: Sequence[Sample], model_scores: Scores) -> dict[str, ModelReward]:
         if self._models.reward_model is None:
@@ -205,7 +206,7 @@ class RewardWorker:
         reading = self._readings.get(sample.id)
         if isinstance(reading, Unreadable):
             return ModelReward(None, failure=str(reading))
-        assert scores is not None, f"the reward model left out sample {sample.id}"
+        assert scores is not None, f"no score of the reward model for sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
@@ -216,7 +217,7 @@ def classifier_reward(config: Config, folder: Path, reader: Reader | None = None
 
 
 def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Put per-token rewards, by sample id, into Ray's object store: float32 [R] each."""
+    """Put per-token rewards, by sample id, into Ray's object store as float32 [R]."""
     if not by_token:
         return {}
     import torch
@@ -225,7 +226,7 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Return the reader of the samples' text; None if the reward model reads the sampled ids."""
+    """Return the reader that retokenizes samples for the reward model, or None if it reads the sampled ids."""
     settings = config.reward_model
     if settings.input_format == "ids":
         return None
@@ -292,7 +293,7 @@ class RewardGroup(WorkerGroup):
 
     @property
     def listener(self) -> ActorHandle:
-        """The actor that starts to score samples as soon as it receives them."""
+        """The actor that starts scoring samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 
@@ -304,8 +305,8 @@ class RewardGroup(WorkerGroup):
         return self._start(self._config, self._models)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Score the samples by the reward model, then by the functions. The result has their scores, and references to
-        per-token rewards, float32 [R], if the model or a function returns them."""
+        """Score the samples with the reward model, then with the functions. The result has their scores, and references
+        to per-token rewards, float32 [R], if the model or a function returns them."""
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
         if self._model is None:
             return self._score.on_first(refs, {}, step, path)
@@ -313,18 +314,18 @@ class RewardGroup(WorkerGroup):
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
-        """Score samples of the evaluation set of this name, and write them into the file. version: that of the weights
+        """Score samples of the evaluation set with this name, and write them to the file. version: the weight version
         that generated them."""
         return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Write groups of samples that wait for a step into a checkpoint's file, in a new folder of the checkpoint.
-        Return the file's record."""
+        """Write groups that wait for a later step to a file in a new folder of a checkpoint. Return the file's
+        record."""
         refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
         return self._save_groups.on_first(refs, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
-        """Read the groups that `save_groups` has written."""
+        """Read groups written by `save_groups`."""
         return self._load_groups.on_first(file.resolve()).result()
 
     def write_advantages(
@@ -333,13 +334,13 @@ class RewardGroup(WorkerGroup):
         advantages: Mapping[str, float],
         details: Mapping[str, Mapping[str, Sequence[float]]],
     ) -> Pending[None]:
-        """Write the advantages, by sample id, and the per-token details into the step's file of rollouts."""
+        """Add the advantages, by sample id, and per-token details to the step's file of rollouts."""
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
     ) -> Pending[Scores]:
-        """Submit scoring of the samples that the reward model can read."""
+        """Submit the samples that the reward model can read for scoring."""
         if self._reads_ids:
             return model.scores(samples)
         readable = self._read.on_first([sample.ref for sample in samples])

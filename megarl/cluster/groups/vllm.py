@@ -1,6 +1,6 @@
-"""Engines on vLLM: one Ray actor each or, for an engine on several nodes, one on each node.
+"""Engines on vLLM: one Ray actor per engine or, if an engine spans several nodes, one per node.
 
-The first actor is the engine. It starts the others, and ends when one of them does. They end when the first is gone.
+The first actor is the engine. It starts the others, and exits when one of them does. They exit when the first does.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ CHECK_S = 0.5
 
 
 class VllmActor(ProcessActor):
-    """One engine. Its environment is set before vLLM is imported."""
+    """One engine. It sets its environment variables before it imports vLLM."""
 
     def __init__(
         self,
         config: Config,
         model_folder: Path,
         process: Process,
-        elsewhere: Sequence[NodeAffinitySchedulingStrategy],
+        other_nodes: Sequence[NodeAffinitySchedulingStrategy],
         logs: Path,
     ):
-        """elsewhere: the scheduling strategy of each of the engine's other parts."""
+        """other_nodes: the scheduling strategy of each of the engine's other parts."""
         super().__init__(process, logs)
         self._is_batch_invariant = self.is_batch_invariant(config)
         _prepare(process, self._is_batch_invariant)
-        self._config, self._model_folder, self._elsewhere, self._logs = config, model_folder, elsewhere, logs
+        self._config, self._model_folder, self._other_nodes, self._logs = config, model_folder, other_nodes, logs
         self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
-        """The actors of the engine's other parts, each with a call that lasts as long as the actor."""
+        """The actors of the engine's other parts, each with a call that runs as long as the actor lives."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
@@ -66,7 +66,7 @@ class VllmActor(ProcessActor):
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM, which is imported here."""
+        """Import vLLM and return the engine arguments."""
 
     @abstractmethod
     def _load(self, arguments: Mapping[str, Any]) -> Any:
@@ -83,39 +83,39 @@ class VllmActor(ProcessActor):
         host = ray.util.get_node_ip_address()
         set_rendezvous_address(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
-        print(f"{self._process.name}: its parts meet at {host}:{self._store.port}", flush=True)
+        print(f"{self._process.name}: rendezvous of its parts at {host}:{self._store.port}", flush=True)
         first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
-        for process, node, own in zip(self._process.rest, self._elsewhere, others, strict=True):
+        for process, node, part_arguments in zip(self._process.rest, self._other_nodes, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs, self._is_batch_invariant)
-            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
+            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | part_arguments)
         threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
         return first
 
     def _end_with_others(self) -> None:
-        """End this process as soon as one of the engine's other parts has ended."""
+        """Exit this process as soon as one of the engine's other parts has exited."""
         calls = {call: name for name, (_, call) in self._others.items()}
-        [ended], _ = ray.wait(list(calls), num_returns=1)
-        value, error = outcome(ended)
-        print(f"{calls[ended]}: {value if error is None else error}; the engine ends with it", flush=True)
+        [finished], _ = ray.wait(list(calls), num_returns=1)
+        value, error = outcome(finished)
+        print(f"{calls[finished]}: {value if error is None else error}; stopping the engine", flush=True)
         end_process()
 
     def _has_lost_a_part(self) -> bool:
-        """Return whether one of the engine's other parts has ended, after the time in which Ray notices."""
+        """Return whether one of the engine's other parts has exited. Waits for the time in which Ray notices it."""
         calls = [call for _, call in self._others.values()]
         return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """The ranks of an engine on one of its nodes other than the first."""
+    """An engine's ranks on one of its nodes, except the first node."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)
         _prepare(process, batch_invariant)
 
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Start the ranks. Return a message when one has died. End this process and its ranks as soon as the engine's
-        first part is gone: Ray would take half a minute longer."""
+        """Start the ranks, and return a message when one has died. End this process and its ranks as soon as the
+        engine's first part is gone; Ray would take half a minute longer."""
         with imports():
             from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address
@@ -130,20 +130,21 @@ class PartActor(ProcessActor):
 
 
 def end_process() -> None:
-    """End this process and the engine's ranks on this node, because the engine is lost."""
+    """End this process and the engine's ranks on this node after the engine was lost."""
     processes.end_descendants()
     os._exit(1)
 
 
 def _prepare(process: Process, batch_invariant: bool) -> None:
-    """Set the environment that vLLM reads on import, with its files and semaphores in a place that is cleaned up."""
+    """Set the environment that vLLM reads on import. Its files and semaphores go to a scratch folder that is cleaned
+    up."""
     scratch = own_scratch()
-    # By default vLLM would leave behind the sockets of its processes and the files of its ranks' rendezvous.
+    # By default, vLLM leaves behind the sockets of its processes and the files of its ranks' rendezvous.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)
-    tempfile.tempdir = None  # Python read TMPDIR when Ray imported the module
+    tempfile.tempdir = None  # Python cached TMPDIR when Ray imported the module
     segments.name_semaphores(scratch)
 
 
@@ -156,8 +157,8 @@ class VllmGroup(WorkerGroup):
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         def launch(process: Process) -> ActorHandle:
-            actor, elsewhere = session.on_node(self.actor_class, process), map(session.node_of, process.rest)
-            return actor.remote(config, model_folder, process, list(elsewhere), session.logs)
+            actor, other_nodes = session.on_node(self.actor_class, process), map(session.node_of, process.rest)
+            return actor.remote(config, model_folder, process, list(other_nodes), session.logs)
 
         self._launch = launch
         self._processes = {process.name: process for process in processes}
@@ -171,5 +172,5 @@ class VllmGroup(WorkerGroup):
         return self._start()
 
     def _watch(self) -> None:
-        """Make the loss of an engine end the run, from now on."""
+        """Make the loss of an engine end the run."""
         self._session.watch(self._actors)

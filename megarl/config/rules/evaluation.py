@@ -12,7 +12,7 @@ from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
-COUNTED = ("failed_share", "truncated_share", "length_mean")
+COUNTED = ("failed_frac", "truncated_frac", "length_mean")
 """Metrics of a set beside its estimates."""
 
 OF_TURNS = ("turns_mean",)

@@ -67,7 +67,7 @@ def overlong_buffer_fits_a_response(config: Config) -> str | None:
     )
 
 
-RESERVED = ("judge", "reward_model", "mean", "std", "failed_share", "zero_std_groups", "greedy_mean")
+RESERVED = ("judge", "reward_model", "mean", "std", "failed_frac", "zero_std_groups", "greedy_mean")
 """Names of other parts of the reward and of its summary metrics."""
 
 RULES: tuple[Callable[[Config], str | None], ...] = (

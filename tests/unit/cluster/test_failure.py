@@ -31,7 +31,7 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
         (
             {"trainer-0": PEER, "engine-1": ENDED},
             RunFailure,
-            "update: engine-1 was ended by Ray before the machine ran out of memory: 1 worker(s) were killed. Memory "
+            "update: engine-1 was killed by Ray before the machine ran out of memory: 1 worker(s) were killed. Memory "
             "was 23.1GB used / 23.5GB limit; see /run/logs/engine-1.log",
         ),
         (

@@ -83,8 +83,8 @@ def test_engine_ranks_require_cores(monkeypatch: pytest.MonkeyPatch, overrides: 
     with pytest.raises(ValueError) as error:
         check_machine(config(*overrides))
     assert str(error.value) == (
-        f"{refused}without a GPU each rank of an engine in vLLM has cores of its own, and this machine has 3 for the "
-        "run; set at most 3"
+        f"{refused}without a GPU each rank of a vLLM engine needs a core of its own, but this machine has 3 for the "
+        "run. Fix: set at most 3"
     )
 
 
@@ -92,14 +92,14 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
     nodes = ("cluster.nodes=2", "actor.layout.dp=2")
     check_machine(config(*nodes, "rollout.tp=2"))
     with pytest.raises(
-        UserError, match=r"^rollout.tp=4: .*cluster.nodes=2 have places for 2 ranks of a role each; set"
+        UserError, match=r"^rollout.tp=4: .*cluster.nodes=2 each node has 2 ranks of a role\. Fix: set rollout.tp to at"
     ):
         check_machine(config(*nodes, "actor.layout.dp=4", "rollout.tp=4", "rollout.threads=1"))
 
 
 @pytest.mark.usefixtures("cuda")
 def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would keep the memory"):
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would hold their weights"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -130,37 +130,36 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
     [
         (
             ("rollout.kv_cache_gib=12.5",),
-            "rollout.sleep=false: colocated, engines would keep the memory of their weights and of "
-            "rollout.kv_cache_gib=12.5 while the models are trained on the same GPUs; set rollout.sleep=true or "
-            "cluster.placement=disaggregated",
+            "rollout.sleep=false: colocated, engines would hold their weights and rollout.kv_cache_gib=12.5 while models "
+            "train on the same GPUs. Fix: set rollout.sleep=true or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "rollout.transport=p2p"),
-            "rollout.transport=p2p: NCCL does not send from a GPU to itself, and with cluster.placement=colocated "
-            "trainer and engine are on the same; set rollout.transport=auto",
+            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, and with cluster.placement=colocated "
+            "trainer and engine share GPUs. Fix: set rollout.transport=auto",
         ),
         (
             ("rollout.sleep=true", "actor.layout={tp: 2, dp: 4}", "rollout={replicas: 3, tp: 2}"),
-            "rollout.replicas=3: colocated, each GPU has a rank of the actor and one of an engine, and actor.layout "
-            "has 8 ranks, but 3 x rollout.tp=2 = 6; set rollout.replicas=4, or cluster.placement=disaggregated",
+            "rollout.replicas=3: colocated, each GPU has one actor rank and one engine rank, but actor.layout has 8 ranks "
+            "and 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),
-            "actor.layout has 6 ranks, but 2 x rollout.tp=4 = 8; set rollout.tp to one of 1, 2, 3, 6, or",
+            "actor.layout has 6 ranks and 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
         ),
         (
             (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),
-            "cluster.placement=colocated: each role has a rank on each GPU, so that max(4 trainer, 9 critic, 4 engine) "
-            "= 9 are needed, and this machine has 8; lower dp of the layouts",
+            "cluster.placement=colocated: each role has a rank on each GPU, so max(4 trainer, 9 critic, 4 engine) = 9 "
+            "are needed, but this machine has 8. Fix: lower dp of the layouts",
         ),
         (
             ("cluster.placement=disaggregated", "actor.layout.dp=4", "rollout={replicas: 3, tp: 2}"),
-            "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, and this machine has 8; "
-            "set cluster.placement=colocated, or lower dp of the layouts",
+            "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, but this machine has 8. "
+            "Fix: set cluster.placement=colocated, or lower dp of the layouts",
         ),
         (
             ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
-            "max(16 trainer) = 16 are needed, and this machine has 8",
+            "max(16 trainer) = 16 are needed, but this machine has 8",
         ),
     ],
 )
@@ -178,7 +177,7 @@ def test_overfull_gpu_error_shows_the_sum() -> None:
     assert fits(3, 32 * 2**30, load) is None
     assert fits(3, 31 * 2**30, load) == (
         "cluster.placement=colocated: while the engine samples, GPU 3 would hold 30.0 (actor: parameters) + 1.5 "
-        "(engine: weights) = 31.5 GiB, and has 31.0; do this"
+        "(engine: weights) = 31.5 GiB, but has 31.0. Fix: do this"
     )
 
 
@@ -223,7 +222,7 @@ def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes
     """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
-    with pytest.raises(ValueError, match=r"hidden_size 48, .* multiples of 32 only") if refused else nullcontext():
+    with pytest.raises(ValueError, match=r"hidden_size=48, .* multiples of 32 only") if refused else nullcontext():
         check_engine_kernels(config(), models)
 
 
@@ -238,4 +237,4 @@ def test_too_little_host_memory_is_refused_with_the_sum():
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
-    assert "there are 4.0; take a smaller model" in line
+    assert "there are 4.0. Fix: use a smaller model" in line

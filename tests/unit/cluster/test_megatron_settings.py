@@ -1,4 +1,4 @@
-"""Settings that Megatron or this machine refuses are named before the run has a folder or a process of Ray."""
+"""Settings that Megatron or this machine rejects are reported before the run creates a folder or starts Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return load(BASE, [*given, "algorithm.advantage.estimator=gae", *overrides])
 
 
-def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_all_rejected_settings_are_reported_before_the_start(folder: Path, tmp_path: Path, monkeypatch) -> None:
     started = []
     monkeypatch.setattr(ray, "init", lambda **_: started.append(True))
     config = config_of(
@@ -56,16 +56,16 @@ def test_everything_refused_is_told_and_nothing_has_started(folder: Path, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_without_such_keys_costs_nothing(folder: Path, monkeypatch) -> None:
+def test_recipe_without_such_keys_starts_no_process(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
     config = config_of(folder)
     check_megatron_settings(config, ModelFolders(folder, folder, None, None))
 
 
-def test_a_program_that_fails_ends_the_run(folder: Path, monkeypatch) -> None:
+def test_failing_check_process_ends_the_run(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(megatron_settings, "PROGRAM", "megarl.no_such_module")
     config = config_of(folder, "actor.megatron_overrides.ddp={bucket_size: 1000}")
     with pytest.raises(
-        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module ended with status 1 and .* No module"
+        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module exited with status 1: .* No module"
     ):
         check_megatron_settings(config, find_models(config))

@@ -1,4 +1,4 @@
-"""The object store's size against samples as they are pickled."""
+"""The object store's estimated size against the size of pickled samples."""
 
 import pickle
 from pathlib import Path
@@ -23,7 +23,8 @@ def config(*overrides: str) -> Config:
 
 
 def longest_sample(settings: Config, routed: Experts | None = None) -> Sample:
-    """Its text is of 4.5 letters a token, or Chinese of 1.5 characters."""
+    """Return a sample of the maximum length. Its text has 4.5 letters per token, or 1.5 characters per token in
+    Chinese."""
     n, context, top_k = settings.rollout.max_new_tokens, settings.rollout.context_length, settings.rollout.top_k
     candidates = None
     if top_k is not None:
@@ -43,14 +44,14 @@ def longest_sample(settings: Config, routed: Experts | None = None) -> Sample:
 
 
 @pytest.mark.parametrize("top_k", ["null", "20"])
-def test_a_sample_takes_at_most_what_the_closed_form_says_and_little_less(top_k):
+def test_closed_form_is_a_tight_bound_on_a_sample(top_k):
     wanted = config(*LONG, f"rollout.top_k={top_k}")
     pickled = len(pickle.dumps(longest_sample(wanted), 5))
     assert 0.75 * sample_bytes(wanted, None) <= pickled <= sample_bytes(wanted, None)
 
 
-def test_routes_take_room_too():
-    """The first of six layers has no experts."""
+def test_size_includes_routes():
+    """The first of six layers is dense."""
     wanted = config(*LONG, "actor.experts.replay_routes=true")
     routed = Experts(128, active=8, intermediate=768, shared_intermediate=0, layers=(False, *(True,) * 5))
     pickled = len(pickle.dumps(longest_sample(wanted, routed), 5))
@@ -58,14 +59,14 @@ def test_routes_take_room_too():
     assert sample_bytes(config(*LONG), routed) == sample_bytes(config(*LONG), None)
 
 
-def test_scores_of_tokens_take_room_too():
+def test_size_includes_token_scores():
     plain = sample_bytes(config(*LONG), None)
     with_values = sample_bytes(config(*LONG, "algorithm.advantage.estimator=gae"), None)
     scores = len(pickle.dumps(torch.zeros(3072), 5))
     assert scores <= with_values - plain <= 1.25 * scores
 
 
-def test_it_follows_from_the_batch():
+def test_size_grows_with_the_batch():
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
     assert num_samples(config(*step)) == 64 * 16
     assert num_samples(config(*step, "batch.sampling_rounds=3")) == 3 * 64 * 16
@@ -74,17 +75,17 @@ def test_it_follows_from_the_batch():
     assert large - FLOOR_MIB == pytest.approx(2 * (small - FLOOR_MIB), abs=1)
 
 
-def test_an_evaluation_may_have_more_samples_than_a_step():
+def test_size_covers_evaluations_larger_than_a_step():
     sets = "evaluation.sets=[{name: a, size: 100, samples_per_prompt: 4, temperature: 1.0}, {name: b}]"
     large = config("batch={prompts_per_step: 8, samples_per_prompt: 2, prompts_per_update: 8}", sets)  # 16 in a step
     of_samples = object_store_mib(large, None) - FLOOR_MIB
     assert of_samples == pytest.approx(400 * sample_bytes(large, None) / 2**20, abs=1)
 
 
-def test_rows_of_offline_data_are_samples(tmp_path: Path):
+def test_rows_of_offline_data_count_as_samples(tmp_path: Path):
     pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, format: preferences}"]
     assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16
 
 
-def test_a_given_size_is_taken_as_it_is():
+def test_configured_size_is_used_unchanged():
     assert object_store_mib(config("cluster.object_store_mib=80"), None) == 80

@@ -186,24 +186,24 @@ def test_cpu_nodes_get_equal_shares_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((layout(pp=1, dp=4), "cluster.nodes=3"), "so 1 of the nodes would be empty; set cluster.nodes=2"),
-        ((layout(pp=1, dp=12), "cluster.nodes=3"), "on 4 nodes; set cluster.nodes=4, or lower dp"),
+        ((layout(pp=1, dp=4), "cluster.nodes=3"), "leaving 1 of 3 nodes empty. Fix: set cluster.nodes=2"),
+        ((layout(pp=1, dp=12), "cluster.nodes=3"), "4 per node. Fix: set cluster.nodes=4, or lower dp"),
         (
             (layout(pp=1, dp=3), "rollout.tp=2", "cluster.nodes=2"),
-            "rollout.tp=2: the ranks on devices 3-4 would be",
+            "rollout.tp=2: the tensor-parallel group on devices 3-4 crosses a node boundary",
         ),
         (
             (layout(pp=1, dp=2), "rollout.tp=8", "cluster.nodes=3"),
-            "rollout.tp=8: a tensor-parallel group over several nodes .* from device 2 on do not fill nodes of 4",
+            "rollout.tp=8: a tensor-parallel group larger than a node .* starting at device 2 do not fill nodes of 4",
         ),
         (
             ("reward_model={path: rm, engine: vllm, layout: {tp: 8}}", layout(pp=1, dp=3), "cluster.nodes=3"),
-            "reward_model.layout.tp=8: .* from device 3 on do not fill",
+            "reward_model.layout.tp=8: .* starting at device 3 do not fill",
         ),
-        ((layout(pp=1, dp=2), *CRITIC, "cluster.nodes=3"), "critic.layout.tp=8: .* from device 2 on do not fill"),
+        ((layout(pp=1, dp=2), *CRITIC, "cluster.nodes=3"), "critic.layout.tp=8: .* starting at device 2 do not fill"),
         (
             (layout(pp=1, tp=6), "rollout.tp=2", "cluster.nodes=2"),
-            "actor.layout.tp=6: a tensor-parallel group over several nodes fills them",
+            "actor.layout.tp=6: a tensor-parallel group larger than a node must fill whole nodes",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_role_devices_must_match_the_runs_nodes(roles: str) -> None:
     keys = [layout(pp=1, dp=8), "rollout={tp: 2, replicas: 4}", "cluster.nodes=4", "cluster.placement=disaggregated"]
     config = load(QUICKSTART, [*keys, f"cluster.roles={roles}"])
     with pytest.raises(
-        UserError, match=r"cluster\.roles\..*=nodes? .*: [48] ranks on each of these, and the run has 4"
+        UserError, match=r"cluster\.roles\..*=nodes? .*: this puts [48] ranks on each node, but the run has 4"
     ):
         place(config, 8, on_gpus=True, gpus_per_node=8)
 

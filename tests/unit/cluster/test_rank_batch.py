@@ -1,4 +1,4 @@
-"""A rank fetches and collates everything once in a step."""
+"""A rank fetches and collates each batch once per step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH = RankBatch(tuple(SampleRef.unscored(ref, ref) for ref in SAMPLES), ((0, 3
 
 
 def scored(batch: RankBatch) -> RankBatch:
-    """The same samples, of which more is known."""
+    """Return the same samples with additional scores."""
     samples = [
         replace(item, reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": PARTS[f"{i}"]})
         for i, item in enumerate(batch.samples, start=1)
@@ -43,7 +43,7 @@ def scored(batch: RankBatch) -> RankBatch:
 
 @pytest.fixture
 def store(monkeypatch) -> list[list[str]]:
-    """Stands in for Ray's: what is asked of it, call by call."""
+    """Replace Ray's object store and record the requested references of each call."""
     calls: list[list[str]] = []
 
     def get(refs: Sequence[str]):
@@ -56,7 +56,7 @@ def store(monkeypatch) -> list[list[str]]:
 
 @pytest.fixture
 def collated(monkeypatch) -> list[int]:
-    """The number of samples of each microbatch that was collated."""
+    """The number of samples of each collated microbatch."""
     counts: list[int] = []
     monkeypatch.setattr(
         local_batch, "collate", lambda samples, *rest: counts.append(len(samples)) or collate(samples, *rest)
@@ -77,7 +77,7 @@ def test_scores_of_a_pass_are_one_object(monkeypatch):
     assert put_scores({}) == {} and len(put) == 1
 
 
-def test_all_of_a_batch_is_asked_for_together(store):
+def test_all_objects_of_a_batch_are_fetched_in_one_call(store):
     fetched = scored(BATCH).fetch()
     assert store == [[*SAMPLES, *BLOCKS]]
     assert [item.sample.id for item in fetched.samples] == ["1", "2", "3", "4"]
@@ -85,17 +85,17 @@ def test_all_of_a_batch_is_asked_for_together(store):
     assert [[item.sample.id for item in members] for members in fetched.members] == [["1", "4"], ["2", "3"]]
 
 
-def test_a_rank_fetches_and_collates_a_batch_once_a_step(store, collated):
+def test_batch_is_fetched_and_collated_once_per_step(store, collated):
     batches = FetchedBatches()
     first = token_batches(batches.fetch(BATCH))
-    assert token_batches(batches.fetch(replace(BATCH))) is first  # another object, as every call brings one
+    assert token_batches(batches.fetch(replace(BATCH))) is first  # a new object, because every call deserializes one
     assert store == [[*SAMPLES]] and collated == [2, 2]
     batches.clear()
     batches.fetch(BATCH)
     assert len(store) == 2
 
 
-def test_what_comes_later_is_added_to_what_is_collated(store, collated):
+def test_later_scores_are_added_to_the_collated_batch(store, collated):
     batches = FetchedBatches()
     token_batches(batches.fetch(BATCH))
     later = batches.fetch(scored(BATCH))
@@ -108,13 +108,13 @@ def test_what_comes_later_is_added_to_what_is_collated(store, collated):
     assert [item.scores["values"].tolist() for item in later.samples] == [own.tolist() for own in VALUES.values()]
 
 
-def test_other_microbatches_of_the_same_samples_are_another_batch(store):
+def test_different_microbatches_make_a_different_batch(store):
     batches = FetchedBatches()
     fetched = [batches.fetch(replace(BATCH, microbatches=order)) for order in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     assert [[item.sample.id for item in members] for members in fetched[1].members] == [["1", "3"], ["2", "4"]]
     assert fetched[0] is not fetched[1]
 
 
-def test_a_rank_without_samples_asks_for_nothing(store):
+def test_rank_without_samples_fetches_nothing(store):
     fetched = RankBatch((), ((), ())).fetch()
     assert store == [] and [len(batch.rows) for batch in token_batches(fetched)] == [0, 0]

@@ -1,4 +1,4 @@
-"""The way of weights from trainer to engine on each machine, and the order in which both use its memory."""
+"""The path of weights from trainer to engine on each machine, and the order in which both use its memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FakeTrainers:
         return self.do(f"publish on gpu for {', '.join(plan.destinations)}")
 
     def connect(self, plan, rendezvous) -> Pending[None]:
-        assert len(plan.order), "who sends follows it"
+        assert len(plan.order), "the order of the plan determines the sender"
         if "Remote" in type(rendezvous).__name__:
             self._log.append("trainers connect")
         return ready(None)
@@ -66,11 +66,11 @@ class FakeEngines:
         self._log, self._pauses, self.names = log, pauses, ["engine-0", "engine-1"]
         self.losses = 0
         self.back: list[str] = []
-        """Those that have started again."""
+        """Engines that have restarted."""
         self.dying: set[str] = set()
-        self.dying_when_told: set[str] = set()
-        self.told: list[tuple[str, ...]] = []
-        """Destinations of the plans."""
+        self.dying_on_plan: set[str] = set()
+        self.planned: list[tuple[str, ...]] = []
+        """Destinations of each plan that the engines received."""
         self.node_of = {"0": 0, "1": 0}
 
     @property
@@ -94,8 +94,8 @@ class FakeEngines:
 
     def connect(self, plan, channel) -> Pending[bool]:
         self._log.append(f"connect {type(channel).__name__}")
-        self.told.append(plan.bare.destinations)
-        lost, self.dying_when_told = self.dying_when_told, set()
+        self.planned.append(plan.bare.destinations)
+        lost, self.dying_on_plan = self.dying_on_plan, set()
         self.drop(lost, "refit")
         return ready(not lost)
 
@@ -137,7 +137,8 @@ class FakeSession:
 
 @pytest.fixture
 def prepare(monkeypatch: pytest.MonkeyPatch):
-    """prepare(on_gpus, *overrides): a Workers of fakes with a real Refit, its engines, and what they will have done."""
+    """`prepare(on_gpus, *overrides)` returns Workers of fakes with a real Refit, the fake engines, and the log of their
+    calls."""
 
     def prepare(on_gpus: bool, *overrides: str) -> tuple[Workers, FakeEngines, list[str]]:
         monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
@@ -162,7 +163,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch):
         ("disaggregated", "p2p", "Rendezvous"),
     ],
 )
-def test_the_machine_and_the_placement_choose_the_transport(
+def test_transport_depends_on_machine_and_placement(
     prepare, on_gpus: bool, placement: str, transport: str, channel: str | None
 ) -> None:
     workers, _, log = prepare(on_gpus, f"cluster.placement={placement}", f"rollout.transport={transport}")
@@ -173,8 +174,8 @@ def test_the_machine_and_the_placement_choose_the_transport(
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
-def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepare, on_gpus: bool) -> None:
-    """Weights that move are published anew; the connections stay, as long as no engine is lost."""
+def test_engines_read_local_weights_and_receive_the_rest(prepare, on_gpus: bool) -> None:
+    """Offloaded weights are published again after each move. Connections persist until an engine is lost."""
     workers, engines, log = prepare(on_gpus, "cluster.nodes=2", *(["actor.offload=[parameters]"] if on_gpus else []))
     engines.node_of = {"0": 0, "1": 1}
     publish = "publish on gpu for vllm:0.0, vllm:1.0" if on_gpus else "publish"
@@ -186,14 +187,14 @@ def test_engines_on_several_nodes_read_what_is_near_and_are_sent_the_rest(prepar
     assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} in a node, p2p between them"
     engines.dying = {"engine-1"}
     workers.refit.run(3)
-    assert engines.told[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"
+    assert engines.planned[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"
 
 
 PUBLISHED = ["publish on gpu for vllm:0.0, vllm:1.0", "connect CudaMemory"]
 
 
 @pytest.mark.parametrize("offload", ["[gradients]", "[parameters]"])
-def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -> None:
+def test_offloaded_weights_are_published_for_each_refit(prepare, offload: str) -> None:
     workers, engines, log = prepare(True, f"actor.offload={offload}")
     refit = "wake weights, refit"
     for version in (1, 2):
@@ -207,11 +208,11 @@ def test_weights_that_move_are_published_for_each_refit(prepare, offload: str) -
 
 
 @pytest.mark.parametrize("transport", ["p2p", "shared_memory"])
-def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(prepare, transport: str) -> None:
+def test_nothing_is_sent_to_an_engine_lost_during_planning(prepare, transport: str) -> None:
     workers, engines, log = prepare(False, "cluster.placement=disaggregated", f"rollout.transport={transport}")
-    engines.dying_when_told = {"engine-0"}
+    engines.dying_on_plan = {"engine-0"}
     workers.refit.run(1)
-    assert engines.told == [("vllm:0.0", "vllm:1.0"), ("vllm:1.0",)]
+    assert engines.planned == [("vllm:0.0", "vllm:1.0"), ("vllm:1.0",)]
     workers.refit.run(2)
     done = [line for line in log if line != "publish"]
     connect = f"connect {'Rendezvous' if transport == 'p2p' else 'SharedMemory'}"
@@ -219,14 +220,15 @@ def test_nothing_is_sent_to_an_engine_that_is_lost_when_it_is_told_of_the_plan(p
     assert done == [connect, connect, *refit, *refit]
 
 
-def test_an_engine_that_was_lost_and_is_back_is_connected_anew(prepare) -> None:
-    """Both happens between two refits, so that each time the same names are there."""
+def test_restarted_engine_is_connected_again(prepare) -> None:
+    """The loss and the restart both happen between two refits, so the names of the engines are the same at each
+    refit."""
     workers, engines, _ = prepare(False)
     workers.refit.run(1)
     engines.drop({"engine-0"}, "rollout")
     engines.back = ["engine-0"]
     workers.refit.run(2)
-    assert engines.told == 2 * [("vllm:0.0", "vllm:1.0")]
+    assert engines.planned == 2 * [("vllm:0.0", "vllm:1.0")]
 
 
 PARTS = "gradients, optimizer, parameters"
@@ -257,9 +259,12 @@ ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
     ],
 )
 def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sampled: list[str]) -> None:
-    """Both make room for the other once in a step. Only where a reward model scores on the engine's devices does that
-    sleep after each round, with its weights if there may be another. Rollouts of later steps stand still from before
-    it sleeps until the trainer has left the devices."""
+    """Trainer and engine free the memory for each other once per step.
+
+    If a reward model scores on the engine's devices, the engine also sleeps after each round. It keeps its weights if
+    another round may follow. Rollouts of later steps pause before it sleeps and resume once the trainer has left the
+    devices.
+    """
     workers, engines, log = prepare(True, f"actor.offload=[{PARTS}]", *keys)
     trainers = workers.actor
 
@@ -285,8 +290,8 @@ def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sa
     assert log == [*refit, *step, *step]
 
 
-class Starting:
-    """Stands in for a group: it notes when it begins to start, and when somebody waits for it."""
+class FakeWorkerGroup:
+    """A worker group that logs when it begins to start and when a caller waits for it."""
 
     holders = megatron_holders(config_of(), layout_of(), "float32")
 
@@ -305,16 +310,16 @@ class Starting:
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
-def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
+def test_roles_start_concurrently_unless_they_share_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, on_gpus: bool
 ) -> None:
-    """The engines are asleep on shared GPUs when the models take their memory."""
+    """On shared GPUs, the engines are asleep before the models allocate their memory."""
     folder, log = write_tiny_llama(tmp_path), []
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
     monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
     for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
-        monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
-    Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
+        monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
+    FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
     session = SimpleNamespace(first=lambda pendings: pendings[-1])
     launch_workers(session, config, ModelFolders(folder, None, None, None), place(config), None)
     started = [line.partition(": started in ")[0] for line in capsys.readouterr().out.splitlines()]
@@ -324,15 +329,15 @@ def test_roles_start_side_by_side_unless_engines_must_leave_their_memory(
     assert log.index("EngineGroup begins") < actor_begins
 
 
-def test_models_that_share_devices_start_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All of a model's state is there when it has started; the next one finds only what stays."""
+def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A started model holds all of its state. The next one starts after the offloadable part has left."""
     folder, log = write_tiny_llama(tmp_path), []
     keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "algorithm.advantage.estimator=gae"]
     config = load(BASE, keys)
     for name in ("EngineGroup", "RewardGroup"):
-        monkeypatch.setattr(module, name, lambda *_, name=name: Starting(name, log))
-    monkeypatch.setattr(module, "TrainerGroup", lambda _session, _config, role, *_: Starting(role, log))
-    Starting.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
+        monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
+    monkeypatch.setattr(module, "TrainerGroup", lambda _session, _config, role, *_: FakeWorkerGroup(role, log))
+    FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
     session = SimpleNamespace(first=lambda pendings: pendings[-1])
     launch_workers(session, config, ModelFolders(folder, folder, None, None), place(config), None)
     turns = [line for line in log if line.startswith(("actor", "critic"))]

@@ -1,4 +1,4 @@
-"""The check that what the trainer learns arrives: a refit after an update that changes no byte ends the run."""
+"""A refit after an update that changes no byte ends the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_MOVED = "no byte of the actor's weights has changed"
 
 
 class FakeTrainers:
-    """Hold all weights themselves. asked: the number of regions in each question."""
+    """Trainers that hold all weights in the test process. `asked` is the number of regions of each request."""
 
     def __init__(self) -> None:
         self.weights = {name: torch.full((40, 50), 0.5) for name in NAMES}
@@ -44,19 +44,19 @@ def trainers() -> FakeTrainers:
 
 
 def watch(trainers: FakeTrainers, verify: str = "first", frozen: Sequence[str] = ()) -> SyncVerifier:
-    """Returns the watch over arrivals after the refit at the start of a run."""
+    """Return the verifier after the refit at the start of a run."""
     watched = SyncVerifier(trainers.checksums, verify, frozen)
     watched.expect(REGIONS, 0.0)
     return watched
 
 
-def test_a_step_that_changes_no_byte_ends_the_run(trainers):
+def test_first_step_that_changes_no_byte_ends_the_run(trainers):
     watched = watch(trainers)
     with pytest.raises(RunFailure, match=rf"{NOT_MOVED}.*sum of the learning rates 0\.001"):
         watched.expect(REGIONS, 1e-3)
 
 
-def test_later_in_the_run_it_takes_a_second_step(trainers):
+def test_later_in_the_run_two_unchanged_steps_end_it(trainers):
     watched = watch(trainers)
     for _ in range(3):
         trainers.learn(*NAMES)
@@ -66,8 +66,8 @@ def test_later_in_the_run_it_takes_a_second_step(trainers):
         watched.expect(REGIONS, 1e-3)
 
 
-def test_a_step_that_has_learned_nothing_may_leave_all_as_it_is(trainers):
-    """A warm-up of the critic, updates that were all skipped, or a gradient of 0."""
+def test_steps_without_learning_may_change_nothing(trainers):
+    """Examples: critic warm-up, skipped updates, a gradient of 0."""
     watched = watch(trainers)
     for _ in range(3):
         watched.expect(REGIONS, 0.0)
@@ -75,7 +75,7 @@ def test_a_step_that_has_learned_nothing_may_leave_all_as_it_is(trainers):
     watched.expect(REGIONS, 1e-3)
 
 
-def test_steps_whose_learning_rate_may_be_lost_in_rounding_are_added_up(trainers):
+def test_small_learning_rates_are_summed_over_steps(trainers):
     watched = watch(trainers)
     for _ in range(5):
         watched.expect(REGIONS, 1e-5)  # of 16,000 elements
@@ -84,8 +84,8 @@ def test_steps_whose_learning_rate_may_be_lost_in_rounding_are_added_up(trainers
             watched.expect(REGIONS, 1e-5)
 
 
-def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
-    """Its embeddings or experts may not have been used."""
+def test_changes_outside_the_sampled_regions_count(trainers, monkeypatch):
+    """The sampled embeddings or experts may be unused."""
     monkeypatch.setattr(sync_verifier, "NUM_REGIONS", 2)
     watched = watch(trainers)
     sampled = {region.tensor for region in watched.expect(REGIONS, 0.0)}
@@ -94,7 +94,7 @@ def test_weights_outside_the_sample_count_as_well(trainers, monkeypatch):
         watched.expect(REGIONS, 1e-3)
 
 
-def test_all_are_expected_at_first_then_a_sample_of_what_is_trained(trainers, monkeypatch):
+def test_all_regions_are_checked_first_then_a_trained_sample(trainers, monkeypatch):
     monkeypatch.setattr(sync_verifier, "NUM_REGIONS", 3)
     monkeypatch.setattr(sync_verifier, "NUM_ELEMENTS", 100)
     watched = SyncVerifier(trainers.checksums, "first", ["model.layers.[0-3].*"])
@@ -105,7 +105,7 @@ def test_all_are_expected_at_first_then_a_sample_of_what_is_trained(trainers, mo
     assert trainers.asked == [8 + 3, 3]
 
 
-def test_all_are_expected_each_time_where_that_is_asked_for(trainers):
+def test_verify_always_checks_all_regions(trainers):
     watched = watch(trainers, "always")
     assert watched.expect(REGIONS, 0.0).keys() >= set(REGIONS)
     with pytest.raises(RunFailure, match=NOT_MOVED):

@@ -1,4 +1,5 @@
-"""The turns of trained models: on the devices is what computes, as far as keys say what may leave them."""
+"""Trained models take turns on shared devices: the model that computes is loaded, and the others are offloaded where
+configured."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ from megarl.cluster.pending import Pending, ready
 from megarl.cluster.trained_models import TrainedModels
 
 
-class Group:
-    """Stands in for a TrainerGroup: knows what of it is on the devices, and notes what every task of a model met
-    there."""
+class FakeTrainers:
+    """A TrainerGroup that tracks its parts on the devices and records the state of the devices during each task."""
 
     def __init__(self, role: str, offloads: set[str], on_devices: set[str]):
         self._role, self.offloads, self._on_devices = role, frozenset(offloads), on_devices
@@ -27,10 +27,10 @@ class Group:
 
 
 def models_of(*together: str, **offloads: str) -> tuple[TrainedModels, set[str]]:
-    """The models of these roles, each with the parts that may leave, and what is on the devices. together: those that
-    share devices."""
+    """Return models for these roles, each with its offloadable parts, and the set of parts on the devices. `together`
+    lists the roles that share devices."""
     on_devices: set[str] = set()
-    groups = {role: Group(role, set(parts.split()), on_devices) for role, parts in offloads.items()}
+    groups = {role: FakeTrainers(role, set(parts.split()), on_devices) for role, parts in offloads.items()}
     sharing = {role: [other for other in together if other != role] if role in together else [] for role in groups}
     return TrainedModels(groups, sharing), on_devices
 
@@ -43,7 +43,7 @@ ALL = "parameters gradients optimizer"
 ROLES = ("actor", "critic", "implicit_reward")
 
 
-def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> None:
+def test_idle_models_are_offloaded() -> None:
     trained, on_devices = models_of(*ROLES, critic=ALL, actor="optimizer gradients", implicit_reward="")
     seen: dict[str, set[str]] = {}
 
@@ -53,9 +53,9 @@ def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> Non
 
     always = names("implicit_reward", ALL) | names("actor", "parameters")
     trained.stage_actor_for_sync()
-    assert on_devices == always, "an engine takes its weights now"
+    assert on_devices == always, "refit must find only the permanent parts"
     trained.leave_all().result()
-    assert on_devices == always, "engines sample now"
+    assert on_devices == always, "rollout must find only the permanent parts"
     trained.run({role: lambda role=role: look(f"{role} passes") for role in ("critic", "actor")}, ("parameters",))
     trained.run({role: lambda role=role: look(f"{role} update") for role in ("critic", "actor")})
     trained.stage_actor_for_sync()
@@ -72,23 +72,21 @@ def test_a_model_that_does_not_compute_leaves_the_devices_to_the_others() -> Non
 
 
 @pytest.mark.parametrize("in_last_turn", ["critic", "actor"])
-def test_engines_find_the_weights_of_the_actor_whoever_had_the_last_turn(in_last_turn: str) -> None:
+def test_refit_finds_the_actors_weights_after_any_turn(in_last_turn: str) -> None:
     trained, on_devices = models_of(*ROLES[:2], actor=ALL, critic=ALL)
     trained.run({in_last_turn: lambda: ready(None)})
     trained.stage_actor_for_sync()
     assert on_devices == names("actor", "parameters")
 
 
-def test_nothing_leaves_devices_that_no_other_model_is_on() -> None:
+def test_models_stay_on_unshared_devices() -> None:
     trained, on_devices = models_of(actor=ALL, critic=ALL)
     trained.run({role: lambda: ready(None) for role in ("critic", "actor")})
     assert on_devices == names("actor", ALL) | names("critic", ALL)
 
 
 @pytest.mark.parametrize(("together", "begun"), [(["actor", "critic"], ["critic"]), ([], ["critic", "actor"])])
-def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
-    together: list[str], begun: list[str]
-) -> None:
+def test_independent_tasks_overlap_on_separate_devices(together: list[str], begun: list[str]) -> None:
     trained, _ = models_of(*together, actor="", critic="")
     log: list[str] = []
 
@@ -97,12 +95,12 @@ def test_tasks_that_do_not_need_each_other_overlap_on_devices_of_their_own(
         return ready(None).then(lambda _: (tuple(log), name))
 
     results = trained.run({"critic": lambda: task("critic"), "actor": lambda: task("actor")})
-    assert results["critic"] == (tuple(begun), "critic"), "what had begun when the first result was waited for"
+    assert results["critic"] == (tuple(begun), "critic"), "tasks that had begun before the first wait"
     assert results["actor"] == (("critic", "actor"), "actor")
 
 
-def test_a_model_waits_and_leaves_only_for_those_on_its_devices() -> None:
-    """The critic is elsewhere: it computes beside the actor, and keeps its state on its devices meanwhile."""
+def test_models_take_turns_only_on_the_same_devices() -> None:
+    """The critic has separate devices. It computes concurrently with the actor and keeps its state there."""
     trained, on_devices = models_of("actor", "implicit_reward", actor=ALL, critic=ALL, implicit_reward=ALL)
     log: list[str] = []
 

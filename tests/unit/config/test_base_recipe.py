@@ -1,4 +1,4 @@
-"""configs/base.yaml is the one home of the defaults and their explanations."""
+"""configs/base.yaml is the only place that defines and explains the defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.paths import BASE
 
 
 def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode]:
-    """Dotted key -> the node of its name."""
+    """Return the node of each key by dotted key."""
     found = {}
     for name, value in node.value:
         found[prefix + name.value] = name
@@ -27,7 +27,7 @@ def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode
 
 
 def test_base_has_exactly_the_keys_of_the_schema() -> None:
-    """Its list of evaluation sets is empty, and a variant section has the options of the chosen entry."""
+    """The list of evaluation sets is empty in base.yaml, and a variant section has the options of the default entry."""
     written = nodes(yaml.compose(BASE.read_text()))
     fields = [key for key in keys() if key not in all_options() and not key.startswith("evaluation.sets.")]
     assert [key for key in written if key not in all_options()] == fields
@@ -41,7 +41,7 @@ def test_base_has_exactly_the_keys_of_the_schema() -> None:
 
 
 def all_options() -> set[str]:
-    """The options of every entry of the variant sections, as dotted keys."""
+    """Return the options of every entry of the variant sections, as dotted keys."""
     return {
         f"{variant.key.rpartition('.')[0]}.{option}"
         for variant in VARIANTS
@@ -50,14 +50,14 @@ def all_options() -> set[str]:
     }
 
 
-def test_keys_of_a_set_are_explained_where_the_list_is() -> None:
+def test_keys_of_a_set_are_explained_at_the_list() -> None:
     text = BASE.read_text()
     comment = text[text.index("\n  sets: []") : text.index("\ncheckpoint:")]
     assert set(re.findall(r"\w+", comment)) >= set(EvaluationSet.model_fields)
 
 
 def test_every_default_is_explained_on_its_line() -> None:
-    """Keys of a list's items are: on the line of the list."""
+    """Keys of list items are explained on the line of the list."""
     lines = BASE.read_text().splitlines()
     names = nodes(yaml.compose(BASE.read_text()))
     of_items = {key for key in names if key.startswith("rewards.functions.")}
@@ -67,6 +67,6 @@ def test_every_default_is_explained_on_its_line() -> None:
     assert "rewards.functions" in explained
 
 
-def test_what_a_list_item_leaves_out_is_what_the_base_writes_out() -> None:
+def test_defaults_of_list_items_match_the_base() -> None:
     [item] = yaml.safe_load(BASE.read_text())["rewards"]["functions"]
     assert RewardFunction(function=item["function"]).model_dump() == item

@@ -1,4 +1,4 @@
-"""The changes of a configuration that make another run of it."""
+"""Configuration changes that a resumed run rejects."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def violations(*overrides: str, given: Sequence[str] = (), step: int = 10, saved
         ["checkpoint.every_steps=null", "checkpoint.keep=9", "cluster.timeouts.update=7", "rewards.failure_limit=0.1"],
     ],
 )
-def test_where_and_how_long_may_change(overrides: list[str]) -> None:
+def test_placement_and_duration_may_change(overrides: list[str]) -> None:
     assert violations(*overrides) == []
 
 
-def test_where_other_models_are_may_change_too() -> None:
+def test_placement_of_other_models_may_change() -> None:
     gae = "algorithm.advantage.estimator=gae"
     assert violations(gae, "critic.offload=[optimizer]", "critic.layout.tp=2", given=[gae]) == []
 
@@ -70,23 +70,23 @@ def test_where_other_models_are_may_change_too() -> None:
         ),
     ],
 )
-def test_what_is_computed_may_not(override: str, now: str, then: str) -> None:
+def test_keys_that_affect_results_may_not_change(override: str, now: str, then: str) -> None:
     line = f"{now}: ck was saved with {then}. Fix: restore it, or start a new run with resume=never and a new run.name"
     assert line in violations(override)
 
 
-def test_long_values_may_differ_at_their_ends() -> None:
+def test_long_values_that_differ_at_the_end_are_shown() -> None:
     paths = [f"/models/{'x' * 60}/{name}" for name in ("one", "two")]
     given, override = (f"model.path={path}" for path in paths)
     [line] = violations(override, given=[given])
     assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore it")
 
 
-def test_every_changed_key_has_a_line() -> None:
+def test_error_has_a_line_for_every_changed_key() -> None:
     assert len(violations("run.seed=1", "rollout.temperature=0.5", "run.steps=500")) == 2
 
 
-def test_fewer_steps_than_are_done_are_refused() -> None:
+def test_fewer_steps_than_completed_are_rejected() -> None:
     assert violations("run.steps=10") == []
     assert violations("run.steps=9") == ["run.steps=9: ck has completed 10 steps. Fix: set run.steps to at least 10"]
 
@@ -98,8 +98,8 @@ COUNT = "actor.optimizer.schedule.warmup=10"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "step", "steps", "goes_on"),
-    # Of a run of 100 steps, and as many updates.
+    ("schedule", "step", "steps", "resumes"),
+    # The saved run has 100 steps with one update each.
     [
         ([], 100, 200, True),
         ([COUNT], 5, 200, True),
@@ -112,7 +112,7 @@ COUNT = "actor.optimizer.schedule.warmup=10"
         ([WSD], 60, 70, False),
     ],
 )
-def test_steps_may_change_unless_the_learning_rates_so_far_follow_from_them(schedule, step, steps, goes_on) -> None:
+def test_steps_may_change_unless_past_rates_depend_on_them(schedule, step, steps, resumes) -> None:
     sizes = ["batch.prompts_per_step=8", "batch.prompts_per_update=8"]
     saved = config(*schedule, *sizes).model_dump()
     line = (
@@ -120,11 +120,11 @@ def test_steps_may_change_unless_the_learning_rates_so_far_follow_from_them(sche
         "(actor.optimizer.schedule.name="
     )
     found = violations(*schedule, *sizes, f"run.steps={steps}", step=step, saved=saved)
-    assert [line in problem for problem in found] == ([] if goes_on else [True])
+    assert [line in problem for problem in found] == ([] if resumes else [True])
 
 
-def test_the_critics_learning_rates_are_asked_too() -> None:
-    """The critic's schedule is of its own updates: those of the steps in which it alone is trained as well."""
+def test_learning_rates_of_the_critic_are_checked() -> None:
+    """The critic's schedule counts its own updates, including those of its warm-up steps."""
     settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
     [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
     assert line.startswith("run.steps=200: ck was saved with 100, and the") and "critic.optimizer.schedule" in line
@@ -132,7 +132,7 @@ def test_the_critics_learning_rates_are_asked_too() -> None:
     assert violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump()) == []
 
 
-def test_a_key_of_another_version_is_named() -> None:
+def test_keys_of_another_version_are_named() -> None:
     saved = config().model_dump()
     saved["algorithm"]["spare"] = 3
     del saved["batch"]["prompts_per_step"]

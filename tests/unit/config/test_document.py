@@ -63,13 +63,13 @@ def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
         ("a: !!int x", "a.yaml:1:4: tag"),
     ],
 )
-def test_bad_text_is_refused_with_its_place(text: str, message: str) -> None:
+def test_invalid_text_is_rejected_with_its_position(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text, "a.yaml")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_every_key_knows_its_line() -> None:
+def test_every_key_has_its_line() -> None:
     document = parse("a:\n  b: 1\n  c:\n    - d: 2\n", "a.yaml")
     assert document.origins == {
         ("a",): "a.yaml:1",
@@ -90,10 +90,10 @@ def test_overlay_merges_mappings_and_replaces_the_rest() -> None:
     assert merged.values == {"a": {"b": 1, "c": {"d": 2, "e": 3}}, "l": [3], "s": 4, "n": {"m": 5}}
     assert merged.origin(("a", "b"), "") == "base.yaml:1"
     assert merged.origin(("l",), "") == "over.yaml:2"
-    assert base.values == {"a": {"b": 1, "c": {"d": 2}}, "l": [1, 2], "s": {"t": 1}}, "the base is left as it was"
+    assert base.values == {"a": {"b": 1, "c": {"d": 2}}, "l": [1, 2], "s": {"t": 1}}, "the base must not change"
 
 
-def test_parse_value_names_the_reason() -> None:
+def test_parse_value_error_contains_the_reason() -> None:
     assert parse_value("[1, {a: no}]") == [1, {"a": "no"}]
     with pytest.raises(ValueError, match="not a YAML value: while parsing a flow sequence"):
         parse_value("[1, 2")

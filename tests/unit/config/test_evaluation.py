@@ -12,7 +12,7 @@ SETS = (
 )
 
 
-def test_a_set_has_what_it_does_not_say_from_the_run() -> None:
+def test_set_inherits_unset_keys_from_the_run() -> None:
     config = recipe(SETS, "data.size=100", "rewards.overlong_buffer=4", "rewards.judge=f.py:judge")
     a, b = (config_of_set(config, item) for item in config.evaluation.sets)
     assert (a.data.source, a.data.size, a.data.answer_column) == ("arithmetic", None, "answer")
@@ -23,7 +23,7 @@ def test_a_set_has_what_it_does_not_say_from_the_run() -> None:
     assert a.actor == config.actor
 
 
-def test_procedural_prompts_are_not_those_that_are_trained_on() -> None:
+def test_procedural_prompts_differ_from_training_prompts() -> None:
     config = recipe(SETS)
     [seed, other] = (config_of_set(config, item).run.seed for item in config.evaluation.sets)
     assert len({seed, other, config.run.seed}) == 3
@@ -31,7 +31,7 @@ def test_procedural_prompts_are_not_those_that_are_trained_on() -> None:
     assert rows != trained
 
 
-def test_seeds_of_samples_are_all_different_and_follow_from_place_and_run() -> None:
+def test_sample_seeds_are_unique_and_reproducible() -> None:
     config = recipe(SETS)
     [a, b] = config.evaluation.sets
     seeds = [seed_of_set(config, item, i, k) for item in (a, b) for i in range(20) for k in range(20)]
@@ -40,7 +40,7 @@ def test_seeds_of_samples_are_all_different_and_follow_from_place_and_run() -> N
     assert seeds[0] != seed_of_set(recipe(SETS, "run.seed=1"), a, 0, 0)
 
 
-def test_a_set_is_played_in_the_runs_environment_or_in_its_own() -> None:
+def test_set_uses_its_environment_or_the_runs() -> None:
     sets = (
         "evaluation.sets=[{name: a}, {name: b, environment: {class: 'f.py:World', options: {n: 1}}}, "
         "{name: c, environment: {class: null}, temperature: 0.6, top_k: 7}]"

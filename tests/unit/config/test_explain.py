@@ -15,7 +15,7 @@ RECIPE = (
 )
 
 
-def test_arithmetic() -> None:
+def test_explanation_contains_the_arithmetic() -> None:
     assert explain(load(BASE, RECIPE)).splitlines() == [
         "run         14 steps",
         "step        16 prompts x 8 samples = 128 samples",
@@ -29,7 +29,7 @@ def test_arithmetic() -> None:
     ]
 
 
-def test_uneven_shares_and_several_updates() -> None:
+def test_uneven_shares_and_several_updates_are_explained() -> None:
     text = explain(load(BASE, [*RECIPE, "batch.prompts_per_update=4", "actor.layout.dp=3", "rollout.replicas=2"]))
     assert "16 / 4 prompts = 4 per step" in text
     assert "4 prompts x 8 samples = 32 samples, 32 / dp 3 = 10 to 11 per data-parallel rank" in text
@@ -37,13 +37,13 @@ def test_uneven_shares_and_several_updates() -> None:
     assert "replicas 2 x tp 1 = world size 2" in text
 
 
-def test_epochs() -> None:
+def test_epochs_are_explained() -> None:
     text = explain(load(BASE, [*RECIPE, "batch.prompts_per_update=4", "batch.epochs=3"]))
     assert "updates     16 / 4 prompts = 4 per step, in each of 3 epochs" in text
     assert "at the first of 168 updates" in text
 
 
-def test_pairs_of_offline_data_and_of_samples() -> None:
+def test_pairs_of_rows_and_of_samples_are_explained() -> None:
     lines = explain(
         load(BASE, [*RECIPE, "data={format: preferences, source: rows.jsonl}", "algorithm.objective.name=dpo"])
     ).splitlines()
@@ -55,6 +55,6 @@ def test_pairs_of_offline_data_and_of_samples() -> None:
     assert "update      16 prompts x 2 samples = 32 samples, 32 / dp 1 = 32 per data-parallel rank" in online
 
 
-def test_learning_rate_of_a_schedule() -> None:
+def test_learning_rates_of_a_schedule_are_explained() -> None:
     text = explain(load(BASE, [*RECIPE, "actor.optimizer.schedule={name: linear, warmup: 4}"]))
     assert "rate        linear, 2.5e-07 at the first of 14 updates, at most 1e-06, 1e-07 at the last" in text

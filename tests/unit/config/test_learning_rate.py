@@ -17,7 +17,7 @@ PEAK, TOTAL = 0.3, 40
 
 
 def rates(*overrides: str, total: int = TOTAL) -> list[float]:
-    """Returns the learning rates of all updates, and of two more than the run has."""
+    """Return the learning rates of all updates and of two more beyond the end of the run."""
     optimizer = recipe(*overrides).actor.optimizer
     return [learning_rate(optimizer, done, total) for done in range(total + 2)]
 
@@ -55,19 +55,19 @@ def test_decay_equals_transformers(name, warmup):
     overrides = [f"name={name}", f"warmup={warmup}"]
     overrides += [] if name == "linear" else ["min_lr=0.03"]
     overrides += ["decay=10"] if name == "wsd" else []
-    theirs = transformers_rates(make, num_warmup_steps=warmup, **arguments)
-    within = slice(warmup, TOTAL + 1)  # beyond the run, their cosine rises again
-    assert rates(*overrides)[within] == pytest.approx(theirs[within], rel=1e-12, abs=1e-15)
+    reference = transformers_rates(make, num_warmup_steps=warmup, **arguments)
+    within = slice(warmup, TOTAL + 1)  # after the run, the cosine of transformers rises again
+    assert rates(*overrides)[within] == pytest.approx(reference[within], rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_warmup_is_that_of_transformers_one_update_ahead(name):
-    """theirs does its first update at rate 0"""
-    theirs = transformers_rates(transformers.get_linear_schedule_with_warmup, num_warmup_steps=5)
-    assert rates(f"name={name}", "warmup=5")[:5] == pytest.approx(theirs[1:6])
+def test_warmup_is_one_update_ahead_of_transformers(name):
+    """The first update of transformers has a learning rate of 0."""
+    reference = transformers_rates(transformers.get_linear_schedule_with_warmup, num_warmup_steps=5)
+    assert rates(f"name={name}", "warmup=5")[:5] == pytest.approx(reference[1:6])
 
 
-def test_closed_forms():
+def test_schedules_match_closed_forms():
     assert rates() == [PEAK] * (TOTAL + 2)
     assert rates("warmup=2") == [PEAK / 2] + [PEAK] * (TOTAL + 1)
     linear = rates("name=linear", "min_lr=0.1")
@@ -76,17 +76,17 @@ def test_closed_forms():
     cosine = rates("name=cosine", "warmup=4")
     assert cosine[4 + 9] == pytest.approx(PEAK * (1 + math.cos(math.pi / 4)) / 2)  # a quarter of 36
     wsd = rates("name=wsd", "decay=16", "warmup=8")
-    assert wsd[7:25] == [PEAK] * 18  # the last of the warm-up to the first of the decay
+    assert wsd[7:25] == [PEAK] * 18  # from the last warm-up update to the first decay update
     assert wsd[24 + 4] == pytest.approx(PEAK / 2)
     assert wsd[-2:] == pytest.approx([0, 0])
 
 
-def test_a_length_below_one_is_a_share_of_the_run():
+def test_length_below_one_is_a_fraction_of_the_run():
     by_share = rates("name=wsd", "warmup=0.1", "decay=0.25")
     assert by_share == rates("name=wsd", "warmup=4", "decay=10")
 
 
-def test_one_as_a_length_is_one_update():
+def test_length_of_one_is_one_update():
     assert rates("warmup=1") == [PEAK] * (TOTAL + 2)
 
 
@@ -95,7 +95,7 @@ def test_warmup_longer_than_the_run_rises_to_its_end():
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_a_run_of_one_update(name):
+def test_run_of_one_update(name):
     decay = ["decay=0.5"] if name == "wsd" else []
     assert rates(f"name={name}", *decay, total=1)[0] == PEAK
 

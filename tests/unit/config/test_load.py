@@ -19,7 +19,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a recipe over base.yaml with model and data given, and the text added; returns its path."""
+    """Write a recipe on base.yaml with a model, a data source and the given text, and return its path."""
     (tmp_path / "base.yaml").write_text((CONFIGS / "base.yaml").read_text())
     (tmp_path / "parent.yaml").write_text("base: base.yaml\nmodel: {path: m}\ndata: {source: arithmetic}\n")
 
@@ -42,7 +42,7 @@ def test_recipes_load(path: Path) -> None:
     assert isinstance(load(path), Config)
 
 
-def test_values_come_from_the_nearest_layer() -> None:
+def test_nearest_layer_takes_precedence() -> None:
     config = load(QUICKSTART, ["run.steps=3", "actor.layout.pp=3", "actor.layout.last_stage_layers=null"])
     assert config.run.steps == 3, "command line"
     assert config.run.name == "quickstart", "overlay"
@@ -51,7 +51,7 @@ def test_values_come_from_the_nearest_layer() -> None:
     assert config.actor.layout.world_size == 3
 
 
-def test_extras_are_merged(write: Write) -> None:
+def test_overrides_of_libraries_are_merged(write: Write) -> None:
     path = write("actor: {megatron_overrides: {model: {b: 1}}}\nrollout: {vllm_overrides: {x: on}}\n")
     config = load(path, ["actor.megatron_overrides.model.c=2", "rollout.vllm_overrides={y: [1, 2]}"])
     assert config.actor.megatron_overrides.model == {"b": 1, "c": 2}
@@ -139,7 +139,7 @@ def test_bad_override(override: str, message: str) -> None:
     assert line.startswith(f"command line: {message}")
 
 
-def test_errors_of_a_file_name_its_line_and_come_one_per_line(write: Write) -> None:
+def test_errors_of_a_file_have_one_line_with_its_position(write: Write) -> None:
     path = write("run:\n  steps: ten\n  name: 7\nlr: 1e-6\nrollout:\n  functoin: x\n")
     assert errors(path) == [
         f"{path}:4: run.name=7: expected text, found an integer; write '7'",
@@ -150,7 +150,7 @@ def test_errors_of_a_file_name_its_line_and_come_one_per_line(write: Write) -> N
     ]
 
 
-def test_an_error_is_placed_in_the_file_that_holds_it(write: Write, tmp_path: Path) -> None:
+def test_error_names_the_file_that_contains_it(write: Write, tmp_path: Path) -> None:
     path = write("run: {steps: 3}\n")
     parent = tmp_path / "parent.yaml"
     parent.write_text(parent.read_text() + "run: {sede: 1}\n")
@@ -203,7 +203,7 @@ def test_base_files(tmp_path: Path) -> None:
     assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
 
 
-def test_base_files_that_come_with_megarl(tmp_path: Path) -> None:
+def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("base: base.yaml\nmodel: {path: m}\ndata: {source: arithmetic}\n")
     assert load(path) == load(CONFIGS / "base.yaml", ["model.path=m", "data.source=arithmetic"])
@@ -211,7 +211,7 @@ def test_base_files_that_come_with_megarl(tmp_path: Path) -> None:
     assert load(path) == load(QUICKSTART, ["run.steps=3"])
     (tmp_path / "base.yaml").write_text("run: {steps: -1}\n")
     path.write_text("base: base.yaml\n")
-    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "the one beside it comes first"
+    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighbouring file takes precedence"
     path.write_text("base: none.yaml\n")
     assert errors(path) == [f"{tmp_path}/none.yaml (the base of {path}): cannot be read: No such file or directory"]
 
@@ -222,7 +222,7 @@ def test_dtypes_have_short_names(short: str, long: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
-def test_other_dtypes_are_refused_as_they_were_given(value: str) -> None:
+def test_invalid_dtype_is_reported_as_written(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
     assert line == f"command line: model.dtype={value}: expected 'float32', 'bfloat16' or 'float16'"
 
@@ -242,7 +242,7 @@ def test_rules_are_checked() -> None:
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 RULED = {*GIVEN["rollout"], *REFITTABLE}
-"""Arguments of vLLM that rules have a say in; hypothesis tries names that it finds in the package's source."""
+"""vLLM arguments that rules check. Hypothesis finds names in the package's source and tries them."""
 extras = st.dictionaries(
     st.text().filter(lambda name: name not in RULED),
     st.recursive(
@@ -256,7 +256,7 @@ extras = st.dictionaries(
 
 @st.composite
 def changes(draw: st.DrawFn) -> dict[str, dict]:
-    """Section -> the keys of it that are given other values."""
+    """Draw changed keys by section."""
     functions = st.fixed_dictionaries({"function": st.text(min_size=1), "weight": positive})
     name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True) | st.sampled_from(["no", "1e5", "12", "on"])
     return {

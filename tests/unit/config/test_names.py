@@ -28,7 +28,7 @@ from tools import verl_page
         ("algorithm.entropy_coeff", "verl's entropy_coeff is algorithm.objective.entropy_coefficient here"),
         (
             "actor.optimizer.lr_warmup_steps_ratio",
-            "verl's lr_warmup_steps_ratio is actor.optimizer.schedule.warmup (below 1: a share of the run) here",
+            "verl's lr_warmup_steps_ratio is actor.optimizer.schedule.warmup (below 1: a fraction of the run) here",
         ),
         ("data.train_batch_size", "verl's train_batch_size is batch.prompts_per_step here"),
         (
@@ -53,9 +53,7 @@ from tools import verl_page
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
         (
             "rollout.refit_delta",
-            "rollout.refit_delta was removed: a refit sends all weights; it was refused on GPUs and where engines "
-            "share "
-            "the actor's devices. Leave it out",
+            "rollout.refit_delta was removed: a refit sends all weights. Fix: leave it out",
         ),
         ("agreement.limit", "agreement was renamed to logprob_check"),
         ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
@@ -66,19 +64,19 @@ from tools import verl_page
         ),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz",
-            "verl's use_dynamic_bsz has no key here, as microbatches always follow from a budget, "
-            "actor.tokens_per_microbatch; leave it out",
+            "verl's use_dynamic_bsz has no equivalent: microbatches are always filled up to "
+            "actor.tokens_per_microbatch. Fix: leave it out",
         ),
         ("actor_rollout_ref.rollout.n_agent", "verl's n_agent is batch.samples_per_prompt here"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload is actor.offload here"),
         (
             "algorithm.no_think_rl",
-            "verl's no_think_rl has no key here, as every sampled token is trained on; leave it out",
+            "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: leave it out",
         ),
         (
             "trainer.logger",
-            "verl's logger is run.trackers (tensorboard, wandb, mlflow, trackio; the console and metrics.jsonl always "
-            "are) here",
+            "verl's logger is run.trackers (tensorboard, wandb, mlflow, trackio; console and metrics.jsonl are always "
+            "on) here",
         ),
         (
             "ref.log_prob_micro_batch_size",
@@ -98,14 +96,14 @@ def test_suggestion(key: str, suggestion: str) -> None:
 
 
 @pytest.mark.parametrize("name", VERL)
-def test_verl_names_lead_to_keys_that_exist(name: str) -> None:
+def test_verl_names_map_to_existing_keys(name: str) -> None:
     first, *others = VERL[name].split(" (")[0].split(" and ")
     assert {first, *others} <= set(keys())
-    assert name not in keys(), "a key of ours needs no translation"
+    assert name not in keys(), "a key of megarl needs no translation"
 
 
-def test_page_of_verl_is_generated_from_the_table() -> None:
-    """`python tools/verl_page.py` writes it."""
+def test_verl_page_is_generated_from_the_table() -> None:
+    """`python tools/verl_page.py` generates the page."""
     page = text_of("configs/coming-from-verl.md")
     assert verl_page.render(page) == page
     assert all(f"`{name}`" in page for name in (*VERL, *WITHOUT_KEY))

@@ -1,4 +1,4 @@
-"""Every recipe is one that could start."""
+"""Every recipe is valid."""
 
 import pytest
 
@@ -9,14 +9,14 @@ RECIPES = sorted(CONFIGS.glob("*-*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_keeps_all_rules_and_says_what_it_is(recipe):
+def test_recipe_is_valid_and_named_after_its_run(recipe):
     assert recipe.read_text().startswith("# ")
     assert recipe.stem.endswith(f"-{load(recipe).run.name}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_what_a_recipe_clips_can_move(recipe):
-    """Every ratio is 1 in a step's only update, and every value the one before the step."""
+def test_clipping_recipes_make_several_updates(recipe):
+    """With one update per step, every ratio is 1 and every value equals the old value, so clipping has no effect."""
     config = load(recipe)
     objective, critic_clip = config.algorithm.objective, config.algorithm.value.clip
     defaults = objective.spec.options

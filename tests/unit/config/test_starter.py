@@ -1,4 +1,4 @@
-"""The recipe that `megarl init` writes, with its data and its reward function."""
+"""The recipe that `megarl init` creates, with its data and its reward function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.rewards.registry import resolve
 
 
 @pytest.mark.parametrize("name", ["my-run", 'a: "folder" #1', "."])
-def test_the_recipe_finds_its_data_and_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_recipe_finds_its_data_and_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     recipe, *others = starter.write(Path(name))
     assert sorted(path.name for path in (recipe, *others)) == sorted(path.name for path in Path(name).iterdir())
@@ -26,14 +26,14 @@ def test_the_recipe_finds_its_data_and_its_reward(tmp_path: Path, monkeypatch: p
     assert [reward(rows[0].prompt, text, rows[0].answer) for text in (right, wordy, wrong)] == [1.0, 0.5, 0.0]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("mine")
     with pytest.raises(ValueError, match=r"reward.py: already exists. Fix: name another folder$"):
         starter.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_error_names_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ValueError, match=r"/taken/a: it cannot be written \(Not a directory\). Fix: name a folder"):
         starter.write(tmp_path / "taken" / "a")

@@ -1,4 +1,4 @@
-"""Sections that name an entry of a registry, or a spec of a user's file, and have its options."""
+"""Sections that name a registry entry or a spec in a user's file, and hold its options."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ def code(tmp_path) -> Path:
     return written(tmp_path, "mine.py", FILE)
 
 
-def test_left_out_options_have_the_defaults_of_the_spec():
+def test_omitted_options_have_the_defaults_of_the_spec():
     for name, spec in OBJECTIVES.items():
         config = recipe(f"algorithm.objective.name={name}", f"data.format={spec.rows[0]}", "data.source=rows.jsonl")
         assert config.algorithm.objective.options() == spec.options
         assert config.algorithm.objective.model_dump().keys() == Objective.model_fields.keys() | spec.options.keys()
 
 
-def test_another_entry_drops_the_options_of_the_base(tmp_path):
+def test_different_entry_drops_the_options_of_the_base(tmp_path):
     written(tmp_path, "clip.yaml", ON_BASE + "algorithm: {objective: {dual_clip: 3, aggregation: token_mean}}")
     path = written(tmp_path, "gspo.yaml", "base: clip.yaml\nalgorithm: {objective: {name: gspo, clip_high: 0.5}}")
     objective = load(path).algorithm.objective
     assert objective.options() == {"clip_low": 3e-4, "clip_high": 0.5}
-    assert objective.aggregation == "token_mean", "a field of the section, not an option of clip"
+    assert objective.aggregation == "token_mean", "aggregation is a field of the section, not an option of clip"
     back = written(tmp_path, "back.yaml", "base: gspo.yaml\nalgorithm: {objective: {name: clip}}")
     assert load(back).algorithm.objective.options() == OBJECTIVES["clip"].options
 
 
-def test_the_same_entry_keeps_the_options_of_the_base(tmp_path):
+def test_same_entry_keeps_the_options_of_the_base(tmp_path):
     path = written(tmp_path, "a.yaml", ON_BASE + "algorithm: {objective: {dual_clip: 3}}")
     assert load(path, ["algorithm.objective.name=clip"]).algorithm.objective.option("dual_clip") == 3
 
@@ -87,7 +87,7 @@ def test_overrides_may_come_in_any_order(order):
     assert recipe(*overrides).algorithm.objective.option("clip_low") == 0.01
 
 
-def test_options_of_another_entry_are_refused_in_any_order():
+def test_options_of_another_entry_are_rejected_in_any_order():
     overrides = ["algorithm.objective.dual_clip=3", "algorithm.objective.name=gspo"]
     for ordered in (overrides, overrides[::-1]):
         with pytest.raises(UserError, match=r"dual_clip: unknown key; .* dual_clip is an option of clip"):
@@ -101,7 +101,7 @@ def test_resolved_configuration_loads_back(tmp_path):
     assert "dual_clip" not in flat.read_text() and "group_of_one" not in flat.read_text()
 
 
-def test_a_users_entries_are_checked_and_have_options(code):
+def test_user_entries_are_validated_and_have_options(code):
     names = (f"algorithm.objective.name={code}:SQUARED", f"algorithm.advantage.estimator={code}:BEST")
     config = recipe(*names, "algorithm.objective.scale=0.5")
     algorithm = config.algorithm
@@ -114,7 +114,7 @@ def test_a_users_entries_are_checked_and_have_options(code):
     assert "    # scale: 1.0" in describe_one(f"{code}:SQUARED").splitlines()
 
 
-def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monkeypatch, tmp_path):
+def test_relative_path_is_independent_of_the_workers_folder(code, monkeypatch, tmp_path):
     monkeypatch.chdir(code.parent)
     config = recipe("algorithm.objective.name=mine.py:SQUARED")
     monkeypatch.chdir(tmp_path.parent)
@@ -135,14 +135,14 @@ def test_a_relative_path_does_not_depend_on_the_directory_of_a_worker(code, monk
         ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: correct the file"),
     ],
 )
-def test_a_wrong_file_is_refused_before_the_run(code, entry, line):
+def test_invalid_file_is_rejected_before_the_run(code, entry, line):
     written(code.parent, "broken.py", "1 / 0")
     with pytest.raises(UserError) as error:
         recipe(f"algorithm.objective.name={code.parent}/{entry}")
     assert line in str(error.value) and str(error.value).startswith("algorithm.objective.name")
 
 
-def test_the_run_folder_has_the_file_and_a_changed_one_is_refused(code, tmp_path):
+def test_run_folder_has_the_file_and_rejects_changes(code, tmp_path):
     config = recipe(f"algorithm.objective.name={code}:SQUARED", f"run.folder={tmp_path}")
     folder = RunFolder.create(config)
     content = config.algorithm.objective.option("sha256")
@@ -155,14 +155,14 @@ def test_the_run_folder_has_the_file_and_a_changed_one_is_refused(code, tmp_path
         load(folder.config)
 
 
-def test_a_worker_refuses_a_file_that_has_changed(code):
+def test_worker_rejects_a_changed_file(code):
     objective = recipe(f"algorithm.objective.name={code}:SQUARED").algorithm.objective
     changed = objective.model_copy(update={"sha256": "0" * 64})
     with pytest.raises(UserError, match="the file has changed since the run started"):
         _ = changed.spec
 
 
-def test_a_checkpoint_that_is_read_executes_no_file(code, tmp_path):
+def test_reading_a_checkpoint_executes_no_file(code, tmp_path):
     saved = recipe(f"algorithm.objective={{name: {code}:SQUARED, aggregation: token_mean}}").model_dump()
     saved["algorithm"]["objective"]["name"] = f"{tmp_path}/raises.py:A"
     written(tmp_path, "raises.py", "raise SystemExit")
@@ -170,5 +170,5 @@ def test_a_checkpoint_that_is_read_executes_no_file(code, tmp_path):
     assert (objective.name, objective.aggregation) == ("clip", "token_mean")
 
 
-def test_recipes_state_options_of_their_entry_only():
+def test_recipes_contain_only_options_of_their_entry():
     assert all(load(path) for path in CONFIGS.glob("smollm2-cpu-*.yaml"))

@@ -43,9 +43,9 @@ def test_write_updates_the_pages_with_new_results(tmp_path, monkeypatch):
         "| a case | 0.12 | 0.75 | not in 20 | 0.00 |",
         "| a case: format | 0.25 | 1.00 | | |",
     ]
-    busy = "by `python tools/benchmarks/training_step.py`, while other processes had 12 % of the machine's CPU time:"
+    busy = "by `python tools/benchmarks/training_step.py`, while other processes used 12 % of the machine's CPU time:"
     assert busy in " ".join((tmp_path / "tools" / "benchmarks" / "README.md").read_text().split())
-    assert "| 0.12 of the time, " in (tmp_path / "README.md").read_text()
+    assert "| 0.12 × the time, " in (tmp_path / "README.md").read_text()
 
 
 def change(path, **values):

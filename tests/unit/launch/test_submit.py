@@ -182,7 +182,7 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
         ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
-        ({"nodes": 4}, "cluster.nodes=4: the ranks take 2 devices, 1 on a node, and so 2 of the nodes would be empty"),
+        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices at 1 per node, leaving 2 of 4 nodes empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

@@ -1,4 +1,4 @@
-"""The canary prompts of a run, and the ways in which an engine may have sampled other than it was asked to."""
+"""The canary prompts of a run, and candidate explanations for an engine that samples differently."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def canaries(folder: Path, prompts: list[Prompt], *overrides: str) -> Canaries:
     return Canaries.of(config, SimpleNamespace(model_folder=folder), PromptSet(tuple(prompts), "hash"))
 
 
-def test_they_are_the_first_rows_of_the_data(folder: Path) -> None:
+def test_canaries_are_the_first_rows_of_the_data(folder: Path) -> None:
     rows = [Prompt(str(i), "", [7, 8 + i]) for i in range(6)]
     assert canaries(folder, rows).prompts == rows[:4]
     assert canaries(folder, rows[:2]).prompts == rows[:2]
 
 
-def test_data_without_prompts_have_texts_in_their_place_that_leave_room(folder: Path) -> None:
+def test_data_without_prompts_uses_default_texts(folder: Path) -> None:
     found = canaries(folder, [Prompt("environment:0", "", [])]).prompts
     assert found and all(1 <= len(prompt.token_ids) <= 20 - 12 for prompt in found)
 
 
-def test_each_prompt_is_answered_twice_and_no_longer_than_the_run_s(folder: Path) -> None:
+def test_each_canary_has_two_responses_of_limited_length(folder: Path) -> None:
     asked = canaries(folder, [Prompt("a", "", [7]), Prompt("b", "", [8])])._requests("engine-0")
     assert [request.is_greedy for request in asked] == [True, True, False, False]
     assert {request.max_new_tokens for request in asked} == {12} and {request.purpose for request in asked} == {
@@ -46,7 +46,7 @@ def test_each_prompt_is_answered_twice_and_no_longer_than_the_run_s(folder: Path
     assert len({request.sample_id for request in asked}) == 4
 
 
-def test_other_ways_of_sampling_are_tried(folder: Path) -> None:
+def test_alternative_sampling_settings_are_tried(folder: Path) -> None:
     rows = [Prompt("a", "", [7])]
     assert canaries(folder, rows)._other_scorings() == {}
     found = canaries(folder, rows, "rollout.temperature=0.5", "rollout.top_k=3")._other_scorings()

@@ -1,4 +1,4 @@
-"""Causes are ranked by what was checked of each."""
+"""Causes are ranked by the evidence for each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from megarl.step.causes import Evidence, Verdict, describe, ranked
 
 APART = 0.5
-"""Above the limit."""
+"""A difference above the limit."""
 
 HELD = Evidence(limit=0.1, greedy=0.01, sampled=0.01, differing=(), num_regions=9, num_texts=4)
-"""An engine whose weights were compared, and which agrees."""
+"""An engine that agrees and whose weights were compared."""
 
 CASES = {
     "weights": dict(greedy=APART, sampled=APART, differing=("w[0:3] is 1, but 2",)),
@@ -23,13 +23,13 @@ CASES = {
 }
 
 
-def test_nothing_is_found_where_they_agree() -> None:
+def test_no_cause_is_reported_without_a_difference() -> None:
     assert HELD.agrees
     assert {cause.verdict for cause in ranked(HELD)} == {Verdict.EXCLUDED}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_broken_comes_first(name: str) -> None:
+def test_broken_component_comes_first(name: str) -> None:
     evidence = replace(HELD, **CASES[name])
     first, *_ = ranked(evidence)
     assert not evidence.agrees and first.name == name and first.verdict >= Verdict.LEFT_OVER
@@ -37,21 +37,23 @@ def test_what_is_broken_comes_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_what_was_not_checked_comes_behind_what_was_found(has_experts: bool) -> None:
+def test_unchecked_causes_follow_the_found_ones(has_experts: bool) -> None:
     evidence = replace(HELD, greedy=APART, sampled=APART, differing=("w",), has_experts=has_experts)
     names = [cause.name for cause in ranked(evidence) if cause.verdict is not Verdict.EXCLUDED]
     assert names == ["weights", *(["routers of experts"] if has_experts else []), "kernels"]
     unknown = replace(evidence, differing=None)
-    assert next(cause.name for cause in ranked(unknown)) == "kernels", "what is left, as nothing is found"
+    assert next(cause.name for cause in ranked(unknown)) == "kernels", (
+        "kernels are the remaining cause if no other is found"
+    )
 
 
-def test_a_temperature_that_explains_it_is_named() -> None:
+def test_explaining_temperature_is_named() -> None:
     evidence = replace(HELD, sampled=APART, rescored={"at temperature 1": 0.02, "at temperature 0.49": 0.9})
     assert "are the trainer's at temperature 1 (2.0e-02 instead of 5.0e-01)" in ranked(evidence)[0].evidence
 
 
-def test_greedy_tokens_tell_weights_from_the_way_of_sampling() -> None:
-    """The cause is not what does not touch greedy tokens, if these differ as well."""
+def test_greedy_differences_exclude_sampling_settings() -> None:
+    """If greedy tokens differ, settings that only affect sampling are not the cause."""
     by_name = {cause.name: cause for cause in ranked(replace(HELD, greedy=APART, sampled=APART))}
     assert by_name["temperature or truncation"].verdict is Verdict.EXCLUDED
     assert by_name["kernels"].verdict is Verdict.LEFT_OVER

@@ -1,4 +1,4 @@
-"""What is asked of the engines for an evaluation, and what its result says."""
+"""The requests of an evaluation to the engines, and the description of its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETS = (
 )
 
 
-def test_requests_have_the_settings_of_their_set_and_not_the_runs() -> None:
+def test_requests_have_the_settings_of_their_set() -> None:
     config = recipe(SETS, "rollout.temperature=1.3", "rollout.top_k=50")
     a, b = (requests(config, given, PROMPTS) for given in config.evaluation.sets)
     assert [len(group) for group in (*a, *b)] == [1, 1, 3, 3]
@@ -27,7 +27,7 @@ def test_requests_have_the_settings_of_their_set_and_not_the_runs() -> None:
     assert greedy.is_greedy and not sampled.is_greedy
 
 
-def test_requests_are_the_same_at_every_step_and_others_than_those_of_training() -> None:
+def test_requests_are_fixed_and_differ_from_training() -> None:
     config = recipe(SETS)
     [_, given] = config.evaluation.sets
     asked = [request for group in requests(config, given, PROMPTS) for request in group]
@@ -36,7 +36,9 @@ def test_requests_are_the_same_at_every_step_and_others_than_those_of_training()
     assert trained == [r for group in training.requests(recipe(), 1, PROMPTS.prompts) for r in group]
     assert {request.seed for request in asked}.isdisjoint(request.seed for request in trained)
     tasks = [{request.group_seed for request in group} for group in requests(config, given, PROMPTS)]
-    assert [len(seeds) for seeds in tasks] == [1, 1] and len(set.union(*tasks)) == 2, "one for the rollouts of a prompt"
+    assert [len(seeds) for seeds in tasks] == [1, 1] and len(set.union(*tasks)) == 2, (
+        "the rollouts of a prompt share one seed"
+    )
     assert set.union(*tasks).isdisjoint({request.group_seed for request in trained} | {r.seed for r in asked})
     assert {request.purpose for request in asked}.isdisjoint({request.purpose for request in trained})
 
@@ -45,7 +47,7 @@ def info(name: str, length: int, reason: str) -> SampleInfo:
     return SampleInfo(name, "p", 4, length, length, reason, 3, 3)
 
 
-def test_a_result_has_failures_apart() -> None:
+def test_result_reports_failures_separately() -> None:
     [_, given] = recipe(SETS).evaluation.sets
     groups = [
         [info("0.0", 2, "stop"), info("0.1", 4, "length"), info("0.2", 6, "stop")],
@@ -55,8 +57,8 @@ def test_a_result_has_failures_apart() -> None:
     found = result(given, groups, scores)
     metrics = found.metrics()
     assert metrics["evaluation/b/failed_frac"] == pytest.approx(1 / 6)
-    assert metrics["evaluation/b/avg@3"] == 0.75, "a failed sample counts as none, not as a wrong one"
-    assert metrics["evaluation/b/pass@3"] == 1.0, "of the prompt with three scores"
+    assert metrics["evaluation/b/avg@3"] == 0.75, "a failed sample is excluded, not counted as wrong"
+    assert metrics["evaluation/b/pass@3"] == 1.0, "only one prompt has three scores"
     assert metrics["evaluation/b/truncated_frac"] == pytest.approx(1 / 3)
     assert metrics["evaluation/b/length_mean"] == 4
     assert metrics["evaluation/b/avg@3_low"] < 0.75 < metrics["evaluation/b/avg@3_high"]
@@ -64,7 +66,7 @@ def test_a_result_has_failures_apart() -> None:
     assert found.describe().endswith(", 16.7% failed, such as by f hung")
 
 
-def test_a_set_of_which_nothing_could_be_scored_has_no_value() -> None:
+def test_set_without_scores_has_no_value() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [[info("0.0", 2, "stop")]], [Score(None, {}, "f hung")])
     assert found.metrics() == {
@@ -76,13 +78,13 @@ def test_a_set_of_which_nothing_could_be_scored_has_no_value() -> None:
 
 
 def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleInfo]:
-    """Returns what is known of a rollout's samples, in each of which the policy said so many of 50 tokens."""
+    """Return the infos of a rollout's samples, each with `trained` policy tokens out of 50."""
     numbers = RolloutInfo(stop, turns, samples, {}, 0, 0)
     names = [name, *(f"{name}/{k}" for k in range(1, samples))]
     return [SampleInfo(n, "p", 4, 50, trained, "stop", 3, 3, rollout_id=name, rollout=numbers) for n in names]
 
 
-def test_a_rollout_of_several_samples_counts_once_and_one_whose_environment_fails_is_apart() -> None:
+def test_multi_sample_rollouts_count_once() -> None:
     [_, given] = recipe(SETS).evaluation.sets
     groups = [
         [*played("0.0", 3, samples=3), *played("0.1", 5), *played("0.2", 7, stop="max_turns", turns=8)],
@@ -94,19 +96,21 @@ def test_a_rollout_of_several_samples_counts_once_and_one_whose_environment_fail
     assert metrics["avg@3"] == pytest.approx((1 / 3 + 1) / 2)
     assert metrics["pass@1"] == pytest.approx((1 / 3 + 1) / 2) and metrics["pass@2"] == pytest.approx((2 / 3 + 1) / 2)
     assert metrics["pass^2"] == pytest.approx((0 + 1) / 2) and metrics["pass^3"] == 0
-    assert metrics["failed_share"] == pytest.approx(1 / 6)
-    assert metrics["truncated_share"] == pytest.approx(2 / 5)
-    assert metrics["length_mean"] == pytest.approx((3 * 3 + 5 + 7 + 2 + 4) / 5), "what the policy said, and no context"
+    assert metrics["failed_frac"] == pytest.approx(1 / 6)
+    assert metrics["truncated_frac"] == pytest.approx(2 / 5)
+    assert metrics["length_mean"] == pytest.approx((3 * 3 + 5 + 7 + 2 + 4) / 5), (
+        "only policy tokens count, without the context"
+    )
     assert metrics["turns_mean"] == pytest.approx((2 + 2 + 8 + 2 + 2) / 5)
 
 
-def test_a_set_whose_environment_always_fails_has_nothing_but_that() -> None:
+def test_set_with_only_failures_reports_only_these() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
     assert found.metrics() == {"evaluation/a/failed_frac": 1.0}
     assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by environment: no server"
 
 
-def test_a_rollout_without_a_token_is_of_no_version() -> None:
+def test_rollout_without_tokens_has_no_version() -> None:
     empty = SampleInfo("0.0", "p", 0, 0, 0, "stop", 0, 0)
     assert versions_of([[empty, *played("0.1", 3)]]) == {3} and versions_of([[empty]]) == set()

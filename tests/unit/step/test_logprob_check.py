@@ -1,4 +1,4 @@
-"""The limit on what trainer and engine may differ by, and what is said above it."""
+"""The limit on the log-prob difference between trainer and engine, and the report above it."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ def told(config, difference: float) -> str | None:
 
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_difference_above_rounding_is_told(precision: str, share: float) -> None:
+def test_difference_above_rounding_is_reported(precision: str, share: float) -> None:
     difference = share * ROUNDING[precision]
     found = told(config_of(*KEYS[precision]), difference)
     assert (found is not None) == (share > 1)
     assert found is None or (f"{difference:.1e} a token" in found and f"rounding of {precision}" in found)
 
 
-def test_a_limit_of_the_recipe_stands_in_place_of_rounding() -> None:
+def test_configured_limit_replaces_the_rounding_limit() -> None:
     config = config_of("logprob_check.limit=0.4")
     assert told(config, 0.3) is None and "above logprob_check.limit=0.4" in told(config, 0.5)
     assert config.canary_limit == 0.4
 
 
-def test_samples_of_earlier_weights_have_no_limit_but_the_recipe_s() -> None:
-    """Canary prompts are of the trainer's weights there, too."""
+def test_stale_samples_have_only_the_configured_limit() -> None:
+    """Canary prompts use the trainer's current weights even in such a run."""
     assert told(config_of(*AHEAD), 10.0) is None
     config = config_of(*AHEAD, "logprob_check.limit=1")
     assert told(config, 2.0) is not None and config.canary_limit == ROUNDING["bfloat16"]
 
 
-def test_a_step_that_does_not_train_the_policy_has_none() -> None:
+def test_step_without_policy_training_has_no_limit() -> None:
     assert excess(config_of(), {}) is None
 
 
-def test_the_start_says_what_is_left_out_of_the_loss() -> None:
+def test_startup_log_names_samples_excluded_from_the_loss() -> None:
     assert announce(config_of()) == announce(config_of("logprob_check.action=stop")) == []
     [line] = announce(config_of("logprob_check.action=mask", "logprob_check.mask=sample"))
     assert "samples with a token on which trainer and engine differ by more than 1.5 have no loss" in line
 
 
-def test_the_furthest_engine_is_explained() -> None:
+def test_engine_with_the_largest_difference_is_explained() -> None:
     found = {name: Evidence(0.1, apart, apart, differing=()) for name, apart in {"a": 0.01, "b": 0.5, "c": 0.2}.items()}
     assert "b, c of 3 engines differ" in tell(found)
     assert "b does by 5.0e-01 a token where it samples greedily" in tell(found)

@@ -1,4 +1,4 @@
-"""The metrics of a step with samples whose tokens are of several weight versions."""
+"""Metrics of a step whose samples contain tokens of several weight versions."""
 
 from statistics import fmean
 
@@ -14,7 +14,7 @@ from tests.paths import QUICKSTART
 
 
 def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
-    """(version, count) of each run of its tokens."""
+    """Return a sample with the given (version, count) runs of tokens."""
     n = sum(count for _, count in runs)
     versions = tuple(VersionRun(*run) for run in runs)
     sample = Sample("s", Prompt("p", "", (1,)), (2,) * n, (-1.0,) * n, (True,) * n, versions, "stop", "")
@@ -33,20 +33,20 @@ def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
         ([[remote_sample((3, 2), (4, 1), (6, 2)), remote_sample((4, 1), (5, 7))]], 3, 1.0),
     ],
 )
-def test_versions_older_than_the_one_that_is_trained_show(groups, staleness, mixed):
+def test_staleness_of_versions_is_reported(groups, staleness, mixed):
     metrics = step_metrics(load(QUICKSTART), groups, Stopwatch(), version=7)
     assert (metrics["weights/staleness_max"], metrics["weights/mixed_frac"]) == (staleness, mixed)
 
 
-def test_a_step_without_an_update_or_a_gradient_has_no_learning_rate():
+def test_step_without_update_or_gradient_has_no_lr():
     assert update_rate({"value/lr": Metric(1e-3), "value/grad_norm": Metric(2.0)}) == 0
     assert update_rate({"policy/skipped_updates": Metric(2.0)}) == 0
     assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(0.0)}) == 0
     assert update_rate({"policy/lr": Metric(1e-3), "policy/grad_norm": Metric(2.0)}) == 1e-3
 
 
-def test_the_effective_share_is_kong_s_over_all_tokens() -> None:
-    """Two microbatches of five and three tokens, against the weights of all of them."""
+def test_effective_sample_size_is_kongs_over_all_tokens() -> None:
+    """Two microbatches of five and three tokens, compared with the weights of all eight."""
     weights = [0.2, 1.0, 3.0, 0.7, 1.1, 0.9, 0.05, 2.0]
     parts = [
         {

@@ -1,4 +1,4 @@
-"""The sampled responses that are compared."""
+"""Pairs of sampled responses for preference objectives."""
 
 from megarl.step.pairs import best_and_worst
 from megarl.step.scoring import ScoredSample
@@ -8,10 +8,10 @@ def group(*rewards: float) -> list[ScoredSample]:
     return [ScoredSample(f"{number}", reward) for number, reward in enumerate(rewards)]
 
 
-def test_the_best_and_the_worst_of_each_group_in_this_order():
+def test_pairs_are_the_best_and_worst_of_each_group():
     pairs = best_and_worst([group(0.5, 0.0, 1.0, 1.0, 0.0), group(2.0, 3.0)])
     assert [(item.sample, item.reward) for item in pairs] == [("2", 1.0), ("1", 0.0), ("1", 3.0), ("0", 2.0)]
 
 
-def test_ties_prefer_nothing():
+def test_ties_form_no_pair():
     assert best_and_worst([group(1.0, 1.0), group(0.5)]) == []

@@ -1,4 +1,4 @@
-"""The passes that a run makes, and the reasons that it gives."""
+"""The passes that a run makes, and the logged reasons."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def test_passes(overrides, name, needed, reason):
     assert reason in line.partition(f" {name} (")[2].partition(" (")[0]
 
 
-def test_passes_are_told_in_a_line_for_those_made_and_one_for_those_left_out():
+def test_description_has_a_line_for_made_and_omitted_passes():
     one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
     assert one == (
         "passes made: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run "

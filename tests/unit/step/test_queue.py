@@ -1,4 +1,4 @@
-"""The rollouts that are begun ahead: each row of the data is trained on once, also by a run that is killed."""
+"""The queue of rollouts started ahead trains on each row of the data once, even in a run that is killed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DATA = PromptSet(tuple(Prompt(str(i), "", (1,), "") for i in range(1000)), "hash
 
 
 class Rollouts:
-    """Stands in for engines whose groups end in a random order. A group's samples are of the versions that the engines
-    had when it began and when it ended."""
+    """Fake engines whose groups finish in a random order. The versions of a group's samples are those at its start and
+    end."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.version, self.under_way = rng, 0, []
@@ -53,25 +53,25 @@ class Rollouts:
         return pending
 
     def reassign_stragglers(self, groups):
-        """Checks what a step waits for, by the names of samples: it is under way."""
+        """Check that the given samples, which a step waits for, are pending."""
         names = [[r.sample_id for r in group] for pending in self.under_way for group in pending.groups]
         assert groups and all(group in names for group in groups)
 
     def abort(self, groups):
-        """Ends groups by the names of their samples."""
+        """Abort groups by the names of their samples."""
         for pending in [*self.under_way]:
             if [request.sample_id for request in pending.groups[0]] in groups:
                 self.end(pending)
                 pending.is_aborted = True
 
-    def go_on(self):
-        """Lets some end, as they do while a step trains."""
+    def finish_some(self):
+        """Finish some groups, as happens while a step trains."""
         for pending in self.rng.sample(self.under_way, self.rng.randint(0, len(self.under_way))):
             self.end(pending)
 
 
 class Submitted:
-    """Stands in for the Pending of groups of rollouts."""
+    """A fake of the Pending of submitted groups."""
 
     def __init__(self, rollouts: Rollouts, groups, version: int):
         self.rollouts, self.groups, self.begun, self.ended = rollouts, groups, version, None
@@ -102,8 +102,8 @@ def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = 
 
 
 def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleInfo]], list[str]]:
-    """Steps to the step `until`. Returns what each step trained on, and the states that it left, as a checkpoint has
-    them."""
+    """Run up to the step `until`. Return the samples that each step trained on, and the state after each step as a
+    checkpoint stores it."""
     queue, trained, states = queue_of(config, rollouts, state), [], []
     while state.step < until:
         state.step += 1
@@ -112,7 +112,7 @@ def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[li
         groups = queue.take(state.step, PER_STEP, lambda: None)
         trained.append([sample.info for group in groups for sample in group])
         queue.drop(state.step)
-        rollouts.go_on()
+        rollouts.finish_some()
         states.append(json.dumps(state.dump()))
     return trained, states
 
@@ -133,7 +133,7 @@ def rows(trained: list[list[SampleInfo]]) -> list[int]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_samples_are_as_old_as_the_bound_and_no_older(max_staleness):
+def test_staleness_reaches_but_never_exceeds_the_bound(max_staleness):
     oldest = []
     for seed in range(20):
         trained, states = attempt(config_of(max_staleness), Rollouts(random.Random(seed)), fresh(), STEPS)
@@ -142,7 +142,7 @@ def test_samples_are_as_old_as_the_bound_and_no_older(max_staleness):
         assert rows(trained) == list(range(STEPS * PER_STEP))
         names = [info.id for step in trained for info in step]
         assert len(set(names)) == len(names) == STEPS * PER_STEP * SAMPLES
-        assert json.loads(states[-1])["under_way"] == [], "begun for no step"
+        assert json.loads(states[-1])["under_way"] == [], "no rollout may start without a step for it"
     assert max(oldest) == max_staleness
 
 
@@ -154,8 +154,8 @@ class Killed(Exception):
 
 
 class Clocked(Rollouts):
-    """Engines of which each group ends when its row's time is over, on a virtual clock. They die at their call of the
-    number killed_at."""
+    """Fake engines on a virtual clock. A group finishes after its row's duration. The engines die at call number
+    `killed_at`."""
 
     def __init__(self, rng: random.Random, seconds: list[float], killed_at: float = math.inf):
         super().__init__(rng)
@@ -176,8 +176,8 @@ class Clocked(Rollouts):
         self.live()
         super().abort(groups)
 
-    def go_on(self):
-        """Trains for a while."""
+    def finish_some(self):
+        """Advance the clock by the duration of a training step."""
         self.live()
         self.pass_until(self.now + 1.0)
 
@@ -193,7 +193,7 @@ class Clocked(Rollouts):
 
 
 class Saves:
-    """Checkpoints, of which the newest counts."""
+    """Saved checkpoints. Only the latest one can be loaded."""
 
     def __init__(self) -> None:
         self.state, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
@@ -211,8 +211,8 @@ class Saves:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_run_that_is_killed_at_any_moment_trains_on_each_row_once_and_puts_no_length_off(seed):
-    """A run is killed again and again, at a random moment, and goes on from its last checkpoint."""
+def test_killed_run_trains_on_each_row_once_and_in_time(seed):
+    """The run is killed repeatedly at random times and resumes from its last checkpoint."""
     rng = random.Random(seed)
     staleness, drops, save_every = rng.randint(0, 3), rng.random() < 0.5, rng.randint(1, 3)
     factor = rng.choice([1.5, 2]) if drops and not staleness else 1 + staleness
@@ -235,27 +235,29 @@ def test_a_run_that_is_killed_at_any_moment_trains_on_each_row_once_and_puts_no_
                 groups = queue.take(state.step, PER_STEP, lambda: None)
                 queue.drop(state.step)
                 trained.append([group[0].info for group in groups])
-                rollouts.go_on()
+                rollouts.finish_some()
                 if state.step % save_every == 0 or state.step == STEPS:
                     files = queue.save(Path())
                     saves.groups = saves.groups if files else []
                     saves.state, saves.files = json.dumps(state.dump()), files
         except Killed:
             pass
-        assert not set(rollouts.begun) & set(waited) or drops, "what is there is not sampled again"
+        assert not set(rollouts.begun) & set(waited) or drops, "saved samples must not be sampled again"
     rows = [[int(info.prompt_id) for info in step] for step in trained]
     everything = sorted(row for step in rows for row in step)
     ages = [version - info.version_oldest for version, step in enumerate(trained) for info in step]
     assert max(ages) <= staleness
     left = json.loads(saves.state)["under_way"]
-    assert sorted([*everything, *left]) == list(range(len(everything) + len(left))), "each once, and none is lost"
+    assert sorted([*everything, *left]) == list(range(len(everything) + len(left))), (
+        "every row must be trained exactly once"
+    )
     assert len(left) <= (config.prompts_ahead if drops else 0)
-    late = 3 * staleness + 1 if drops else staleness  # dropped once, waited for, and after a kill behind older ones
+    late = 3 * staleness + 1 if drops else staleness  # dropped once, awaited once, and after a kill behind older groups
     latest = max(step - row // PER_STEP for step, found in enumerate(rows) for row in found)
     assert latest <= late, (staleness, drops, factor)
 
 
-def test_groups_that_a_lower_bound_has_no_room_for_are_sampled_again():
+def test_groups_beyond_a_lowered_bound_are_sampled_again():
     config, saves, rollouts = config_of(3), Saves(), Rollouts(random.Random(0))
     state = fresh()
     queue = queue_of(config, rollouts, state, saves)
@@ -273,13 +275,13 @@ def test_groups_that_a_lower_bound_has_no_room_for_are_sampled_again():
         queue.restore(saves)
         state.step = 2
         queue.begin(2, PER_STEP)
-        assert rollouts.begun[:1] == [3 + kept], "the others are asked for in their order"
+        assert rollouts.begun[:1] == [3 + kept], "the remaining groups must be requested in order"
         assert [item.row for item in state.under_way[:kept]] == list(range(3, 3 + kept))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_what_a_step_did_not_take_in_time_is_ended_counted_and_comes_again(max_staleness):
-    """Three of five groups end, and the others are too old for the step after max_staleness more."""
+def test_stale_groups_are_aborted_counted_and_requeued(max_staleness):
+    """Three of five groups finish. The others are too old after max_staleness more steps."""
     config = config_of(max_staleness, DROPS, "batch.oversampling=1.6")
     rollouts, state = Rollouts(random.Random(0)), fresh()
     queue = queue_of(config, rollouts, state)
@@ -296,7 +298,7 @@ def test_what_a_step_did_not_take_in_time_is_ended_counted_and_comes_again(max_s
     assert rollouts.forgotten == names and not rollouts.under_way
     counts = {"dropped_samples": 4, "dropped_tokens": 10, "aborted_samples": 4, "aborted_tokens": 10}
     assert {name: metrics[f"rollout/{name}"] for name in counts} == counts
-    assert queue.metrics()["rollout/dropped_tokens"].value == 0, "they are counted once"
+    assert queue.metrics()["rollout/dropped_tokens"].value == 0, "dropped tokens must be counted once"
     state.step += 1
     queue.begin(state.step, PER_STEP)
     assert rollouts.begun[-5:][:2] == [0, 1]
@@ -314,7 +316,7 @@ def test_what_a_step_did_not_take_in_time_is_ended_counted_and_comes_again(max_s
         assert waited == ["0", "1"] == [group[0].info.prompt_id for group in taken[:2]]
 
 
-def test_a_group_that_ends_too_late_is_dropped_with_its_samples():
+def test_late_group_is_dropped_with_its_samples():
     config = config_of(0, DROPS, "batch.oversampling=2")
     rollouts = Rollouts(random.Random(0))
     queue = queue_of(config, rollouts, fresh())
@@ -329,8 +331,8 @@ def test_a_group_that_ends_too_late_is_dropped_with_its_samples():
     assert metrics["rollout/aborted_samples"] == metrics["rollout/aborted_tokens"] == 0
 
 
-def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
-    """Rates come steps after the draw, and of rows that an earlier attempt has drawn."""
+def test_prompts_drawn_by_solve_rate_can_start_ahead():
+    """Solve rates arrive steps after the draw, also for rows that an earlier attempt drew."""
     config = config_of(2, "data.solved_weight=0.1")
     state = RunState(0, WeightedCursor(len(DATA), 0, None, 0.1))
     loop = SimpleNamespace(data=DATA, state=state)
@@ -346,8 +348,8 @@ def test_prompts_that_are_drawn_by_solve_rate_may_be_begun_ahead():
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_what_took_longest_last_time_is_submitted_first(max_staleness):
-    """Six rows come in two steps, of which only the first three have been seen; their lengths are 1, 9 and 5."""
+def test_longest_rows_are_submitted_first(max_staleness):
+    """Two steps use six rows. Only the first three have known lengths: 1, 9 and 5."""
     config = config_of(max_staleness, "rollout.longest_first=true")
     state, rollouts = RunState(2, PromptCursor(6, seed=0, shuffle=False)), Rollouts(random.Random(0))
     state.lengths = {0: 1.0, 1: 9.0, 2: 5.0}
@@ -355,7 +357,7 @@ def test_what_took_longest_last_time_is_submitted_first(max_staleness):
     queue = queue_of(config, rollouts, state)
     queue.begin(3, PER_STEP)
     if max_staleness:
-        assert rollouts.begun == [1, 2, 3, 4, 5, 0], "the unknown ones count as the mean"
+        assert rollouts.begun == [1, 2, 3, 4, 5, 0], "unknown lengths count as the mean"
     else:
         asked = [int(group[0].prompt.id) for group in rollouts.under_way[0].groups]
         assert asked == [1, 2, 0]
@@ -367,7 +369,7 @@ def test_what_took_longest_last_time_is_submitted_first(max_staleness):
     assert state.lengths == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
-def test_without_a_correction_the_run_warns():
+def test_run_without_correction_warns():
     assert describe(config_of(0)) == []
     assert len(describe(config_of(2))) == 1
     assert "nothing corrects" in describe(config_of(2, "algorithm.correction.weight=null"))[1]

@@ -1,4 +1,4 @@
-"""The samples that a step gathers, where some prompts tell nothing."""
+"""The samples that a step gathers when some prompts are uninformative."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.paths import BASE
 
 
 class Engines:
-    """Stands in for the EngineGroup: answers each request, and remembers what was asked."""
+    """A fake EngineGroup that answers each request and records it."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -41,8 +41,8 @@ class Engines:
 
 
 def run(outcomes: str, rounds: int, wanted: int = 3):
-    """outcomes: the data's prompts in their order: + has samples of different rewards, - of one reward, 0 none
-    with a reward. The second of two samples is cut off."""
+    """Run a step's rollout. `outcomes` has one character per prompt: + for different rewards, - for equal rewards, 0
+    for no reward. The second of two samples is truncated."""
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
     overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]
@@ -57,7 +57,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
 
     def leave_to_rewards(is_last: bool):
-        assert is_last == (len(engines.asked) == rounds), "only after the last round that may be is a refit certain"
+        assert is_last == (len(engines.asked) == rounds), "a refit is certain only after the last possible round"
         engines.turns.append("score")
 
     workers = SimpleNamespace(
@@ -91,43 +91,43 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
 
 
 @pytest.mark.parametrize("outcomes", ["+++", "---", "-+-"])
-def test_one_round_takes_what_comes(outcomes):
+def test_single_round_keeps_all_prompts(outcomes):
     asked, chosen, _ = run(outcomes, rounds=1)
     assert asked == [["0", "1", "2"]] and chosen == ["0", "1", "2"]
 
 
-def test_prompts_that_tell_nothing_are_replaced():
+def test_uninformative_prompts_are_replaced():
     asked, chosen, rollouts = run("+-++--", rounds=3)
-    assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds told something: one more prompt takes one and a half
+    assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds were informative: one more prompt needs 1.5
     assert chosen == ["0", "2", "3"]
     assert [len(group) for group in rollouts.sampled] == [2] * 5
     metrics = values(rollouts.metrics)
     assert metrics["rollout/rounds"] == 2 and metrics["rollout/prompts"] == 5
-    assert metrics["reward/mean"] == pytest.approx((3 - 5) / 10)  # of all that was sampled, half of it cut off
+    assert metrics["reward/mean"] == pytest.approx((3 - 5) / 10)  # over all samples, half of which are truncated
     assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 5)
 
 
-def test_samples_of_all_rounds_have_names_and_seeds_of_their_own():
+def test_samples_of_all_rounds_have_unique_names_and_seeds():
     _, _, rollouts = run("-" * 9, rounds=3)
     names = [sample.info.id for group in rollouts.sampled for sample in group]
     assert names == [f"7.{i}.{k}" for i in range(9) for k in range(2)]
     assert rollouts.process_rewards == {name: f"of {name}" for name in names}
 
 
-def test_after_the_last_round_the_others_fill_up():
+def test_uninformative_prompts_fill_up_after_the_last_round():
     asked, chosen, _ = run("---" + "-+-" + "--+", rounds=2)
-    assert asked == [["0", "1", "2"], ["3", "4", "5"]]  # never more than a step's prompts at once
+    assert asked == [["0", "1", "2"], ["3", "4", "5"]]  # at most one step's prompts per round
     assert chosen == ["0", "1", "4"]
 
 
-def test_prompts_without_a_score_fill_up_at_last():
+def test_prompts_without_scores_fill_up_last():
     _, chosen, _ = run("00-" + "-+0", rounds=2)
     assert chosen == ["2", "3", "4"]
     _, chosen, _ = run("00-" + "+00", rounds=2)
     assert chosen == ["none", "2", "3"]
 
 
-def test_what_is_too_much_is_left_out():
+def test_surplus_prompts_are_omitted():
     asked, chosen, _ = run("-+-" + "+++", rounds=2)
     assert asked == [["0", "1", "2"], ["3", "4", "5"]]
     assert chosen == ["1", "3", "4"]
@@ -136,7 +136,7 @@ def test_what_is_too_much_is_left_out():
 @pytest.mark.parametrize(
     ("failed", "limit", "stops"), [("0110110", 3, False), ("0111011", 3, True), ("1111110", None, False)]
 )
-def test_samples_that_fail_in_a_row_stop_the_run(failed, limit, stops):
+def test_consecutive_failed_samples_stop_the_run(failed, limit, stops):
     keys = ["model.path=m", "data.source=arithmetic", "rewards.failure_limit=1"]
     config = load(BASE, [*keys, f"rewards.max_consecutive_failures={'null' if limit is None else limit}"])
     scores = [Score(None, {}, "f raised ValueError: no") if flag == "1" else Score(1.0, {}) for flag in failed]
@@ -145,12 +145,15 @@ def test_samples_that_fail_in_a_row_stop_the_run(failed, limit, stops):
         [scored], _ = select(config, [group], scores)
         assert len(scored) == failed.count("0")
         return
-    message = r"^f raised ValueError: no \(3 samples of the step in a row failed, which are rewards.max_consecutive_failures=3; "
+    message = (
+        r"^f raised ValueError: no \(3 samples of the step in a row failed, "
+        r"which are rewards.max_consecutive_failures=3; "
+    )
     with pytest.raises(ValueError, match=message):
         select(config, [group], scores)
 
 
-def test_a_prompts_solve_rate_is_that_of_its_scored_samples():
-    """One of two samples has a reward above a half; prompts without a scored sample have no rate."""
+def test_solve_rate_covers_only_scored_samples():
+    """One of two samples has a reward above 0.5. Prompts without a scored sample have no rate."""
     _, _, rollouts = run("+-0+", rounds=1, wanted=4)
     assert rollouts.solve_rates == {"0": 0.5, "1": 0.0, "3": 0.5}

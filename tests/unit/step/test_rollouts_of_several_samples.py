@@ -1,4 +1,4 @@
-"""Statistics are of rollouts: one that is trained on as several samples counts once."""
+"""Statistics are per rollout: a rollout trained on as several samples counts once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(*overrides: str):
     return load(QUICKSTART, ["environment.class=a.py:A", "batch.samples_per_prompt=3", *overrides])
 
 
-def test_grpo_compares_rollouts():
+def test_grpo_compares_rollouts_not_samples():
     samples = group()
     [scored], metrics = select(config(), [samples], scores(samples))
     assert len(scored) == 6 and is_informative(scored)
@@ -56,8 +56,8 @@ def test_grpo_compares_rollouts():
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus_baseline", "opo", "gpg"])
-def test_a_rollout_has_the_baseline_that_it_would_have_as_one_sample(estimator):
-    """OPO weighs rewards by numbers of tokens, which are those of the whole rollout."""
+def test_rollout_has_the_baseline_of_a_single_sample(estimator):
+    """OPO weights rewards by the token count of the whole rollout."""
     settings = config(f"algorithm.advantage.estimator={estimator}")
     samples = group()
     [scored], _ = select(settings, [samples], scores(samples))
@@ -72,7 +72,7 @@ def test_a_rollout_has_the_baseline_that_it_would_have_as_one_sample(estimator):
         assert item.baseline == expected[item.sample.info.rollout_id]
 
 
-def test_rewards_of_tokens_and_the_kl_are_summed_over_a_rollout():
+def test_token_rewards_and_kl_are_summed_over_a_rollout():
     settings = config("algorithm.advantage.estimator=rloo")
     samples = group()
     [scored], _ = select(settings, [samples], scores(samples))
@@ -83,7 +83,7 @@ def test_rewards_of_tokens_and_the_kl_are_summed_over_a_rollout():
     assert first.baseline.center == pytest.approx((rewards["1.0.1"] + rewards["1.0.2"]) / 2)
 
 
-def test_the_moving_average_is_of_rollouts():
+def test_moving_average_is_over_rollouts():
     settings = config("algorithm.advantage.estimator=reinforce")
     samples = group()
     [scored], _ = select(settings, [samples], scores(samples))
@@ -92,7 +92,7 @@ def test_the_moving_average_is_of_rollouts():
     assert average.value == pytest.approx(0.5)
 
 
-def test_a_greedy_rollout_is_left_out_with_all_of_its_samples():
+def test_greedy_rollout_is_excluded_with_all_its_samples():
     settings = config("algorithm.advantage.estimator=remax")
     samples = group()
     greedy = [RemoteSample(info("1.0.greedy", k), None) for k in range(2)]
@@ -103,7 +103,7 @@ def test_a_greedy_rollout_is_left_out_with_all_of_its_samples():
     assert metrics["reward/greedy_mean"].value == 0.25
 
 
-def test_a_failed_environment_does_not_count_against_the_rewards_limit():
+def test_failed_environment_is_not_a_reward_failure():
     samples = group()
     failed = RemoteSample(info("1.0.9", 0, "failed"), None)
     [scored], metrics = select(

@@ -22,29 +22,29 @@ from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
 
 DIED = object()
-"""The answer to a call whose process is lost."""
+"""The result of a call to a lost process."""
 
 
 class FakeActor:
-    """An engine that answers every request with its name; a call is run when it is waited for."""
+    """An engine that answers every request with its name. A call runs when a caller waits for it."""
 
     seen: dict[str, list[str]]
     aborted: list[str]
     dying: set[str]
-    """Those that die when they are next asked."""
+    """Engines that die on their next call."""
     model: dict[str, Any]
     misfit = False
     repacking: tuple[str, ...] = ()
     padded: int | None = None
-    """The size to which its kernels pad experts."""
+    """The size to which the engine's kernels pad experts."""
     connected: list[tuple]
     put: list
-    """The objects that were put into Ray's object store."""
+    """Objects put into Ray's object store."""
     asleep: list[str]
     sampled: dict[str, tuple[float, int]]
-    """The seconds of each engine, and its steps in them."""
+    """Seconds and steps of each engine."""
     is_up: bool
-    """Whether those that were started again have started."""
+    """Whether restarted engines have started."""
     start_fails: bool
 
     def __init__(self, name: str):
@@ -64,8 +64,8 @@ class FakeActor:
         return self
 
     def remote(self, requests: list[str], listener: object = None) -> Any:
-        """Returns references as Ray does, one more than requests: the first, to the infos, is a call that is run when
-        it is waited for."""
+        """Return one reference per request after the reference to the infos, as Ray does. The infos reference is a call
+        that runs when a caller waits for it."""
         FakeActor.seen.setdefault(self._name, []).extend(requests)
         dies = self._name in FakeActor.dying
         assert self._num_returns == 1 + len(requests) > 1
@@ -82,7 +82,7 @@ class FakeActor:
 
 
 class Request(str):
-    """A request that is its own name."""
+    """A request that equals its name."""
 
     @property
     def sample_id(self) -> str:
@@ -94,14 +94,13 @@ def ask(engines: EngineGroup, groups: Sequence[Sequence[str]]) -> Pending[list[S
 
 
 class FakeEngine:
-    """The engine that such an actor holds."""
+    """The engine inside a FakeActor."""
 
     def __init__(self, name: str):
         self._name = name
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Returns the shape and dtype of each parameter; for a misfit, as a family that calls the norm by another
-        name."""
+        """Return the shape and dtype of each parameter. A misfit has a different name for the norm."""
         shard = vllm_holders(FakeActor.model, 1, 1, "float32", padded_experts=FakeActor.padded)[0].shard
         own = {name: (shape, shard.dtypes[name]) for name, shape in shard.shapes.items()}
         if FakeActor.misfit:
@@ -154,7 +153,7 @@ class FakeSession:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """start(replicas, *overrides): an EngineGroup of such engines."""
+    """`start(replicas, *overrides)` returns an EngineGroup of fake engines."""
     FakeActor.seen, FakeActor.dying, FakeActor.connected, FakeActor.asleep = {}, set(), [], []
     FakeActor.is_up, FakeActor.start_fails = False, False
     FakeActor.misfit, FakeActor.padded, FakeActor.put, FakeActor.model = False, None, [], config_of()
@@ -184,7 +183,7 @@ def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) ->
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_samples_come_in_the_order_of_their_requests(start, replicas: int) -> None:
+def test_samples_are_in_the_order_of_their_requests(start, replicas: int) -> None:
     groups = [[f"{i}.{k}" for k in range(length)] for i, length in enumerate((2, 3, 1, 4, 2))]
     answers = ask(start(replicas), groups).result()
     check_answers(answers, groups)
@@ -195,12 +194,12 @@ def test_a_group_stays_on_one_replica(start) -> None:
     assert FakeActor.seen == {"engine-0": ["a1", "a2", "c1", "c2"], "engine-1": ["b1", "b2"]}
 
 
-def test_fewer_groups_than_replicas(start) -> None:
+def test_fewer_groups_than_replicas_are_spread(start) -> None:
     answers = ask(start(3), [["a"], ["b"]]).result()
     assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
-def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
+def test_single_groups_go_to_the_least_loaded_engine(start) -> None:
     engines = start(2)
     first = ask(engines, [["a1", "a2", "a3"]])
     others = [ask(engines, [[name]]) for name in ("b", "c", "d")]
@@ -213,9 +212,9 @@ def test_groups_that_come_one_by_one_go_where_least_is_to_do(start) -> None:
     assert FakeActor.seen["engine-0"][-1] == "f"
 
 
-def test_a_slow_replica_gets_fewer_groups(start) -> None:
-    """Three engines, of which one takes four times as long for a token: in as much time it does a quarter. Where a step
-    waits for all, each gets what it would get in another run."""
+def test_slow_replica_gets_fewer_groups(start) -> None:
+    """One of three engines takes four times as long per token, so it receives a quarter of the work. If steps wait for
+    all samples, each engine receives the same number of prompts in every run."""
     engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
     sizes = dict.fromkeys(range(18), 8)
     assert [len(part) for part in engines.assign(sizes).values()] == [6, 6, 6]
@@ -227,15 +226,17 @@ def test_a_slow_replica_gets_fewer_groups(start) -> None:
             waiting.take_idle_share().result()
         assert [len(part) for part in engines.assign(sizes).values()] == shares
         assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
-    assert list(engines.assign(sizes, but=["engine-0"])) == ["engine-1", "engine-2"]
+    assert list(engines.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
     assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.assign(sizes, but=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], "there are no others"
+    assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
+        "only these engines exist"
+    )
 
 
 @pytest.mark.parametrize("unwanted", [False, True])
 @pytest.mark.parametrize("slowness", [1.9, 4])
-def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
+def test_idle_engine_takes_over_from_a_much_slower_one(
     monkeypatch, start, capsys, slowness: float, unwanted: bool
 ) -> None:
     engines = start(2, "rollout.max_staleness=1")
@@ -253,7 +254,7 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
         engines.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
-    assert ("begin 1 of its prompts anew" in capsys.readouterr().out) == is_moved
+    assert ("restart 1 of its prompts" in capsys.readouterr().out) == is_moved
     if unwanted:
         engines.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]
@@ -263,8 +264,8 @@ def test_an_idle_engine_begins_anew_what_is_waited_for_on_a_much_slower_one(
     assert not engines._places and not engines._moving and not +engines.load
 
 
-def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
-    """Those that hear of it late do not take it for the loss of the engine that has been started in its place."""
+def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
+    """Call that detect the loss late must not blame the restarted engine."""
     engines = start(2)
     FakeActor.dying = {"engine-0"}
     under_way = [ask(engines, [[name, name]]) for name in ("a", "b", "c", "d")]
@@ -279,7 +280,7 @@ def test_a_loss_that_several_calls_hear_of_is_one(start, capsys) -> None:
     assert engines.names == ["engine-0", "engine-1"] and not capsys.readouterr().out
 
 
-def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys) -> None:
+def test_work_of_a_lost_engine_is_reassigned_once(start, capsys) -> None:
     engines = start(3)
     FakeActor.dying = {"engine-1"}
     groups = [[f"{i}.{k}" for k in range(2)] for i in range(5)]
@@ -289,12 +290,12 @@ def test_what_a_lost_engine_had_to_do_is_asked_of_the_others_once(start, capsys)
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
     assert sorted(delivered) == sorted(request for group in groups for request in group)
-    line = "rollout: engine-1 died, and is started again; the run goes on with 2 of 3 engines; see logs/engine-1.log"
+    line = "rollout: engine-1 died, restarting it; continuing with 2 of 3 engines; see logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
 
 
 def lately(engines: EngineGroup, calls: list) -> Callable:
-    """A session's `submit` that runs calls when their result is asked for, and notes them."""
+    """Return a session's `submit` that logs calls and runs them when their result is requested."""
 
     def submit(given, *_, **__):
         calls.append(given)
@@ -304,7 +305,7 @@ def lately(engines: EngineGroup, calls: list) -> Callable:
 
 
 @pytest.mark.parametrize("dying", [set(), {"engine-0"}, {"engine-1"}])
-def test_a_group_that_nobody_wants_any_more_is_ended_and_asked_of_no_other(monkeypatch, start, dying: set[str]) -> None:
+def test_abandoned_group_is_aborted_and_not_reassigned(monkeypatch, start, dying: set[str]) -> None:
     engines, calls = start(2), []
     FakeActor.dying = dying
     monkeypatch.setattr(engines._session, "submit", lately(engines, calls))
@@ -327,7 +328,7 @@ def test_the_last_engine_is_watched(start) -> None:
     assert start(1)._session.watched == ["engine-0"]
 
 
-def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(start, capsys) -> None:
+def test_restarted_engine_rejoins_at_its_old_index(start, capsys) -> None:
     engines = start(3, "rollout.sleep=true")
     before = engines.generations
     engines.drop({"engine-1"}, "rollout")
@@ -337,14 +338,14 @@ def test_a_lost_engine_joins_the_others_in_its_old_place_when_it_has_started(sta
     FakeActor.is_up = True
     engines.rejoin_restarted()
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
-    assert engines.generations != before, "who has weights must be seen"
+    assert engines.generations != before, "the generation must show that the engine has no weights"
     assert FakeActor.asleep == ["engine-1"]
-    assert capsys.readouterr().out.strip() == "refit: engine-1 is back; the run goes on with 3 of 3 engines"
+    assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined; continuing with 3 of 3 engines"
     engines.rejoin_restarted()
-    assert not capsys.readouterr().out, "it joins once"
+    assert not capsys.readouterr().out, "the engine must rejoin only once"
 
 
-def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) -> None:
+def test_engines_may_fail_again_after_a_restart(start) -> None:
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up = True
@@ -353,20 +354,20 @@ def test_the_loss_of_one_of_two_is_no_end_again_when_the_other_is_back(start) ->
     assert engines.may_fail == ["engine-0", "engine-1"]
 
 
-def test_an_engine_that_does_not_start_again_is_left_out(start, capsys) -> None:
+def test_engine_that_fails_to_restart_is_excluded(start, capsys) -> None:
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up, FakeActor.start_fails = True, True
     capsys.readouterr()
     engines.rejoin_restarted()
     assert engines.names == ["engine-1"]
-    line = "start of a lost engine: engine-0: OSError: full; see logs/engine-0.log; the run goes on with 1 of 2 engines"
+    line = "restart of a lost engine: engine-0: OSError: full; see logs/engine-0.log; continuing with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
     engines.rejoin_restarted()
     assert not capsys.readouterr().out
 
 
-def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
+def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
     engines = start(2)
     FakeActor.is_up = True
     losses = 0
@@ -375,23 +376,23 @@ def test_an_engine_that_dies_again_and_again_is_left_out(start, capsys) -> None:
         engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
-    assert "is started again" not in capsys.readouterr().out.splitlines()[-1]
+    assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_an_engine_on_gpus_that_trainers_have_too_is_not_started_again(start, monkeypatch, capsys) -> None:
+def test_engine_on_trainer_gpus_is_not_restarted(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
-        assert ("is started again" in capsys.readouterr().out) == starts_again
+        assert ("restarting it" in capsys.readouterr().out) == starts_again
 
 
-def test_a_run_without_engines_ends(start) -> None:
+def test_run_ends_without_engines(start) -> None:
     with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
         start(2).drop({"engine-0", "engine-1"}, "refit")
 
 
-def test_an_engine_that_pads_its_experts_is_written_in_place(start, tmp_path) -> None:
-    """All replicas are, by what the first one says."""
+def test_engine_with_padded_experts_is_written_in_place(start, tmp_path) -> None:
+    """The first replica's padding applies to all replicas."""
     model = config_of(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=6)
     (tmp_path / "config.json").write_text(json.dumps(model))
     engines = start(2)
@@ -403,7 +404,7 @@ def test_an_engine_that_pads_its_experts_is_written_in_place(start, tmp_path) ->
 
 
 @pytest.mark.parametrize("misfit", [False, True])
-def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start, capsys, misfit: bool) -> None:
+def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: bool) -> None:
     engines = start(2)
     FakeActor.misfit = misfit
     engines.start().result()
@@ -411,47 +412,45 @@ def test_whole_tensors_go_to_engines_whose_parameters_are_not_the_familys(start,
     expected = checkpoint if misfit else family
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:1.0"]
     assert {holder.shapes == expected.shapes for holder in engines.holders} == {True}
-    assert len({holder.shard for holder in engines.holders}) == 1, "replicas share it"
+    assert len({holder.shard for holder in engines.holders}) == 1, "all replicas must share one shard"
     plan = CompactPlan.of(make_plan(megatron_holders(config_of(), layout_of(), "float32"), engines.holders))
     assert engines.connect(plan, "channel").result()
     assert [by_loader for *_, by_loader in FakeActor.connected] == [misfit, misfit]
     assert FakeActor.connected[0][2] == engines.holders[:1]
-    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "for both engines once"
+    assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "both engines must share each object"
     lines = [
-        "refit: whole tensors through vLLM's own loader, which takes longer than to write in place, because 2 "
-        "parameters are not those of the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
+        "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
+        "parameters differ from the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
         "to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 
 
-def test_whole_tensors_go_to_engines_whose_kernels_pack_weights(start, capsys) -> None:
-    """Names, shapes and dtypes are right: only the engine knows."""
+def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
+    """Names, shapes and dtypes match, so only the engine can report it."""
     engines = start(1)
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
     assert engines.by_loader
-    assert capsys.readouterr().out.endswith(
-        "because kernels pack weights for themselves: MARLIN of model.layers.0.mlp.experts\n"
-    )
+    assert capsys.readouterr().out.endswith("because kernels repack weights: MARLIN of model.layers.0.mlp.experts\n")
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_an_engine_without_one_of_its_ranks_ends(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """The end of its process makes the engine count as lost. Any other error is the caller's to see."""
+def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """The exit makes the engine count as lost. Any other error is raised to the caller."""
     ended: list[object] = []
     monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(vllm.os, "_exit", ended.append)
     actor_class = EngineActor.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
     actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost), {}
-    with pytest.raises(KeyError), actor._whole():
+    with pytest.raises(KeyError), actor._end_if_rank_died():
         raise KeyError("w")
     assert ended == (["descendants", 1] if lost else [])
 
 
 @pytest.mark.parametrize("sleep", [False, True])
-def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None:
+def test_engines_sleep_from_the_start_if_configured(start, sleep: bool) -> None:
     engines = start(2, f"rollout.sleep={str(sleep).lower()}")
     engines.start().result()
     assert FakeActor.asleep == (["engine-0", "engine-1"] if sleep else [])
@@ -460,8 +459,8 @@ def test_engines_sleep_from_the_start_if_they_are_to(start, sleep: bool) -> None
 
 
 @pytest.mark.parametrize("keeps_weights", [False, True])
-def test_engines_sleep_with_weights_that_they_need_again(start, keeps_weights: bool):
-    """Further rounds sample with them."""
+def test_engines_keep_weights_needed_after_sleep(start, keeps_weights: bool):
+    """Later rounds sample with the same weights."""
     engines = start(1, "rollout.sleep=true")
     engines.sleep(keeps_weights).result()
     assert FakeActor.asleep == ["engine-0 with weights" if keeps_weights else "engine-0"]

@@ -1,4 +1,4 @@
-"""The rollouts of training and of evaluation sets beside one engine, in environments that live in real processes."""
+"""Training and evaluation rollouts beside one engine, with environments in real processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SET = {"name": "a", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_token
 
 
 class Engine:
-    """Says the last digit of the seed, and notes what it was asked for."""
+    """An engine that samples the last digit of the seed and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[TurnRequest] = []
@@ -45,7 +45,7 @@ class Engine:
 
 
 def config(kind: str, given: dict, *overrides: str) -> Config:
-    """Returns the recipe of a run with this set in an environment of this kind. It trains in one that has a state."""
+    """Return a recipe with this evaluation set in an environment of this kind. It trains in a stateful environment."""
     own = given | {"environment": {"class": f"{AGENTS if kind == 'Delegator' else WORLDS}:{kind}"}}
     return load(
         QUICKSTART,
@@ -83,7 +83,7 @@ def evaluate(
 
 
 @pytest.mark.parametrize(("kind", "turns"), [("Counter", 3), ("Delegator", 3)])
-def test_every_turn_is_sampled_as_the_set_says_with_seeds_that_are_the_same_each_time(kind: str, turns: int) -> None:
+def test_turns_use_the_sets_settings_and_fixed_seeds(kind: str, turns: int) -> None:
     settings = config(kind, SET)
 
     async def evaluate_twice(worker: EnvironmentWorker) -> list:
@@ -103,14 +103,14 @@ def test_every_turn_is_sampled_as_the_set_says_with_seeds_that_are_the_same_each
 
 
 @pytest.mark.parametrize("kind", ["Counter", "Delegator"])
-def test_a_greedy_set_is_greedy_in_every_turn(kind: str) -> None:
+def test_greedy_set_samples_every_turn_greedily(kind: str) -> None:
     settings, engine = config(kind, {"name": "a"}), Engine()
     [samples] = drive(settings, lambda worker: evaluate(settings, worker, engine, "fine"))
     assert samples[0].episode.failure is None
     assert len(engine.asked) == 3 and all(turn.is_greedy for turn in engine.asked)
 
 
-def test_environments_with_a_state_train_as_if_nothing_was_evaluated() -> None:
+def test_evaluation_does_not_affect_stateful_environments() -> None:
     settings, engine = config("Numbered", {"name": "a"}), Engine()
 
     async def train(worker: EnvironmentWorker, step: int) -> list[float]:
@@ -129,17 +129,17 @@ def numbers(rollouts: list[list[Sample]]) -> list[float]:
     return sorted(sample.episode.outcome + sum(sample.episode.rewards) for [sample] in rollouts)
 
 
-def test_no_more_are_under_way_at_once_than_in_a_step_of_training() -> None:
+def test_evaluation_concurrency_is_limited_to_a_training_step() -> None:
     settings, engine = config("Counter", {"name": "a"}), Engine()
     rollouts = drive(settings, lambda worker: evaluate(settings, worker, engine, *["fine"] * 9))
     assert len(rollouts) == 9 and engine.most_under_way == 4
 
 
-def test_failures_end_no_run_and_no_process_is_left() -> None:
+def test_failures_neither_end_the_run_nor_leak_processes() -> None:
     settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
 
     async def run(worker: EnvironmentWorker) -> list[list[Sample]]:
-        assert not psutil.Process().children(), "training has no environment"
+        assert not psutil.Process().children(), "training must have no environment process"
         rollouts = await evaluate(settings, worker, engine, "raise", "raise", "raise", "fine")
         left.extend(psutil.Process().children())
         return rollouts

@@ -1,4 +1,4 @@
-"""The scores of evaluations: by each set's functions, in processes that training's functions do not see."""
+"""Evaluation sets are scored by their own functions, in processes separate from those of training's functions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     worker.close()
 
 
-def test_functions_with_a_state_score_training_as_if_nothing_was_evaluated(worker, tmp_path: Path) -> None:
+def test_evaluation_does_not_affect_stateful_functions(worker, tmp_path: Path) -> None:
     samples = [sample("0.0", "a"), sample("0.1", "b")]
 
     async def step() -> list[list[float]]:
@@ -70,11 +70,11 @@ def test_functions_with_a_state_score_training_as_if_nothing_was_evaluated(worke
     assert asyncio.run(step()) == [[1, 2], [1, 2], [3, 4]]
 
 
-def test_a_set_has_its_own_functions_and_a_failure_is_no_zero(worker, tmp_path: Path) -> None:
+def test_set_uses_its_functions_and_reports_failures(worker, tmp_path: Path) -> None:
     samples, file = [sample("own.0.0", "bbb"), sample("own.0.1", "odd"), sample("own.0.2", "a")], tmp_path / "own.jsonl"
 
     async def evaluate_twice() -> list:
-        await worker.evaluate(samples, "own", 3, file)  # of a run that was killed then
+        await worker.evaluate(samples, "own", 3, file)  # of a run that was killed afterwards
         return await worker.evaluate(samples, "own", 3, file)
 
     scores = asyncio.run(evaluate_twice())
@@ -89,7 +89,7 @@ def test_a_set_has_its_own_functions_and_a_failure_is_no_zero(worker, tmp_path: 
 
 
 def part(name: str, text: str, rewards: tuple[float, ...], failure: str | None = None, is_last: bool = True) -> Sample:
-    """Returns a sample of a rollout in an environment, with a turn of one token for each reward."""
+    """Return a sample of a rollout in an environment, with one token per turn and one turn per reward."""
     n = len(rewards)
     info = RolloutInfo("failed" if failure else "done", n, 1, {}, 0, 0)
     episode = Episode(info, rewards, {}, failure, ({"role": "user", "content": "go"},), 0, is_last)
@@ -101,13 +101,11 @@ def part(name: str, text: str, rewards: tuple[float, ...], failure: str | None =
     )
 
 
-def test_rollouts_in_environments_have_its_rewards_and_those_of_functions_of_their_last_turn(
-    worker, tmp_path: Path
-) -> None:
+def test_rollouts_combine_environment_and_function_rewards(worker, tmp_path: Path) -> None:
     file = tmp_path / "played.jsonl"
     samples = [
         part("0.0", "bbb", (1.0, 3.0)),
-        part("0.0/1", "odd", (1.0, 3.0), is_last=False),  # of another agent, on which the function would fail
+        part("0.0/1", "odd", (1.0, 3.0), is_last=False),  # from another agent; the function would fail on it
         part("0.1", "bbb", (1.0,), failure="step raised KeyError"),
         part("0.2", "odd", (1.0,)),
     ]

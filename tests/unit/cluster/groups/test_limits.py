@@ -1,4 +1,4 @@
-"""Each call that the driver waits for has the deadline of its phase."""
+"""Every call that the driver waits for has the timeout of its phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.unit.resharding.cases import config_of
 
 
 class Handle:
-    """Stands in for an actor, or one of its methods."""
+    """A fake of an actor or of one of its methods."""
 
     def __getattr__(self, name: str) -> Handle:
         return self
@@ -39,19 +39,19 @@ class Handle:
         return self
 
     def __iter__(self) -> Iterator[Handle]:
-        """Yields the references to a call's two return values."""
+        """Yield the references to a call's two return values."""
         return iter((self, self))
 
     def __getitem__(self, index: int) -> Handle:
         return self
 
 
-class Hanging(Exception):
-    """Stands for a wait without end."""
+class EndlessWait(Exception):
+    """Raised instead of waiting forever."""
 
 
-class Hang:
-    """A Session whose calls are never answered."""
+class HangingSession:
+    """A Session whose calls never return."""
 
     logs, scratch = Path("logs"), Path("scratch")
     trace = SimpleNamespace(add=lambda task, answers: answers.values)
@@ -75,13 +75,13 @@ class Hang:
         return Pending(self, {"call": Handle()}, phase, limit, 1.0)
 
     def wait(self, pending: Pending, meanwhile: Any) -> None:
-        raise Hanging
+        raise EndlessWait
 
 
 class Groups:
-    """The groups of a run with one process each."""
+    """The worker groups of a run with one process each."""
 
-    def __init__(self, folder: Path, session: Hang):
+    def __init__(self, folder: Path, session: HangingSession):
         self.session, self.config = session, load(QUICKSTART)
         self.actor = TrainerGroup(session, self.config, "actor", folder, [Process("trainer", 0, 1, devices=(0,))])
         self.engines = EngineGroup(session, self.config, folder, [Process("engine", 0, 1, devices=(0,))])
@@ -128,11 +128,11 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
     "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }
-"""Phase -> the key of its deadline, and what begins it."""
+"""Phase -> its timeout key and the function that starts it."""
 
 
 def connect(refit: Refit) -> None:
-    """Stands in for Refit._connect."""
+    """Replacement for Refit._connect."""
     refit._plan, refit._connected = SimpleNamespace(crosses_nodes=False), refit._engines.names
 
 
@@ -145,22 +145,22 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
     monkeypatch.setattr(reward_model, "schedule", lambda *_: [()])
     monkeypatch.setattr(Refit, "_connect", connect)
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
-    return Groups(tmp_path, Hang())
+    return Groups(tmp_path, HangingSession())
 
 
 @pytest.mark.parametrize("phase", CASES)
-def test_a_call_has_the_deadline_of_its_phase(groups: Groups, tmp_path: Path, phase: str) -> None:
+def test_calls_have_the_timeout_of_their_phase(groups: Groups, tmp_path: Path, phase: str) -> None:
     limit, begin = CASES[phase]
-    with suppress(Hanging):
+    with suppress(EndlessWait):
         begin(groups, tmp_path)
     assert groups.session.waits[0] == (phase, limit)
     assert {other for _, other in groups.session.waits} == {limit}
 
 
-def test_waits_between_ranks_are_bounded_by_the_longest() -> None:
-    """A collective may belong to any phase: the driver's own deadline is the first to be missed."""
+def test_collectives_have_the_longest_timeout() -> None:
+    """A collective can belong to any phase, and the driver's timeout must expire first."""
     assert load(QUICKSTART, ["cluster.timeouts.passes=9000"]).cluster.timeouts.longest == 9000
 
 
-def test_every_deadline_bounds_something() -> None:
+def test_every_timeout_is_used() -> None:
     assert {limit for limit, _ in CASES.values()} == set(get_args(TimeoutKind))

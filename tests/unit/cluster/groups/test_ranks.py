@@ -1,4 +1,4 @@
-"""The process of a rank, before it uses its device."""
+"""A rank's process before it uses its device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ answer.write_text(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"))
     ("layout", "given", "found"),
     [("tp: 2", None, "1"), ("cp: 2", None, "1"), ("pp: 2, dp: 2", None, "unset"), ("tp: 2", "8", "8")],
 )
-def test_groups_that_communicate_within_a_layer_have_one_queue(
+def test_in_layer_parallelism_uses_one_device_connection(
     tmp_path: Path, layout: str, given: str | None, found: str
 ) -> None:
-    """Unless the user's environment says otherwise."""
+    """The user's environment takes precedence."""
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     own = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(tmp_path / "answer"), str(BASE)]

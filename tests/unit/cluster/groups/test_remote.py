@@ -1,4 +1,4 @@
-"""Remote methods: their declarations match what they run, and a call runs it in every process."""
+"""Declarations of remote methods match their implementations, and a call runs in every process."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ GROUPS: list[tuple[type[WorkerGroup], Any, type[Any]]] = [
     (RewardGroup, RewardActor, RewardWorker),
     (EnvironmentGroup, EnvironmentActor, object),
 ]
-"""The groups of a run, the actor class of each, and its worker class."""
+"""The worker groups of a run, each with its actor class and worker class."""
 
 
 RAYS_OWN = "_ray_trace_ctx"
-"""The parameter that Ray adds to the methods of actors."""
+"""The parameter that Ray adds to actor methods."""
 
 
 def declarations(group: type[WorkerGroup]) -> dict[str, Declaration]:
-    """Return the remote methods of a group by attribute name."""
+    """Return the remote methods of a worker group by attribute name."""
     found = {name: item for owner in reversed(group.__mro__) for name, item in vars(owner).items()}
     return {name: item for name, item in found.items() if isinstance(item, Declaration)}
 
 
 def parameters(function: Any) -> dict[str, str]:
-    """Return the parameters without `self`, and the annotation of each. A rank receives a LocalBatch for a RankBatch."""
+    """Return the annotation of each parameter except `self`. A rank receives a LocalBatch for a RankBatch."""
     given = inspect.signature(function).parameters.values()
     own = [item for item in given if item.name not in ("self", RAYS_OWN)]
     return {item.name: item.annotation.replace("RankBatch", "LocalBatch") for item in own}
@@ -57,7 +57,7 @@ CASES = [(group, actor, worker, name) for group, actor, worker in GROUPS for nam
 
 
 @pytest.mark.parametrize(("group", "actor", "worker", "name"), CASES, ids=[f"{c[0].__name__}.{c[3]}" for c in CASES])
-def test_a_remote_method_is_declared_as_it_is_defined(group, actor, worker, name) -> None:
+def test_remote_declarations_match_their_definitions(group, actor, worker, name) -> None:
     declaration = declarations(group)[name]
     method = declaration.method
     owner = actor.__ray_metadata__.modified_class.__ray_actor_class__
@@ -67,7 +67,7 @@ def test_a_remote_method_is_declared_as_it_is_defined(group, actor, worker, name
     assert method.timeout in get_args(TimeoutKind)
 
 
-def test_engines_are_called_as_their_protocol_says() -> None:
+def test_engine_methods_match_their_protocol() -> None:
     for name in ("pause", "resume", "sleep", "facts", "differing", "refit"):
         assert parameters(getattr(Engine, name)) == parameters(getattr(VllmEngine, name))
 
@@ -120,7 +120,7 @@ def actor_named(name: str, titles: list[str], kind: type[ProcessActor] = Process
     return SimpleNamespace(call=SimpleNamespace(options=options), actor=actor)
 
 
-def test_a_call_runs_in_every_process() -> None:
+def test_call_runs_in_every_process() -> None:
     session, titles = FakeSession(), []
     group = Doubles(session, "doubles", {name: actor_named(name, titles) for name in ("a", "b")})
     assert group._double(3).result() == [6, 6]
@@ -135,12 +135,12 @@ def test_a_call_runs_in_every_process() -> None:
         group._double.on_each([(1,)])
 
 
-def test_an_async_actor_awaits_coroutines() -> None:
+def test_async_actor_awaits_coroutines() -> None:
     actor = actor_named("a", [], AsyncProcessActor).actor
     for method, expected in (("double", 4), ("later", 6), ("where", "a")):
         found = asyncio.run(actor.call(method, *([2] if method != "where" else [])))
         assert isinstance(found, TimedResult) and found.value == expected and found.begin <= found.end
 
 
-def test_a_group_has_only_declared_methods() -> None:
+def test_worker_group_has_only_declared_methods() -> None:
     assert not hasattr(Doubles(FakeSession(), "doubles", {}), "later")

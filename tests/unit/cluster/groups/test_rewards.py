@@ -1,5 +1,5 @@
-"""The process that scores samples: while others are sampled, once each, and a failure for what a function does not
-say."""
+"""The reward process scores each sample once, while others are sampled, and reports a failure where a function returns
+no score."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def worker(file) -> Iterator[RewardWorker]:
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch) -> None:
-    """Ray's, in which a sample is its own reference."""
+    """Replace Ray's object store by one in which a sample is its own reference."""
     monkeypatch.setattr(rewards.ray, "get", lambda refs: refs)
 
 
@@ -76,19 +76,19 @@ def calls(file) -> Iterator[Path]:
 
 
 def called(calls: Path) -> list[str]:
-    """The responses that have been judged."""
+    """Return the responses that have been scored."""
     return [ast.literal_eval(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp_path):
+def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
     samples = [sample("0.0", "one"), sample("0.1", "another"), sample("1.0", "x")]
 
     async def step():
         for item in samples[:2]:
             worker.begin(item)
         deadline = time.monotonic() + WAIT_S
-        while len(called(calls)) < 2:  # the engine samples the third
-            assert time.monotonic() < deadline, "nothing is scored before all are sampled"
+        while len(called(calls)) < 2:  # the engine is still sampling the third
+            assert time.monotonic() < deadline, "scoring must not wait until all samples are ready"
             await asyncio.sleep(POLL_S)
         return await worker.score(samples, {}, 3, tmp_path / "rollouts.jsonl")
 
@@ -103,8 +103,8 @@ def test_a_sample_is_scored_while_others_are_sampled_and_once(worker, calls, tmp
     ]
 
 
-def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
-    """The case of a sample whose engine was lost."""
+def test_resampled_sample_is_scored_again(worker, calls, tmp_path):
+    """This happens when a sample's engine is lost."""
 
     async def step():
         worker.begin(sample("0.0", "lost"))
@@ -114,7 +114,7 @@ def test_one_that_is_sampled_anew_is_scored_anew(worker, calls, tmp_path):
     assert [score.value for score in scores] == [pytest.approx(1.2 + 0.75), pytest.approx(0.2 + 0.25)]
 
 
-def test_what_nobody_asks_for_is_forgotten(worker):
+def test_unrequested_scores_are_dropped(worker):
     async def step():
         tasks = [worker.begin(sample(name, "one")) for name in ("0.0", "0.1", "1.0")]
         worker.forget({"0.0", "0.1", "7.0"})
@@ -125,7 +125,7 @@ def test_what_nobody_asks_for_is_forgotten(worker):
     asyncio.run(step())
 
 
-def test_samples_that_wait_for_a_step_come_back_from_a_file_of_the_checkpoint(worker, tmp_path, monkeypatch):
+def test_pending_samples_are_restored_from_a_checkpoint(worker, tmp_path, monkeypatch):
     whole = Sample(
         *("3.0.1", Prompt("p", "?", [5, 6], answer={"a": 1}, columns={"c": [2]}), [7, 8], [-1.0, -0.5], [True, False]),
         *((VersionRun(2, 1), VersionRun(3, 1)), "length", "text", CandidateIds.of([[7, 9], [8]])),
@@ -143,14 +143,14 @@ def test_samples_that_wait_for_a_step_come_back_from_a_file_of_the_checkpoint(wo
     assert again.prompt.answer == {"a": 1} and again.prompt.columns == {"c": [2]}
 
 
-def test_functions_and_the_judge_get_the_columns_of_the_prompts_row(worker, tmp_path):
+def test_functions_and_judge_receive_the_columns_of_the_row(worker, tmp_path):
     prompt = Prompt("prompt 0", "?", [5], columns={"bonus": 10, "favourite": "one"})
     samples = [replace(sample(f"0.{k}", text), prompt=prompt) for k, text in enumerate(("one", "other"))]
     scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
     assert [score.value for score in scores] == [pytest.approx(2 * 10.3 + 1), pytest.approx(2 * 10.5 + 0)]
 
 
-def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_path):
+def test_hanging_call_fails_only_its_sample(worker, file, tmp_path):
     samples = [sample("0.0", "hang"), sample("0.1", "x")]
     scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
     failure = f"rewards.functions: {file}:score did not return within {TIMEOUT} on sample 0.0"
@@ -160,7 +160,7 @@ def test_a_call_that_hangs_is_the_failure_of_its_sample_alone(worker, file, tmp_
     assert json.loads(row)["failure"] == failure and json.loads(row)["reward"] is None
 
 
-def test_rows_hold_texts_that_utf8_cannot_carry(worker, tmp_path):
+def test_rows_can_hold_text_that_is_not_valid_utf8(worker, tmp_path):
     prompt = Prompt("1", "a\udc80 é", [1, 2], answer="\ud800")
     item = Sample("1.0", prompt, [3], [-0.5], [True], (VersionRun(0, 1),), "stop", text="b\udfff")
     other = Sample("1.1", prompt, [3], [-0.5], [True], (VersionRun(0, 1),), "stop", text="x")
@@ -170,8 +170,8 @@ def test_rows_hold_texts_that_utf8_cannot_carry(worker, tmp_path):
     assert (row["prompt"], row["response"], row["answer"]) == (prompt.text, item.text, prompt.answer)
 
 
-def test_functions_of_batches_are_called_once_when_the_last_sample_is_there(tmp_path):
-    """Another function is of single samples, and called as they come; results are in the order of the config."""
+def test_batch_functions_run_once_after_the_last_sample(tmp_path):
+    """The other function scores single samples as they arrive. Results are in the order of the config."""
     file = tmp_path / "both.py"
     file.write_text(
         "calls = 0\n"

@@ -11,18 +11,18 @@ from megarl.resharding.planning.planner import make_plan
 from tests.unit.resharding.cases import config_of, layout_of
 
 
-def test_a_share_keeps_the_samples_of_its_own_microbatches() -> None:
+def test_share_contains_the_samples_of_its_microbatches() -> None:
     samples = ["a", "b", "c", "d", "e"]
     rank_batch = RankBatch.of(samples, [(4, 1), (2,)])
     assert rank_batch.samples == ("b", "c", "e")
     assert [[rank_batch.samples[i] for i in members] for members in rank_batch.microbatches] == [["e", "b"], ["c"]]
 
 
-def test_a_share_of_nothing() -> None:
+def test_share_without_microbatches_is_empty() -> None:
     assert RankBatch.of(["a"], []) == RankBatch(samples=(), microbatches=())
 
 
-def test_who_reads_what_of_pipeline_stages() -> None:
+def test_readers_of_pipeline_stages() -> None:
     sources, [engine] = (
         megatron_holders(config_of(), layout_of(pp=2), "float32"),
         vllm_holders(config_of(), 1, 1, "float32"),
@@ -33,8 +33,8 @@ def test_who_reads_what_of_pipeline_stages() -> None:
 
 
 @pytest.mark.parametrize("beside", [{0: 0, 1: 1}, {0: 1, 1: 0}])
-def test_an_engine_reads_nothing_of_a_replica_elsewhere(beside: dict[int, int]) -> None:
-    """beside: trainer -> engine on the same device."""
+def test_engine_reads_only_from_replicas_on_its_device(beside: dict[int, int]) -> None:
+    """`beside` maps a trainer to the engine on the same device."""
     sources = [replace(h, device=i) for i, h in enumerate(megatron_holders(config_of(), layout_of(dp=2), "float32"))]
     engines = vllm_holders(config_of(), 1, 2, "float32")
     engines = [

@@ -1,4 +1,4 @@
-"""The process of an engine, before it imports vLLM."""
+"""The engine process before it imports vLLM."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ answer.write_text(f"{tempfile.gettempdir()} {of_child}")
 """
 
 
-def test_temporary_files_of_an_engine_and_its_ranks_are_the_runs(tmp_path: Path) -> None:
-    """vLLM leaves files there, by which its ranks meet."""
+def test_engine_ranks_use_the_temporary_folder_of_the_run(tmp_path: Path) -> None:
+    """vLLM creates files in the temporary folder for the rendezvous of its ranks."""
     logs, scratch, answer = (tmp_path / name for name in ("logs", "scratch", "answer"))
     logs.mkdir()
     scratch.mkdir()

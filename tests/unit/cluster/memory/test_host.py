@@ -1,4 +1,4 @@
-"""The host memory of a run without a GPU: by hand for a model whose number of parameters is known."""
+"""The host memory of a run without a GPU, computed by hand for a model with a known number of parameters."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def parts(*overrides: str, model: LlamaConfig = HF_CONFIG) -> dict[str, int]:
     ],
     ids=["float32", "bfloat16", "replicas", "stages", "frozen"],
 )
-def test_bytes_of_a_parameter(overrides, actor, engines):
-    """Norms, which tensor parallelism repeats, are a hundredth of this model."""
+def test_bytes_per_parameter(overrides, actor, engines):
+    """Norms, which tensor parallelism replicates, are one percent of this model."""
     found = parts(*overrides)
     assert found.keys() == {ACTOR, ENGINES}
     assert found[ACTOR] == pytest.approx(actor * COUNT, rel=0.01)
     assert found[ENGINES] == engines * COUNT
 
 
-def test_a_reference_is_a_copy_of_the_weights():
+def test_reference_is_a_copy_of_the_weights():
     found = parts("model.dtype=float32", "algorithm.kl.coefficient=0.1")
     assert found[REFERENCE] == 4 * COUNT
 
 
-def test_adapters_are_trained_in_place_of_the_model_which_is_the_reference():
-    """Their number is PEFT's; merged with the matrices, which are all but embedding, head and norms, they go to the
-    engines."""
+def test_adapters_replace_trained_weights_and_reference():
+    """Their number is PEFT's. Engines receive the merged matrices, which are all weights except embedding, head and
+    norms."""
     adapted = get_peft_model(LlamaForCausalLM(HF_CONFIG), LoraConfig(r=4, target_modules="all-linear"))
     adapters, _ = adapted.get_nb_trainable_parameters()
     matrices = COUNT - 2 * 256 * 64 - 9 * 64
@@ -67,8 +67,8 @@ def test_adapters_are_trained_in_place_of_the_model_which_is_the_reference():
     assert found == {ACTOR: 2 * (COUNT + matrices) + (4 + 4 + 8) * adapters, ENGINES: 2 * COUNT}
 
 
-def test_an_engine_of_fp8_blocks_and_the_copy_that_it_takes():
-    """Llama's matrices, a byte each, and the rest in bfloat16; scales are a four-thousandth."""
+def test_fp8_engine_and_its_copy_of_the_weights():
+    """Llama's matrices take one byte per element, and the rest is bfloat16. Scales add 1/4000."""
     model = LlamaConfig(**HF_CONFIG.to_dict() | BLOCKS)
     sizes = {name: p.numel() for name, p in LlamaForCausalLM(model).named_parameters()}
     matrices = sum(size for name, size in sizes.items() if "proj" in name)
@@ -77,5 +77,5 @@ def test_an_engine_of_fp8_blocks_and_the_copy_that_it_takes():
     assert found[ENGINES] == pytest.approx(2 * sum(sizes.values()) - matrices, rel=1e-3)
 
 
-def test_an_engine_that_quantises_is_left_out():
+def test_engine_with_its_own_quantization_is_skipped():
     assert ENGINES not in parts("model.dtype=float32", "rollout.vllm_overrides={quantization: fp8}")

@@ -1,4 +1,4 @@
-"""The parameters of a rank, against the GPTModel that Megatron really builds for it."""
+"""The number of parameters of a rank against the GPTModel that Megatron builds for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.unit.resharding.megatron_world import real_rank
 
 @settings(max_examples=12)
 @given(configs())
-def test_random_layouts_hold_what_the_real_model_holds(case):
-    """Uneven and virtual pipeline stages, experts shared out and cut. Counts of one stage stand for all its ranks."""
+def test_counts_match_the_real_model_in_random_layouts(case):
+    """Covers uneven and virtual pipeline stages, and distributed and sharded experts. The counts of a stage apply to
+    all its ranks."""
     config, layout, _ = case
-    # Megatron's rotary embedding asks for an even number of channels.
+    # Megatron's rotary embedding requires an even number of channels.
     even = {name: 2 * config[name] for name in ("hidden_size", "head_dim", "qk_rope_head_dim") if name in config}
     config = config | even | {"num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
     if config["model_type"] not in ("mixtral", "qwen3_moe", "deepseek_v3"):
@@ -34,9 +35,9 @@ def test_random_layouts_hold_what_the_real_model_holds(case):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3"])
-def test_the_ranks_of_a_layout_hold_a_published_model_once(name):
-    """The sum is larger by the vocabulary's padding and by what every rank has: norms, routers, projections to
-    latents."""
+def test_ranks_together_hold_a_published_model_once(name):
+    """The sum also contains the vocabulary's padding and the parameters that every rank holds: norms, routers and
+    projections to latents."""
     layout = layout_of(tp=4, pp=4, dp=2, ep=8 if CONFIGS[name].get("num_experts_per_tok") else 1, etp=1, last=None)
     layout = layout if layout.ep > 1 else layout.model_copy(update={"etp": None})
     if name == "DeepSeek-V3":

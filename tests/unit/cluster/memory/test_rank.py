@@ -1,4 +1,4 @@
-"""Memory of a rank at sizes that are known."""
+"""Memory of a rank for models of known size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False,
 }
 PARAMETERS = 1_543_714_304
-"""The number of parameters of Qwen2.5-1.5B, its model card's 1.54B."""
+"""Number of parameters of Qwen2.5-1.5B, 1.54B according to its model card."""
 
 
 def layout(**sizes: int) -> Layout:
@@ -39,7 +39,7 @@ def layout(**sizes: int) -> Layout:
     return Layout(**(one | sizes), sequence_parallel=False)
 
 
-def test_state_of_a_known_model():
+def test_state_of_a_known_model_has_its_size():
     memory = rank_memory(QWEN_1_5B, layout(), 0, 2, num_tokens=0, num_rows=0, num_microbatches=1)
     assert memory.weights == 2 * PARAMETERS
     assert memory.gradients == 4 * PARAMETERS
@@ -48,13 +48,13 @@ def test_state_of_a_known_model():
     assert memory.total == 18 * PARAMETERS
 
 
-def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_all():
+def test_dp_shards_the_optimizer_and_tp_shards_all_state():
     whole, quarter = (rank_memory(QWEN_1_5B, layout(**sizes), 0, 2, 0, 0, 1) for sizes in ({}, {"dp": 2, "tp": 2}))
     assert quarter.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-3)  # norms are on every rank
     assert quarter.weights == pytest.approx(whole.weights / 2, rel=1e-3)
 
 
-def test_recompute_keeps_less():
+def test_recompute_saves_fewer_activations():
     modes = ("none", "selective", "full")
     kept = [rank_memory(QWEN_1_5B, layout(), 0, 2, 8192, 4096, 1, mode).activations for mode in modes]
     assert kept[0] > kept[1] > kept[2]
@@ -76,16 +76,16 @@ def test_layers_in_flight(pp, vpp, stage, num_microbatches, in_flight):
     assert layers_in_flight(layout(pp=pp, vpp=vpp), stage, 28 // pp, num_microbatches) == in_flight
 
 
-def test_expert_parallel_ranks_hold_every_state_once():
+def test_expert_parallel_ranks_hold_all_state_once():
     ranks = layout(dp=8, ep=8)
     memory = [rank_memory(MIXTRAL_8X7B, ranks, rank, 2, 0, 0, 1) for rank in range(8)]
-    assert sum(rank.optimizer for rank in memory) == pytest.approx(12 * 46_702_792_704, rel=1e-6)  # its model card's
+    assert sum(rank.optimizer for rank in memory) == pytest.approx(12 * 46_702_792_704, rel=1e-6)  # from its model card
     experts = 32 * 8 * 3 * 4096 * 14336  # layers, experts, matrices
     assert memory[0].weights == 2 * (46_702_792_704 - experts * 7 // 8)
 
 
-def test_experts_keep_what_a_token_visits():
-    """Twice the experts, of which a token visits as many, add only to the router's scores."""
+def test_activations_depend_on_the_active_experts():
+    """Doubling the experts without changing the number per token adds only router scores."""
     eight, sixteen = (MIXTRAL_8X7B | {"num_local_experts": count} for count in (8, 16))
     kept = [rank_memory(config, layout(), 0, 2, 4096, 0, 1).activations for config in (eight, sixteen)]
     assert kept[1] - kept[0] == 32 * 4096 * 9 * 8

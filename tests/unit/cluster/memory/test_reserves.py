@@ -1,4 +1,4 @@
-"""What processes hold on a GPU beside tensors, item by item, and a run that has no room for it."""
+"""Memory that processes hold on a GPU beside tensors, item by item, and rejection of a run that lacks room for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ITEMS = {CONTEXTS, NCCL, GRAPHS, FP8, FRAGMENTS, ACTIVATIONS, LOGITS}
 
 
 def reserve(*overrides: str, model: str = DENSE) -> dict[str, float]:
-    """Returns the items of a GPU of eight that a rank of the actor shares with one of an engine, while it samples."""
+    """Return the items of one of eight GPUs, shared by an actor rank and an engine rank, during rollout."""
     config, shape = recipe(*overrides), ModelShape.of(CONFIGS[model])
     rank = RankParameters.of(CONFIGS[model], config.actor.layout, 0)
     items = reserves.gpu_reserve(config, {"actor": (shape, rank.matrices)}, shape, None, 8)
@@ -43,19 +43,19 @@ def reserve(*overrides: str, model: str = DENSE) -> dict[str, float]:
 
 
 def nccl(model: str = DENSE, gpus_per_node: int = 8, **sizes: int) -> float:
-    """Returns the MiB of a trainer's communicators."""
+    """Return the MiB of a trainer's communicators."""
     settings = recipe(*layout_keys(**sizes)).actor
     return reserves.trainer_reserve(settings, ModelShape.of(CONFIGS[model]), 0, gpus_per_node)[NCCL] / MIB
 
 
 RING, RING_OVER_NODES, NETWORK = 24 * 12, 16 * 12, 128
-"""MiB of a communicator's rings, inside a node and over several, and of the buffers of messages to other nodes."""
+"""MiB of a communicator's rings within a node and across nodes, and of the message buffers for other nodes."""
 
 
-def test_communicators_by_their_ranks_and_nodes():
+def test_communicator_memory_depends_on_ranks_and_nodes():
     assert nccl() == 0
-    assert nccl(dp=2) == 3 * RING, "gradients, and two of all ranks"
-    assert nccl(dp=8) == 3 * RING + 8 * 32, "over more than two GPUs, NVLink SHARP adds up"
+    assert nccl(dp=2) == 3 * RING, "one for gradients and two for all ranks"
+    assert nccl(dp=8) == 3 * RING + 8 * 32, "NVLink SHARP adds memory for more than two GPUs"
     assert nccl(tp=4, dp=2) == 4 * RING + 4 * 32
     assert nccl(tp=8, dp=2) == RING + 8 * 32 + 3 * RING_OVER_NODES
     assert nccl(dp=16) == 3 * RING_OVER_NODES + 8 * 32
@@ -64,8 +64,8 @@ def test_communicators_by_their_ranks_and_nodes():
     assert nccl(pp=2, dp=8) == 2 * RING_OVER_NODES + RING + 8 * 32 + NETWORK
 
 
-def test_experts_have_communicators_of_their_own():
-    """Tokens go from each rank of eight to each, over 32 channels: 3 GiB, the order that NCCL's issue 1685 measures."""
+def test_experts_have_separate_communicators():
+    """Each of eight ranks sends tokens to every other over 32 channels: 3 GiB, consistent with NCCL issue 1685."""
     shared = 2 * RING + RING + 8 * 32
     assert nccl(EXPERTS, dp=8, ep=8) == shared + 8 * 32 * 12 + RING + 8 * 32
     assert nccl(EXPERTS, dp=8, ep=2) == shared + 2 * 32 * 12 + RING + RING + 4 * 32
@@ -93,7 +93,7 @@ GROUPS = {
     ],
     ids=str,
 )
-def test_the_groups_are_those_that_megatron_makes(sizes: dict):
+def test_process_groups_match_megatrons(sizes: dict):
     layout: Layout = layout_of(**sizes)
     with parallel.pretended(layout, rank=0):
         made = {name: dist.get_process_group_ranks(group()) for name, group in GROUPS.items()}
@@ -103,12 +103,14 @@ def test_the_groups_are_those_that_megatron_makes(sizes: dict):
     }
 
 
-def test_contexts_of_both_processes_and_of_those_that_read():
+def test_cuda_contexts_include_reading_processes():
     each, kernels = 426 * MIB, GIB / 4
-    assert reserve()[CONTEXTS] == 2 * (each + kernels), "its engine reads on the same GPU"
+    assert reserve()[CONTEXTS] == 2 * (each + kernels), "the engine reads on the same GPU"
     keys = (*layout_keys(tp=4, dp=2), "rollout.tp=2", "rollout.replicas=4")
     assert reserve(*keys)[CONTEXTS] == 2 * (each + kernels) + 4 * each
-    assert reserve(*keys, "cluster.placement=disaggregated")[CONTEXTS] == 2 * (each + kernels), "it is sent them"
+    assert reserve(*keys, "cluster.placement=disaggregated")[CONTEXTS] == 2 * (each + kernels), (
+        "the engine receives the weights"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,8 @@ def test_contexts_of_both_processes_and_of_those_that_read():
     ],
     ids=str,
 )
-def test_no_more_ranks_read_a_gpu_than_are_counted(model: str, sizes: dict, tp: int, most: int):
-    """The plan of the refit says who reads where."""
+def test_refit_plan_has_at_most_the_counted_readers_per_gpu(model: str, sizes: dict, tp: int, most: int):
+    """The refit plan determines the reads."""
     layout = layout_of(**sizes)
     replicas = layout.world_size // tp
     sources = megatron_holders(CONFIGS[model], layout, "bfloat16")
@@ -146,13 +148,13 @@ def test_no_more_ranks_read_a_gpu_than_are_counted(model: str, sizes: dict, tp: 
     ("overrides", "sizes"),
     [("{}", 51), ("{max_num_seqs: 64}", 19), ("{max_num_seqs: 2}", 3), ("{cudagraph_capture_sizes: [1, 8]}", 2)],
 )
-def test_graphs_by_layers_and_captured_batches(overrides: str, sizes: int):
+def test_graph_memory_depends_on_layers_and_captured_batches(overrides: str, sizes: int):
     found = reserve(f"rollout.vllm_overrides={overrides}")[GRAPHS]
     assert found == pytest.approx(28 * 2 * sizes * 0.38 * MIB)
 
 
 @pytest.mark.parametrize("overrides", ["{enforce_eager: true}", "{compilation_config: {cudagraph_mode: NONE}}"])
-def test_an_engine_without_graphs_has_none(overrides: str):
+def test_engine_without_graphs_needs_no_graph_memory(overrides: str):
     assert GRAPHS not in reserve(f"rollout.vllm_overrides={overrides}")
 
 
@@ -166,7 +168,7 @@ def test_activations_of_a_batch_of_prompts():
 
 
 @pytest.mark.parametrize(("whole", "rows"), [("false", 768 / 4), ("true", 768)])
-def test_experts_have_a_workspace_from_the_refit_on(whole: str, rows: float):
+def test_experts_have_a_workspace_from_the_refit(whole: str, rows: float):
     """The model has 8 active experts of 768 rows, and 2,048 channels."""
     keys = (*layout_keys(tp=4, dp=2, ep=2), "rollout.tp=4", "rollout.replicas=2", "rollout.context_length=4096")
     plan = plan_of(EXPERTS, "8xH100", *keys, f"rollout.vllm_overrides={{enable_expert_parallel: {whole}}}")
@@ -185,12 +187,12 @@ def test_experts_have_a_workspace_from_the_refit_on(whole: str, rows: float):
         (("rollout.vllm_overrides={max_num_seqs: 256}",), 0.25),
     ],
 )
-def test_logits_of_all_sequences_in_float32(keys: tuple[str, ...], copies: float):
+def test_float32_logits_of_all_sequences_are_counted(keys: tuple[str, ...], copies: float):
     assert reserve(*keys)[LOGITS] == copies * 1024 * 152064 * 4
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 2), (4, 2.25)])
-def test_a_judge_has_logits_as_an_engine_that_samples(tp: int, copies: float):
+def test_judge_has_the_logits_of_a_sampling_engine(tp: int, copies: float):
     judge = f"reward_model={{path: rm, engine: vllm, input_format: question, layout: {{tp: {tp}}}}}"
     held = reserves.gpu_reserve(recipe(judge), {}, None, ModelShape.of(CONFIGS[DENSE]), 8)
     assert held["reward model: logits"] == copies * 1024 * 152064 * 4
@@ -198,20 +200,20 @@ def test_a_judge_has_logits_as_an_engine_that_samples(tp: int, copies: float):
     assert "reward model: logits" not in reserves.gpu_reserve(scores, {}, None, ModelShape.of(CONFIGS[DENSE]), 8)
 
 
-def test_fp8_copies_of_the_matrices_of_layers():
-    """A layer of 3,584 channels has query and output, keys and values of 512 rows, and three matrices of the MLP."""
+def test_fp8_copies_cover_the_matrices_of_all_layers():
+    """A layer has 3,584 channels, query and output projections, keys and values of 512 rows, and three MLP matrices."""
     layer = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
     assert reserve("actor.fp8=blockwise")[FP8] == 2 * 28 * layer
     assert reserve("actor.fp8=mxfp8", *layout_keys(tp=4))[FP8] == pytest.approx(2 * 28 * layer / 4 * 33 / 32)
     experts = 2048 * (2 * 4096 + 2 * 512) + 128 * 3 * 2048 * 768
-    assert reserve("actor.fp8=blockwise", model=EXPERTS)[FP8] == 2 * 48 * experts, "routers are not in fp8"
+    assert reserve("actor.fp8=blockwise", model=EXPERTS)[FP8] == 2 * 48 * experts, "routers are not converted to fp8"
     assert FP8 not in reserve()
     uncached = "actor.megatron_overrides.model={disable_parameter_transpose_cache: true}"
     assert FP8 not in reserve("actor.fp8=blockwise", uncached)
 
 
-def test_the_copy_that_engines_of_fp8_blocks_take():
-    """A byte for each element of the layers' matrices, and a scale of four for each block of 128 x 128."""
+def test_size_of_the_copy_for_fp8_engines():
+    """One byte per element of the layers' matrices, and a four-byte scale per 128 x 128 block."""
     layer = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
     assert reserve("rollout.quantization=fp8_block")[SENT] == 28 * layer * (1 + 4 / 128**2)
     assert SENT not in reserve()
@@ -229,19 +231,19 @@ def load_of(phase: str, *overrides: str) -> Load:
     return next(load for load in plan.loads if load.phase == phase)
 
 
-def test_what_of_an_engine_stays_while_it_sleeps():
+def test_memory_of_a_sleeping_engine():
     trains, samples = (load_of(phase).parts for phase in ("while the actor trains", ENGINE_SAMPLES))
     assert [trains[item] for item in (CONTEXTS, NCCL, GRAPHS)] == [samples[item] for item in (CONTEXTS, NCCL, GRAPHS)]
     assert not {ACTIVATIONS, LOGITS} & trains.keys()
 
 
-def test_fp8_copies_stay_when_their_weights_leave():
+def test_fp8_copies_remain_when_weights_are_offloaded():
     keys = ("actor.fp8=blockwise", "actor.offload=[parameters, gradients, optimizer]")
     parts = load_of(ENGINE_SAMPLES, *keys).parts
     assert "actor: parameters" not in parts and parts[FP8] > 5 * GIB
 
 
-def test_a_cache_that_leaves_no_room_for_them_is_refused_by_their_names(tmp_path: Path):
+def test_kv_cache_without_room_for_reserves_is_rejected(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[DENSE]))
     cluster = read_cluster("8xH100")
     without = sum(
@@ -259,8 +261,8 @@ def test_a_cache_that_leaves_no_room_for_them_is_refused_by_their_names(tmp_path
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_buffers_of_a_refit_are_those_of_its_plan(tp: int) -> None:
-    """Two nodes of trainers send to one of engines, whose ranks hand on to each other."""
+def test_refit_buffers_match_the_plan(tp: int) -> None:
+    """Two trainer nodes send to one engine node, whose ranks forward to each other."""
     keys = [f"rollout={{tp: {tp}, replicas: {8 // tp}}}", "cluster.placement=disaggregated"]
     config = recipe(*layout_keys(tp=4, pp=4), *keys)
     trainers = megatron_holders(CONFIGS[DENSE], config.actor.layout)

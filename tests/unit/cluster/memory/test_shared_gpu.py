@@ -1,4 +1,4 @@
-"""The load of a shared GPU, by a model whose number of parameters is known."""
+"""The memory load of a shared GPU for a model with a known number of parameters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def config(*overrides: str) -> Config:
 
 
 def fullest(*overrides: str, gpu: int = 0, reward=None, critic: bool = False) -> Load:
-    """Returns the fullest phase, without what test_reserves.py is about."""
+    """Return the fullest phase, without the reserves that test_reserves.py covers."""
     trained = {"actor": QWEN_1_5B, **({"critic": QWEN_1_5B} if critic else {})}
     load = fullest_phase(config(*overrides), QWEN_1_5B, trained, reward, gpu, gpus_per_node=8)
     return replace(load, parts={part: size for part, size in load.parts.items() if part not in ITEMS})
 
 
-def test_weights_gradients_and_optimizer_beside_the_engines_weights():
-    """Each parameter has 2 + 4 + 12 bytes in the actor and 2 in the engine, in bfloat16."""
+def test_trainer_state_and_engine_weights_share_the_gpu():
+    """In bfloat16, each parameter takes 2 + 4 + 12 bytes in the actor and 2 in the engine."""
     load = fullest("rollout.kv_cache_gib=1")
     assert load.phase == "while the engine samples"
     assert sum(load.parts.values()) == 20 * PARAMETERS + GIB
@@ -39,7 +39,7 @@ def test_weights_gradients_and_optimizer_beside_the_engines_weights():
 
 
 @pytest.mark.parametrize(("away", "name", "size"), [("gradients", "optimizer", 14), ("optimizer", "gradients", 6)])
-def test_gradients_and_optimizer_have_left_when_the_engine_takes_weights(away: str, name: str, size: int):
+def test_offloaded_state_is_absent_during_the_refit(away: str, name: str, size: int):
     load = fullest("rollout.kv_cache_gib=1", f"actor.offload=[parameters, {away}]")
     assert load.phase == "while the engine takes weights"
     assert load.parts == {f"actor: weights, {name}": size * PARAMETERS, "engine: weights": 2 * PARAMETERS}
@@ -47,7 +47,7 @@ def test_gradients_and_optimizer_have_left_when_the_engine_takes_weights(away: s
     assert load.parts == {"actor: weights": 2 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
 
 
-def test_what_stays_while_the_engine_samples():
+def test_memory_during_rollout():
     load = fullest("rollout.kv_cache_gib=60", "actor.offload=[optimizer, gradients]")
     assert load.phase == "while the engine samples"
     assert load.parts == {
@@ -58,12 +58,12 @@ def test_what_stays_while_the_engine_samples():
     assert "actor: parameters" not in fullest("rollout.kv_cache_gib=60", "actor.offload=[parameters]").parts
 
 
-def test_float32_has_no_main_weights_of_its_own():
+def test_float32_has_no_separate_main_weights():
     load = fullest("model.dtype=float32", "actor.offload=[parameters]", "rollout.kv_cache_gib=0.1")
     assert load.parts == {"actor: weights, gradients, optimizer": 16 * PARAMETERS, "engine: weights": 4 * PARAMETERS}
 
 
-def test_ranks_of_other_models_on_the_same_gpu():
+def test_ranks_of_several_models_add_up_on_a_gpu():
     settings = (
         "algorithm.advantage.estimator=gae",
         "actor.layout.dp=2",
@@ -72,12 +72,13 @@ def test_ranks_of_other_models_on_the_same_gpu():
     )
     offload = "critic.offload=[parameters, optimizer]"
     first, second = (fullest(*settings, offload, gpu=gpu, critic=True).parts for gpu in range(2))
-    # Fullest is where the critic is saved, whose weights are back. Of its optimizer only a parameter's is at a time.
-    own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is shared out over two ranks
+    # The fullest phase saves the critic with its weights reloaded. Its optimizer state is loaded one parameter at a
+    # time.
+    own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is sharded over two ranks
     assert first["actor: weights, gradients, optimizer"] == own
     assert first["critic: weights, gradients"] == 2 * PARAMETERS + 4 * PARAMETERS
     assert second["actor: optimizer"] == 6 * PARAMETERS
-    assert not any("critic" in part for part in second), "it has one rank"
+    assert not any("critic" in part for part in second), "the critic has only one rank"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_ranks_of_other_models_on_the_same_gpu():
         ),
     ],
 )
-def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[str, float]):
+def test_reward_model_remains_unless_offloaded(settings: str, parts: dict[str, float]):
     few, many = (
         fullest(
             f"reward_model={settings}", f"rollout.kv_cache_gib={size}", "actor.offload=[parameters]", reward=QWEN_1_5B
@@ -108,6 +109,6 @@ def test_a_reward_model_stays_unless_it_is_offloaded(settings: str, parts: dict[
 
 
 @pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_overrides.optimizer={a: 1}"])
-def test_what_is_not_certain_is_not_counted(extra: str):
+def test_uncertain_memory_is_not_counted(extra: str):
     load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")
     assert load.parts == {"actor: parameters": 2 * PARAMETERS, "engine: weights": 0, "engine: KV cache": 60 * GIB}

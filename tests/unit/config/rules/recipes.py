@@ -1,4 +1,4 @@
-"""A recipe whose keys keep every rule, and what `check` says of one that does not."""
+"""A valid recipe, and the error lines of `check` for invalid changes to it."""
 
 from __future__ import annotations
 

@@ -63,5 +63,5 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["batch.oversampling=3", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     recipe(*overrides)

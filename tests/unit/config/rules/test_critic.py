@@ -29,5 +29,5 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         [GAE, "batch.samples_per_prompt=1", "run.steps=3", "critic.warmup_steps=2"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     recipe(*overrides)

@@ -47,17 +47,17 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     assert message in line
 
 
-def test_orders_are_of_prompts() -> None:
+def test_data_order_keys_require_prompts() -> None:
     lines = errors(FILE, "data.format=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
     assert "data.solved_weight=0.1: has no effect unless data.format=prompts. Fix" in lines[0]
 
 
-def test_a_curriculum_is_one_of_these() -> None:
+def test_only_weighted_data_is_drawn_by_weight() -> None:
     assert not recipe(FILE, "data.sort_column=level", "data.shuffle=false").data.draws_by_weight
     assert recipe(FILE, "data.weight_column=level", "data.solved_weight=0.1").data.draws_by_weight
 
 
-def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
+def test_system_prompt_is_accepted_for_prompt_rows() -> None:
     assert recipe("data.system_prompt=Be brief.").data.system_prompt == "Be brief."
 
 
@@ -75,6 +75,6 @@ def test_a_system_prompt_stands_before_prompts_of_rows() -> None:
         ),
     ],
 )
-def test_elsewhere_it_is_refused(overrides: list[str], message: str) -> None:
+def test_system_prompt_is_rejected_for_other_data(overrides: list[str], message: str) -> None:
     (line,) = [line for line in errors("data.system_prompt=Be brief.", *overrides) if "system_prompt" in line]
     assert line.startswith("data.system_prompt: ") and message in line

@@ -5,23 +5,23 @@ from tests.unit.config.rules.recipes import errors, recipe
 ECHO = "environment.class=echo.py:Echo"
 
 
-def test_own_tasks_need_an_environment() -> None:
+def test_environment_tasks_require_an_environment() -> None:
     [line] = errors("data.source=environment")
     assert line.startswith("data.source=environment: the environment generates the tasks, ")
     recipe("data.source=environment", ECHO)
 
 
-def test_keys_of_an_environment_need_one() -> None:
+def test_environment_keys_require_an_environment() -> None:
     [line] = errors("environment.max_turns=3")
     assert line.startswith("environment.max_turns=3: has no effect unless environment.class=NAME. Fix")
 
 
-def test_rewards_may_be_the_environments_alone() -> None:
+def test_environment_can_be_the_only_source_of_rewards() -> None:
     recipe(ECHO, "rewards.functions=[]")
     assert errors("rewards.functions=[]")
 
 
-def test_what_reads_one_prompt_and_one_response_is_refused() -> None:
+def test_single_response_features_are_rejected() -> None:
     per_turn = "rewards.functions=[{function: 'a.py:f', per_turn: true}]"
     lines = errors(ECHO, per_turn, "rewards.judge=a.py:judge", "algorithm.objective.name=dpo")
     starts = [line.split(": it scores one response")[0] for line in lines]
@@ -31,11 +31,11 @@ def test_what_reads_one_prompt_and_one_response_is_refused() -> None:
     assert all("environment.class=echo.py:Echo" in line for line in lines if "one response" in line)
 
 
-def test_a_turn_fits_into_a_response() -> None:
+def test_turn_must_fit_into_a_response() -> None:
     [line] = errors(ECHO, "environment.turn_tokens=99999")
     assert line.startswith("environment.turn_tokens=99999: it exceeds rollout.max_new_tokens=")
 
 
-def test_nothing_answers_given_responses() -> None:
+def test_environment_requires_sampled_responses() -> None:
     lines = errors(ECHO, "data.format=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
     assert any(line.startswith(f"{ECHO}: has no effect unless data.format=prompts") for line in lines)

@@ -108,12 +108,12 @@ def sets(*items: str) -> str:
         ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),
     ],
 )
-def test_what_is_refused(overrides: list[str], line: str) -> None:
+def test_invalid_sets_are_rejected(overrides: list[str], line: str) -> None:
     [found] = errors(*overrides)
     assert found.startswith(line)
 
 
-def test_offline_data_have_no_engine() -> None:
+def test_sets_require_an_engine() -> None:
     offline = ("data.format=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
     [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
     assert found.startswith("evaluation.sets: with data.format=messages no engine is started")
@@ -135,11 +135,11 @@ def test_offline_data_have_no_engine() -> None:
         ],
     ],
 )
-def test_what_is_not(overrides: list[str]) -> None:
+def test_valid_sets_are_accepted(overrides: list[str]) -> None:
     recipe(*overrides)
 
 
-def test_a_set_is_due_at_its_own_interval_and_at_both_ends() -> None:
+def test_set_is_due_at_its_interval_and_at_both_ends() -> None:
     settings = recipe(sets("name: a", "name: b, every_steps: 2"), "evaluation.every_steps=3").evaluation
     due = {step: [item.name for item in settings.due(step, last=7)] for step in range(8)}
     assert due == {0: ["a", "b"], 1: [], 2: ["b"], 3: ["a"], 4: ["b"], 5: [], 6: ["a", "b"], 7: ["a", "b"]}
@@ -147,7 +147,7 @@ def test_a_set_is_due_at_its_own_interval_and_at_both_ends() -> None:
     assert [len(neither.due(step, last=5)) for step in range(6)] == [0, 0, 1, 0, 1, 0]
 
 
-def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
+def test_example_of_the_docs_page_is_valid(tmp_path: Path) -> None:
     example = re.search(r"```yaml\n(evaluation:.*?)```", text_of("configs/README.md"), re.DOTALL).group(1)
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: base.yaml\n{example}")
@@ -155,7 +155,7 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
     assert (aime.samples_per_prompt, gsm8k.temperature, gsm8k.every_steps) == (16, 0.0, 100)
 
 
-def test_the_example_with_environments_is_a_recipe(tmp_path: Path) -> None:
+def test_example_with_environments_is_valid(tmp_path: Path) -> None:
     example = re.search(r"```yaml\n(environment:.*?)```", section("configs/README.md", "Evaluation"), re.DOTALL).group(
         1
     )
@@ -166,6 +166,6 @@ def test_the_example_with_environments_is_a_recipe(tmp_path: Path) -> None:
     assert played == ["search", "text_game", None] and not config.has_environment and config.plays_in_environments
 
 
-def test_one_more_checkpoint_is_kept_where_there_is_a_best() -> None:
+def test_best_checkpoint_is_kept_in_addition() -> None:
     assert recipe("checkpoint.keep=3").most_checkpoints == 3
     assert recipe("checkpoint.keep=3", SET, "evaluation.best.metric=evaluation/a/avg@4").most_checkpoints == 4

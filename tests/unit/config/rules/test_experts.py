@@ -9,7 +9,7 @@ from tests.unit.models.test_rules import SMOLLM2
 REPLAY = "actor.experts.replay_routes=true"
 
 
-def test_offline_data_has_no_routes():
+def test_route_replay_requires_sampled_data():
     lines = errors(REPLAY, "data.format=messages", "algorithm.objective.name=sft", "rewards.functions=[]")
     [error] = [line for line in lines if line.startswith("actor.experts")]
     assert error.startswith("actor.experts.replay_routes=true: has no effect unless data.format=prompts. Fix")
@@ -23,21 +23,21 @@ def test_offline_data_has_no_routes():
         ("cuda_graph_impl: local", "a graph replays the routes of the first microbatch"),
     ],
 )
-def test_routers_that_would_ignore_routes_are_refused(override, reason):
+def test_router_settings_that_ignore_routes_are_rejected(override, reason):
     key = f"actor.megatron_overrides.model={{{override}}}"
     [error] = errors(REPLAY, key)
     assert error.startswith(f"actor.megatron_overrides.model.{override.replace(': ', '=')}: {reason}, ")
     recipe(key)
 
 
-def test_the_engines_cache_follows_from_replay():
+def test_route_replay_determines_the_engines_cache():
     key = "rollout.vllm_overrides={enable_prefix_caching: false}"
     [error] = errors(REPLAY, key)
     assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: actor.experts.replay_routes=true")
     recipe(key)
 
 
-def test_dense_models_have_neither_routes_nor_routers():
+def test_expert_keys_are_rejected_for_dense_models():
     with pytest.raises(ValueError) as error:
         check_model(recipe(REPLAY, "actor.experts.router=frozen"), SMOLLM2)
     assert str(error.value).splitlines() == [

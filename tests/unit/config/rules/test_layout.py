@@ -36,11 +36,11 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["actor.layout.pp=1", "actor.layout.last_stage_layers=null"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     recipe(*overrides)
 
 
-def test_layout_rules_hold_for_the_reward_model() -> None:
+def test_layout_rules_apply_to_the_reward_model() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.layout.vpp=2")
     assert line.startswith("reward_model.layout.vpp=2: virtual stages interleave")
     recipe("reward_model.path=rm", "rewards.functions=[]")

@@ -32,7 +32,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     assert message in line
 
 
-def test_edge_of_a_rule_is_kept() -> None:
+def test_edge_of_a_rule_is_accepted() -> None:
     keys = [
         "logprob_check.action=stop",
         "rollout.max_staleness=1",

@@ -54,6 +54,6 @@ def test_broken_rule_is_reported(overrides: list[str], message: str) -> None:
     assert any(message in line for line in errors(LORA, *overrides))
 
 
-def test_keys_of_adapters_are_read_with_a_rank_only() -> None:
+def test_adapter_keys_require_a_rank() -> None:
     (line,) = errors("actor.lora.alpha=16")
     assert "actor.lora.alpha=16.0: has no effect unless actor.lora.rank" in line

@@ -1,4 +1,4 @@
-"""Keys that belong to what a run does not have."""
+"""Keys without effect in a run are errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def recipe(*overrides: str) -> Config:
         ),
     ],
 )
-def test_a_key_that_nothing_reads_is_an_error_until_something_does(key, to, line):
+def test_key_is_an_error_until_it_has_an_effect(key, to, line):
     with pytest.raises(ValueError) as error:
         recipe(key)
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
@@ -74,27 +74,27 @@ def test_a_key_that_nothing_reads_is_an_error_until_something_does(key, to, line
 
 
 @pytest.mark.parametrize("key", ["critic.optimizer.lr=1.0", "critic.path=c", "algorithm.value.aggregation=token_mean"])
-def test_a_critic_on_the_actor_has_neither_a_model_nor_a_mean_of_its_own(key):
+def test_shared_backbone_rejects_separate_critic_keys(key):
     on_actor = (GAE, "critic.shared_backbone=true", "algorithm.objective.aggregation=token_mean")
     recipe(*on_actor, "algorithm.value={coefficient: 0.5, clip: 0.2}")
     recipe(GAE, key)
-    if "aggregation" in key:  # that is the base recipe's
+    if "aggregation" in key:  # base.yaml already has this value
         key = "algorithm.value.aggregation=sequence_mean_of_token_sums"
     with pytest.raises(ValueError, match=rf"^{key}: has no effect unless critic.shared_backbone=false. Fix: set"):
         recipe(*on_actor, key)
 
 
-def test_the_values_of_the_base_recipe_may_be_given():
+def test_values_of_the_base_recipe_are_accepted():
     recipe("critic.optimizer.lr=1e-6", "algorithm.value={coefficient: 1, clip: null}")
 
 
 @pytest.mark.parametrize("key", ["algorithm.kl.estimator=k2", "implicit_reward.beta=9"])
-def test_a_coefficient_may_be_0_among_others(key):
+def test_zero_coefficient_is_accepted_beside_others(key):
     for value in (0, 0.1):
         recipe(key, f"{key.rpartition('.')[0]}.coefficient={value}")
 
 
-def test_a_recipe_without_a_base_file_has_no_other_values(tmp_path):
+def test_recipe_without_a_base_file_may_keep_unused_keys(tmp_path):
     flat = tmp_path / "flat.yaml"
     flat.write_text(dump(recipe(GAE, "critic.optimizer.lr=1.0", "algorithm.value.clip=0.2")))
     assert load(flat, ["algorithm.advantage.estimator=grpo"]).critic.optimizer.lr == 1

@@ -1,4 +1,4 @@
-"""The rules of an objective: what it asks of the data and of other keys."""
+"""The requirements of an objective on data and other keys."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def recipe(kind: str, *overrides: str) -> Config:
     return load(BASE, ["model.path=m", "data.source=rows.jsonl", *GIVEN[kind], *overrides])
 
 
-def refused(kind: str, *overrides: str) -> str:
+def error_text(kind: str, *overrides: str) -> str:
     with pytest.raises(ValueError) as error:
         recipe(kind, *overrides)
     return str(error.value)
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_a_recipe_of_each_needs_no_other_key(kind):
+def test_minimal_recipe_of_each_kind_is_valid(kind):
     config = recipe(kind)
     assert config.is_offline == (kind != "online")
     assert config.trained_per_prompt == (1 if kind == "sft" else 2)
@@ -36,7 +36,7 @@ def test_a_recipe_of_each_needs_no_other_key(kind):
     assert not config.has_critic
 
 
-def test_what_only_rollouts_read_is_no_hindrance():
+def test_rollout_keys_do_not_affect_offline_objectives():
     recipe("sft", "batch.samples_per_prompt=1", "rewards.functions=[]", "rollout.max_new_tokens=4096")
 
 
@@ -132,12 +132,12 @@ def test_what_only_rollouts_read_is_no_hindrance():
         ("sft", ["actor.layout.dp=65"], "actor.layout.dp=65: an update has 64 rows, fewer than data-parallel ranks"),
     ],
 )
-def test_the_line_names_the_key_and_the_remedy(kind, overrides, line):
-    assert line in refused(kind, *overrides)
+def test_error_names_the_key_and_the_remedy(kind, overrides, line):
+    assert line in error_text(kind, *overrides)
 
 
-def test_every_key_without_a_reader_is_named():
-    lines = refused("sft", "algorithm.correction.mask=token", "algorithm.objective.entropy_coefficient=0.1")
+def test_every_key_without_effect_is_named():
+    lines = error_text("sft", "algorithm.correction.mask=token", "algorithm.objective.entropy_coefficient=0.1")
     assert [line.partition(":")[0] for line in lines.splitlines()] == [
         "algorithm.objective.entropy_coefficient=0.1",
         "algorithm.correction.mask=token",
@@ -178,11 +178,11 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["algorithm.objective={name: dro, tau: 0.1, level: token}"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     rules.recipe(*overrides)
 
 
-def test_a_penalty_is_adapted_where_there_are_several_updates() -> None:
+def test_adaptive_penalty_requires_several_updates() -> None:
     keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
     [line] = rules.errors(*keys)
     assert line.startswith(

@@ -7,7 +7,7 @@ from tests.unit.config.rules.recipes import errors, recipe
 VLLM = "reward_model.engine=vllm"
 
 
-def test_reward_engines_keep_their_parameters() -> None:
+def test_reward_engines_cannot_offload_parameters() -> None:
     keys = ["reward_model.path=rm", "reward_model.offload=[parameters]"]
     recipe(*keys)
     assert errors(*keys, VLLM) == [
@@ -16,7 +16,7 @@ def test_reward_engines_keep_their_parameters() -> None:
     ]
 
 
-def test_reward_engines_have_no_other_layout_than_tensor_and_data_parallel() -> None:
+def test_reward_engines_support_only_tp_and_dp() -> None:
     assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
         "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
         "sequence_parallel=true. Fix: take the default there, or set reward_model.engine=megatron"
@@ -60,17 +60,17 @@ def judge(*overrides: str) -> list[str]:
         ),
     ],
 )
-def test_a_judge_that_cannot_rate(overrides: list[str], line: str) -> None:
+def test_invalid_judge_is_rejected(overrides: list[str], line: str) -> None:
     [error] = errors(*judge(*overrides))
     assert error.startswith(line)
 
 
-def test_a_judge_may_have_a_context_of_its_own() -> None:
+def test_judge_can_have_a_separate_context_length() -> None:
     given = recipe(*judge("context_length=4096", "judge={scale: [0, 1], template: 'Rate {response}'}")).reward_model
     assert (given.judge.scale, given.context_length) == ([0.0, 1.0], 4096)
 
 
-def test_a_judge_without_questions_is_not_read() -> None:
+def test_judge_keys_require_the_question_format() -> None:
     [line] = errors("reward_model.path=rm", "reward_model.judge.scale=[0, 1]")
     assert line.startswith(
         "reward_model.judge.scale=[0.0, 1.0]: has no effect unless reward_model.input_format=question."

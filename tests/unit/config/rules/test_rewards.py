@@ -25,7 +25,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     assert message in line
 
 
-def test_a_judge_rewards_samples_that_it_can_compare() -> None:
+def test_judge_requires_several_samples_per_prompt() -> None:
     judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
     assert recipe(*judge).rewards.judge == "judge.py:better"
     one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")

@@ -64,5 +64,5 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.max_staleness=1", "rollout.sleep=true", "rollout.kv_cache_on_update=recompute"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     recipe(*overrides)

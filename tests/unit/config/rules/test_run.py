@@ -25,10 +25,10 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
     ],
 )
-def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+def test_invalid_run_settings_are_rejected(overrides: list[str], message: str) -> None:
     [error] = errors(*overrides)
     assert message in error
 
 
-def test_details_of_tokens_are_of_whole_groups() -> None:
+def test_token_details_cover_whole_groups() -> None:
     assert [recipe(f"run.token_samples={n}").num_detailed_groups for n in (0, 1, 8, 9)] == [0, 1, 1, 2]

@@ -23,6 +23,6 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     assert message in line
 
 
-def test_images_are_apptainers() -> None:
+def test_images_require_apptainer() -> None:
     for provider in ("auto", "apptainer"):
         assert recipe(f"sandbox.provider={provider}", "sandbox.image=python.sif").sandbox.image == "python.sif"

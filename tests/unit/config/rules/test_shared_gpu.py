@@ -1,4 +1,4 @@
-"""The rule for colocated GPUs of several nodes, held to the plans of refits."""
+"""The rule for colocated GPUs on several nodes, checked against refit plans."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("each", "first"), [(4, 0), (8, 0), (16, 0), (8, 2), (8, 4), (8, 8), (16, 8)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_the_rule_tells_whether_a_plan_leaves_the_nodes(layout: dict, each: int, first: int) -> None:
-    """Engines of two ranks, on the GPUs of the trainer's, the first of which is not always the first of a node."""
+def test_rule_predicts_whether_a_plan_crosses_nodes(layout: dict, each: int, first: int) -> None:
+    """Engines of two ranks share the trainer's GPUs, which do not always start at the first GPU of a node."""
     keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
     config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
     model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}
@@ -41,8 +41,9 @@ def test_the_rule_tells_whether_a_plan_leaves_the_nodes(layout: dict, each: int,
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("each", [2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_no_gpu_sends_to_itself_where_engines_read_what_is_near(layout: dict, each: int, tp: int) -> None:
-    """NCCL could not. Near and far together are the plan; only the far part is sent, and only it has an order."""
+def test_no_gpu_sends_to_itself_if_engines_read_locally(layout: dict, each: int, tp: int) -> None:
+    """NCCL cannot send from a GPU to itself. The node-local and remote parts make up the plan. Only the remote part is
+    sent and ordered."""
     keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
     config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
     model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}

@@ -55,5 +55,5 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["actor.optimizer.schedule={name: cosine, warmup: 200, min_lr: 1e-6}"],
     ],
 )
-def test_edge_of_a_rule_is_kept(overrides: list[str]) -> None:
+def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:
     recipe(*overrides)

@@ -1,4 +1,4 @@
-"""TRPO's update, and what it cannot be combined with."""
+"""TRPO's update and the keys that it excludes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRPO = (
 )
 
 
-def test_what_it_needs_is_enough() -> None:
+def test_minimal_recipe_is_valid() -> None:
     assert recipe(*TRPO, "actor.layout.dp=2", "algorithm.kl.coefficient=0.1").algorithm.trust_region.kl_limit == 0.01
     recipe(*TRPO, GAE, "critic.tokens_per_microbatch=1024")
 
@@ -43,12 +43,12 @@ def test_what_it_needs_is_enough() -> None:
         ),
     ],
 )
-def test_each_key_that_does_not_go_with_it_is_refused_by_name(override: str, reason: str) -> None:
+def test_incompatible_keys_are_rejected_by_name(override: str, reason: str) -> None:
     (line,) = errors(*TRPO, override)
     assert f"{override}: algorithm.trust_region.kl_limit=0.01 is TRPO, and {reason}" in line
 
 
-def test_a_value_head_on_the_actor_is_refused() -> None:
+def test_value_head_on_the_actor_is_rejected() -> None:
     (line,) = errors(*TRPO, GAE, "critic.shared_backbone=true")
     assert (
         "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence ignores values"
@@ -56,6 +56,6 @@ def test_a_value_head_on_the_actor_is_refused() -> None:
     )
 
 
-def test_its_keys_are_read_with_a_limit_only() -> None:
+def test_trust_region_keys_require_a_limit() -> None:
     (line,) = errors("algorithm.trust_region.damping=0.01")
     assert "algorithm.trust_region.damping=0.01: has no effect unless algorithm.trust_region.kl_limit" in line

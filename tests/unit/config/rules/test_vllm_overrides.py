@@ -5,7 +5,7 @@ from megarl.config.vllm_arguments import GIVEN
 from tests.unit.config.rules.recipes import errors, recipe
 
 
-def test_arguments_of_vllm_have_one_home() -> None:
+def test_vllm_arguments_of_megarl_keys_are_rejected() -> None:
     extra = "rollout.vllm_overrides={logprobs_mode: raw_logprobs, dtype: float16, block_size: 32, load_format: auto}"
     assert errors(extra, "reward_model.vllm_overrides.tensor_parallel_size=2") == [
         "reward_model.vllm_overrides.tensor_parallel_size=2: reward_model.layout.tp determines it. Fix: set "
@@ -15,7 +15,7 @@ def test_arguments_of_vllm_have_one_home() -> None:
     ]
 
 
-def test_weights_stay_where_refits_write_them() -> None:
+def test_vllm_arguments_that_move_weights_are_rejected() -> None:
     extra = "{expert_placement_strategy: round_robin, enable_eplb: true, offload_group_size: 2}"
     placement, balance, offload = errors(f"rollout.vllm_overrides={extra}")
     assert placement.startswith(
@@ -26,9 +26,9 @@ def test_weights_stay_where_refits_write_them() -> None:
     assert placement.endswith(". Fix: leave it out")
     as_ever = "{expert_placement_strategy: linear, enable_eplb: false, offload_group_size: 0, cpu_offload_gb: 4}"
     recipe(f"rollout.vllm_overrides={as_ever}")
-    recipe(f"reward_model.vllm_overrides={extra}")  # nothing is written into it
+    recipe(f"reward_model.vllm_overrides={extra}")  # no refit writes to the reward model
 
 
-def test_the_keys_that_arguments_of_vllm_follow_from_exist() -> None:
+def test_keys_that_determine_vllm_arguments_exist() -> None:
     homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
     assert homes <= set(keys())
