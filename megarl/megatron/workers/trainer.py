@@ -220,7 +220,7 @@ class TrainerWorker(ModelWorker, ABC):
             raise RuntimeError(
                 f"{self._skipped.in_a_row} updates in a row were skipped, since the gradient is not finite (norm "
                 f"{grad_norm:g}); worst microbatch: {worst}; look at these samples, lower {key}.lr or raise "
-                f"{key}.nonfinite_limit={limit}, and go on with resume=auto"
+                f"{key}.nonfinite_limit={limit}, and resume with resume=auto"
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
