@@ -1,4 +1,4 @@
-"""Rollouts of agents, which reach the policy over HTTP, each in its own session."""
+"""Agent rollouts. Each agent calls the policy over HTTP in its own session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AgentRollout:
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Run the agent. Raises HostFailure if the agent fails, and re-raises errors of the engine."""
+        """Run the agent. Raise HostFailure if the agent fails, and re-raise engine errors."""
         request, prompt = self._request, self._request.prompt
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
         session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed)
@@ -37,7 +37,7 @@ class AgentRollout:
             self.outcome.rewards = await host.call("run", request.id, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
-            if session.error is None:  # otherwise the engine's error made the agent fail
+            if session.error is None:  # otherwise an engine error made the agent fail
                 raise
         finally:
             self._recorded = await self._server.close(session)

@@ -1,7 +1,7 @@
-"""Reward function calls, for single samples and for whole batches.
+"""Calls reward functions with single samples or with whole batches.
 
-Batch functions receive all samples of a scoring pass. The responses to one prompt are adjacent, and one call to an
-external service can serve all samples.
+Batch functions receive all samples in a scoring pass. Responses to the same prompt are adjacent, and one request to an
+external service can score all samples.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from megarl.rewards.result import Result
 
 
 def is_judged(sample: Sample) -> bool:
-    """Return whether reward functions read the sample. In an environment rollout they read only the last sample, and
-    none if the rollout failed."""
+    """Return whether reward functions score the sample. In an environment rollout they score only the last sample, and
+    no sample if the rollout failed."""
     return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
-    """Call the functions that apply to the sample's data source concurrently. Return the results by function name."""
+    """Call the functions that apply to the sample's data source, concurrently. Return their results, keyed by function
+    name."""
     prompt, columns = sample.prompt, columns_of(sample)
     judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [
@@ -32,8 +33,8 @@ async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sam
 
 
 async def judge_batch(pool: FunctionPool, samples: Sequence[Sample]) -> list[dict[str, Result]]:
-    """Call each of the pool's batch functions once, concurrently, with the samples that it applies to. Return the
-    results of each sample by function name."""
+    """Call the pool's batch functions concurrently, each once with all samples that it applies to. Return each sample's
+    results, keyed by function name."""
     results: list[dict[str, Result]] = [{} for _ in samples]
 
     async def call(name: str) -> None:

@@ -1,8 +1,8 @@
-"""The worker process of a `FunctionPool`, which calls user functions and may be killed at any time.
+"""The worker process of a `FunctionPool`. It calls user functions and may be killed at any time.
 
-It writes JSON lines to stdout: the name of each function that it imports, then the data columns that the functions
-use and the functions that take whole batches. After that it reads pickled calls `(name, arguments, columns)` from stdin
-and writes one JSON line per result. The functions themselves see an empty stdin, and their stdout goes to stderr.
+It writes JSON lines to stdout: the name of each function that it imports, then the data columns that the functions use
+and the names of the functions that take whole batches. Then it reads pickled calls `(name, arguments, columns)` from
+stdin and writes one JSON line per result. The functions themselves see an empty stdin, and their stdout goes to stderr.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main(
     Args:
         functions: label, name and options of each function.
         judge: name of the pairwise judge function, or None.
-        memory_mib: address space that calls may use in addition to what the process has mapped after its imports.
+        memory_mib: address space in MiB that calls may use, in addition to the memory mapped after the imports. None:
+            unlimited.
         sandbox: the config's `sandbox` section. None if no function may use sandboxes.
         sandbox_s: maximum lifetime of a sandbox.
     """
@@ -97,7 +98,7 @@ def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
 
 
 def _limit_memory(mib: int) -> None:
-    """Limit the address space of this process and of each child process to `mib` more than is mapped now."""
+    """Limit the address space of this process and of each child process to its current size plus `mib` MiB."""
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -106,7 +107,7 @@ def _limit_memory(mib: int) -> None:
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
-    """Return every column that a function uses, with the name of one function that requires it, or None."""
+    """Map each column that a function uses to the name of one function that requires it, or to None."""
     required_by: dict[str, str | None] = {}
     for function, columns in used_columns.items():
         for column, required in columns.items():
@@ -116,25 +117,25 @@ def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, st
 
 
 def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a call."""
+    """Return the keyword arguments for a call."""
     keywords = {name: columns[name] for name in used_columns if name in columns}
     return keywords | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in used_columns else {})
 
 
 def _row(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the columns of the data row."""
+    """Return the data row's columns, without values that the run provides."""
     return {name: value for name, value in columns.items() if name != NUM_TOKENS}
 
 
 def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keyword arguments of a batch call: for each column, one value per row, None where a row lacks it."""
+    """Return the keyword arguments for a batch call: a list per column, with None for rows without the column."""
     names = [name for name in used_columns if any(name in row for row in rows)]
     keywords = {name: [row.get(name) for row in rows] for name in names}
     return keywords | ({ALL_COLUMNS: [_row(row) for row in rows]} if ALL_COLUMNS in used_columns else {})
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the process's stdin and stdout, and detach user code from both: it reads an empty stdin, and prints to
+    """Return the process's stdin and stdout, and redirect user code: it reads from an empty stdin and prints to
     stderr."""
     stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as null:
@@ -164,8 +165,8 @@ def call_batch(
     """Call a batch function with lists.
 
     Returns:
-        `{"results": ...}` with the Result fields of each sample. An exception object in place of a score fails only
-        that sample. If the call itself fails, the fields of one Result, which holds for all samples.
+        `{"results": ...}` with the Result fields for each sample. An exception object in place of a score fails only
+        that sample. If the call itself fails, the fields of a single Result that applies to all samples.
     """
     num_samples = len(arguments[0])
     try:
@@ -187,7 +188,7 @@ def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywor
 
 
 def _result(value: Any) -> dict[str, Any]:
-    """Return the Result fields of one sample."""
+    """Return the Result fields for the value that a function returned for one sample."""
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
@@ -200,8 +201,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a bool or a real number of Python, numpy or torch as a float, and None for anything else."""
-    if getattr(value, "ndim", None) == 0:  # numpy scalars, and arrays and tensors without axes
+    """Convert a bool or a real number from Python, NumPy or torch to a float. Return None for anything else."""
+    if getattr(value, "ndim", None) == 0:  # NumPy scalars, and zero-dimensional arrays and tensors
         value = value.item()
     if not isinstance(value, numbers.Real):
         return None

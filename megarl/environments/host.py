@@ -1,8 +1,8 @@
-"""The worker process of a `HostPool`, which hosts environments and may be killed at any time.
+"""The worker process of a `HostPool`. It hosts environments and may be killed at any time.
 
 Its first JSON line on stdout describes the environments' tools. Then it reads requests from stdin, one JSON line each,
-and writes one response line per request, in the order in which they finish: many rollouts run in it concurrently.
-The environments themselves see an empty stdin, and their stdout goes to stderr.
+and writes one response line per request, in completion order, because many rollouts run concurrently. The environments
+themselves see an empty stdin, and their stdout goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ LONGEST_LINE = 2**30
 
 
 class Host:
-    """The environments of this process, keyed by rollout id."""
+    """The environments in this process, keyed by rollout id."""
 
     def __init__(self, kind: type[Environment] | type[Agent], options: Mapping[str, Any], tool_timeout_s: float):
         self._kind, self._options, self._tool_timeout_s = kind, options, tool_timeout_s
         self._environments: dict[str, Environment | Agent] = {}
         self._runs: dict[str, asyncio.Task[Any]] = {}
-        """Running agents."""
+        """Running agents, keyed by rollout id."""
 
     async def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a response: a value, or a failure with the environment's stack trace."""
+        """Handle a request and return the fields of the response: a value, or a failure with the environment's stack
+        trace."""
         method, rollout = request["method"], request["rollout"]
         try:
             methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
@@ -78,15 +79,15 @@ class Host:
         }
 
     async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, float] | None:
-        """Run an agent to its end and return its rewards."""
+        """Run an agent to completion and return its rewards."""
         agent = self._environments[rollout] = self._kind(**self._options)
         access = (request[name] for name in ("base_url", "api_key", "model"))
         self._runs[rollout] = asyncio.create_task(run(agent.run, Task(**request["task"]), *access))
         return _rewards(await self._runs[rollout])
 
     async def _close(self, rollout: str, request: Mapping[str, Any]) -> dict[str, int]:
-        """Close the rollout's environment, cancel its agent if it is still running, and return the number of tool
-        calls by status."""
+        """Close the rollout's environment, cancel its agent if it is still running, and return the number of tool calls
+        per status."""
         environment = self._environments.pop(rollout, None)
         if environment is None:  # its constructor raised
             return {}
@@ -101,7 +102,7 @@ class Host:
 
 
 def _plain(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as JSON values. Raises TypeError for a message without role or content."""
+    """Convert messages to JSON values. Raise TypeError for a message without a role or content."""
     messages = [dict(message) for message in messages]
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
@@ -110,7 +111,7 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
 
 
 def _rewards(reward: Any) -> dict[str, float] | None:
-    """Return rewards by name. A plain number gets the name ""."""
+    """Return rewards keyed by name. A plain number has the key ""."""
     if reward is None:
         return None
     return {name: float(value) for name, value in (reward.items() if isinstance(reward, Mapping) else [("", reward)])}
@@ -129,7 +130,7 @@ async def serve(host: Host, requests: BinaryIO, responses: BinaryIO) -> None:
         task = asyncio.create_task(respond(json.loads(line)))
         pending.add(task)
         task.add_done_callback(pending.discard)
-    os._exit(0)  # a normal exit would wait for the threads of hanging tools
+    os._exit(0)  # a normal exit would wait for threads of hanging tools
 
 
 def write(responses: BinaryIO, line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Environment processes. One that hangs or dies fails the rollouts in it, never the run."""
+"""Environment processes. A process that hangs or dies fails only its own rollouts, never the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megarl.environments.host import LONGEST_LINE
 from megarl.environments.pool import IMPORT_S, STACKS_S
 
 TOOLS_S = 5.0
-"""Extra time that a step gets for each tool call, on top of the call's own timeout."""
+"""Extra seconds per tool call in a step, in addition to the call's own timeout."""
 
 
 class HostFailure(Exception):
-    """A failed call.
+    """A failed call to an environment process.
 
     Attributes:
         stack: stack trace of the environment's exception, or "".
@@ -37,12 +37,12 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """The arguments of an environment process.
+    """Arguments for an environment process.
 
     Attributes:
         name: `environment.class`.
         options: `environment.options`.
-        tool_timeout_s: wall-clock limit of one tool call.
+        tool_timeout_s: wall-clock limit for one tool call, in seconds.
         sandbox: the config's `sandbox` section.
     """
 
@@ -53,7 +53,7 @@ class HostArguments:
 
 
 def host_arguments(config: Config) -> HostArguments:
-    """Return the arguments for a run whose config names an environment."""
+    """Return the process arguments for a config that names an environment."""
     settings = config.environment
     assert settings.name is not None, "the run has an environment"
     return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
@@ -69,13 +69,14 @@ class HostProcess:
         self._reading: asyncio.Task[None] | None = None
         self.num_rollouts = 0
         self.is_retiring = False
-        """Whether something in the process hangs. It accepts no new rollouts, and is killed after its last one."""
+        """Whether something in the process hangs. A retiring process accepts no new rollouts and is killed after its
+        last rollout."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.is_agent = False
 
     @classmethod
     async def start(cls, arguments: HostArguments) -> HostProcess:
-        """Start a process and wait until it has imported the environment class. Raises UserError if that fails."""
+        """Start a process and wait until it has imported the environment class. Raise UserError if that fails."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megarl.environments.host", json.dumps(asdict(arguments))),
             stdin=asyncio.subprocess.PIPE,
@@ -115,7 +116,7 @@ class HostProcess:
         return f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
     async def call(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
-        """Call a method of the rollout's environment and return its result. Raises HostFailure if the method raises or
+        """Call a method of the rollout's environment and return its result. Raise HostFailure if the method raises or
         times out."""
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -156,13 +157,13 @@ class HostProcess:
         await asyncio.sleep(STACKS_S)
 
     async def kill(self) -> None:
-        with suppress(ProcessLookupError):  # the whole process group has already ended
+        with suppress(ProcessLookupError):  # the whole process group has already exited
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
 
 class HostPool:
-    """A pool of processes with environments of one class. Each process hosts many rollouts."""
+    """A pool of processes that host environments of one class. Each process hosts many rollouts."""
 
     def __init__(self, arguments: HostArguments):
         self._arguments = arguments
@@ -171,7 +172,7 @@ class HostPool:
 
     @classmethod
     async def start(cls, arguments: HostArguments, num_processes: int) -> HostPool:
-        """Start all processes. Raises UserError as HostProcess.start does."""
+        """Start all processes. Raise UserError if HostProcess.start does."""
         pool = cls(arguments)
         pool._hosts = list(await asyncio.gather(*(HostProcess.start(arguments) for _ in range(num_processes))))
         return pool
@@ -187,8 +188,8 @@ class HostPool:
         return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
-        """Assign a new rollout to the process with the fewest rollouts and return it. Ended and retiring processes are
-        replaced first."""
+        """Assign a new rollout to the process with the fewest rollouts and return that process. Replace exited and
+        retiring processes first."""
         async with self._replacing:
             for index, host in enumerate(self._hosts):
                 if host.has_ended or host.is_retiring:
@@ -200,11 +201,11 @@ class HostPool:
         return host
 
     async def give_back(self, host: HostProcess) -> None:
-        """Release a process at the end of a rollout. A replaced process is killed after its last one."""
+        """Release a process at the end of a rollout. Kill a process that has been replaced after its last rollout."""
         host.num_rollouts -= 1
         if host not in self._hosts and not host.num_rollouts:
             await host.kill()
 
     async def close(self) -> None:
-        """Kill all processes. Without this call they end together with this process."""
+        """Kill all processes. Without this call they exit when this process exits."""
         await asyncio.gather(*(host.kill() for host in self._hosts))

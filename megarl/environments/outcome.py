@@ -1,4 +1,4 @@
-"""The outcome of a rollout and the samples made from it."""
+"""The outcome of a rollout and the samples created from it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Outcome:
 
     Attributes:
         stop_reason: why the rollout ended.
-        turn_rewards: for each turn, rewards by name ("" if unnamed), or None for a turn without a reward.
-        rewards: rewards of the whole rollout by name.
-        tool_calls: number of tool calls by status.
-        failure: reason of the failure in one line, or None. A failed rollout has no reward.
+        turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
+        rewards: rewards for the whole rollout, keyed by name.
+        tool_calls: number of tool calls per status.
+        failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".
     """
 
@@ -50,18 +50,18 @@ class Outcome:
     stack: str = ""
 
     def fail(self, reason: str, stack: str = "") -> None:
-        """Mark the rollout as failed. The first failure wins."""
+        """Mark the rollout as failed. Only the first failure is kept."""
         if self.failure is None:
             self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
 
     def samples(self, name: str, prompt: Prompt, parts: Sequence[Part], last: int = -1) -> list[Sample]:
-        """Return one sample per part that has a turn, or one empty sample if there is none.
+        """Return one sample per part that has a turn, or one empty sample if no part has one.
 
         Args:
             name: id of the rollout and of its first sample.
             prompt: the rollout's prompt.
             parts: the rollout's sequences.
-            last: index, among the parts with turns, of the one that reward functions read.
+            last: index of the part that reward functions score, counting only parts with turns.
         """
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]

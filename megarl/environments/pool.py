@@ -1,4 +1,4 @@
-"""User functions in killable processes. One that hangs or ends its process costs only one call."""
+"""User functions in processes that can be killed. A function that hangs or exits its process fails only one call."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ READ_BYTES = 65536
 NO_COLUMNS: Mapping[str, Any] = {}
 
 IMPORT_S = 60.0
-"""Time limit of importing one function's file, unless `timeout_s` is longer."""
+"""Time limit in seconds for importing one function's file, unless `timeout_s` is longer."""
 
 SANDBOX_SHARE = 0.9
 """Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then scores as wrong
 instead of failing the call."""
 
 STACKS_S = 0.1
-"""Time that a process gets to write its stack traces, about a hundred times what it needs."""
+"""Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
 MOST_PROCESSES = 512
-"""Maximum number of processes of one call: far more than a function needs, far fewer than a fork bomb starts."""
+"""Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""Interval at which the processes of the calls are counted. A Python fork bomb starts a few hundred in that time."""
+"""Interval in seconds at which each call's processes are counted. A Python fork bomb starts a few hundred processes in
+that time."""
 
 
 class FunctionPool:
     """A pool of processes that hold a run's reward functions. Each process handles one call at a time.
 
-    A call fails if it exceeds its time limit, if its process ends, or if it starts more than MOST_PROCESSES
-    processes. The process is then killed with all its children, and a new one replaces it immediately.
+    A call fails if it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes.
+    The process is then killed with all its children, and a new one replaces it immediately.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class FunctionPool:
         source_column: str | None = None,
         sandbox: Sandbox | None = None,
     ):
-        """Start the processes and wait until all have loaded the functions. Raises UserError if a function is missing
-        or has the wrong signature, or if an import times out or ends the process.
+        """Start the processes and wait until all have loaded the functions. Raise UserError if a function is missing or
+        has the wrong signature, or if an import times out or exits the process.
 
         Args:
-            functions: entries of rewards.functions, called by their labels, or function names.
+            functions: entries of rewards.functions, which are called by label, or function names.
             judge: name of the rewards.judge function, called as judge.NAME, or None.
             num_processes: number of processes.
-            timeout_s: wall-clock limit of one call.
-            memory_mib: address space that a process may use for its calls. None: unlimited.
+            timeout_s: wall-clock limit for one call, in seconds.
+            memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
             sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
         """
@@ -92,7 +93,7 @@ class FunctionPool:
         self._idle: SimpleQueue[_Child] = SimpleQueue()
         self._closed = False
         self.columns: dict[str, str | None] = {}
-        """Data columns that functions use, each with the name of one function that requires it, or None."""
+        """Data columns that functions use. Each maps to the name of one function that requires it, or to None."""
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
         try:
@@ -116,7 +117,7 @@ class FunctionPool:
         """Call the function as soon as a process is free. Calls start in the order of submission.
 
         Args:
-            columns: columns of the data row, from which the function receives those that its parameters name.
+            columns: the data row's columns. The function receives the columns that its parameters name.
         """
         return self._threads.submit(lambda: Result(**self._run(function, arguments, dict(columns))))
 
@@ -127,13 +128,13 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. If the call fails, every sample gets the failure.
+        """Call a batch function once for all samples. A failed call fails every sample.
 
         Args:
             function: name of the function.
-            prompts: prompt of each sample.
-            responses: response of each sample.
-            columns: columns of each sample. None: those of its prompt.
+            prompts: one prompt per sample.
+            responses: one response per sample.
+            columns: data columns of each sample. None: the columns of its prompt.
         """
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
         columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
@@ -145,7 +146,8 @@ class FunctionPool:
         return self._threads.submit(results)
 
     def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
-        """Run a call in an idle process. Return the process's reply, or the fields of a Result with the failure."""
+        """Run a call in an idle process. Return the process's reply, or the fields of a Result that describes the
+        failure."""
         child = self._idle.get()
         try:
             return child.call(function, arguments, columns, self._timeout_s)
@@ -174,7 +176,7 @@ class FunctionPool:
         self._threads.shutdown(cancel_futures=True)
 
     def _watch(self) -> None:
-        """Kill calls with too many processes."""
+        """Kill the processes of calls that exceed MOST_PROCESSES."""
         while not self._ended.wait(WATCH_S):
             sizes = Counter(_process_groups())
             for child in list(self._children):
@@ -188,7 +190,7 @@ class FunctionPool:
 
 
 def function_pool(config: Config, num_processes: int) -> FunctionPool:
-    """Return a pool of the run's reward functions."""
+    """Create a pool for the run's reward functions."""
     rewards = config.rewards
     return FunctionPool(
         rewards.functions,
@@ -202,22 +204,22 @@ def function_pool(config: Config, num_processes: int) -> FunctionPool:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the values that functions may use besides prompt, response and answer: the columns of the data row, and
-    the number of response tokens."""
+    """Return the values that functions may use besides prompt, response and answer: the data row's columns and the
+    number of response tokens."""
     return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
 
 
 def _process_groups() -> Iterator[int]:
-    """Yield the process group of each process on this machine."""
+    """Yield the process group id of each process on this machine."""
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
-            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # the process may have ended
+            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # the process may have exited
                 # The process name may contain spaces and parentheses. State, parent and process group follow it.
                 yield int(stat.read().rpartition(b")")[2].split()[2])
 
 
 class _ProcessEnded(Exception):
-    """A process ended during a call. The message is its exit status or signal."""
+    """Raised when a process exits during a call. The message is its exit status or signal."""
 
 
 class _Child:
@@ -232,7 +234,7 @@ class _Child:
         )
         self._unread = b""
         self.kill_reason: str | None = None
-        """Failure of the current call, if the process was killed for exceeding a limit."""
+        """Failure to report for the current call, if the process was killed because it exceeded a limit."""
 
     @property
     def process_group(self) -> int:
@@ -243,11 +245,11 @@ class _Child:
         return self._process.poll() is None
 
     def await_start(self, timeout_s: float) -> dict[str, Any]:
-        """Wait until the process has loaded its functions. Return its `columns` and `batch_functions`, see
-        FunctionPool. Raises UserError if loading fails.
+        """Wait until the process has loaded its functions. Return its `columns` and `batch_functions` (see
+        FunctionPool). Raise UserError if loading fails.
 
         Args:
-            timeout_s: wall-clock limit of a call. It also limits an import if it is longer than IMPORT_S.
+            timeout_s: wall-clock limit for a call, in seconds. It also limits imports if it is longer than IMPORT_S.
         """
         reply, limit_s = {"importing": "rewards"}, None  # the worker's own imports have no limit
         while "ready" not in reply:
@@ -271,7 +273,7 @@ class _Child:
         return reply
 
     def call(self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float) -> dict[str, Any]:
-        """Send a call and return the reply. Raises TimeoutError, or _ProcessEnded if the process ends."""
+        """Send a call and return the reply. Raise TimeoutError, or _ProcessEnded if the process exits."""
         deadline = time.monotonic() + timeout_s
         try:
             pickle.dump((function, tuple(arguments), columns), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
@@ -307,5 +309,5 @@ class _Child:
         self._process.wait()
 
     def kill_process_group(self) -> None:
-        with suppress(ProcessLookupError):  # the whole process group has already ended
+        with suppress(ProcessLookupError):  # the whole process group has already exited
             os.killpg(self.process_group, signal.SIGKILL)

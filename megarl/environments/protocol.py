@@ -1,7 +1,7 @@
-"""The environment protocol: a task, followed by turns of the policy, each answered by a step.
+"""The environment protocol: a task, followed by policy turns. The environment responds to each turn with a step.
 
-Each rollout gets its own environment instance, in a process next to the engines. Methods may be async. Those that are
-not run in a thread, so that they do not block the other environments of the process.
+Each rollout gets its own environment instance, in a process next to the engines. Methods may be async. Synchronous
+methods run in a thread so that they do not block other environments in the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall,
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
+    """The reason why a rollout ended."""
 
     DONE = "done"
     """The environment returned done=True, or the agent returned."""
@@ -27,7 +27,7 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The token limit leaves no room for another turn or for the observation."""
     FAILED = FAILED
-    """The environment raised an error, hung, or ended its process. The rollout has no reward."""
+    """The environment raised an error, hung, or exited its process. The rollout has no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Task:
     """The task of a rollout: one row of the data.
 
     Attributes:
-        id: row id, shared by all rollouts of a group.
+        id: row id, shared by all rollouts in a group.
         messages: the row's prompt as a conversation. Empty for data.source=environment.
         answer: the row's reference answer, or None.
         columns: all columns of the row.
-        seed: shared by all rollouts of a group. It changes with every step, but is the same in every evaluation.
+        seed: task seed, shared by all rollouts in a group. It changes every step, but is the same in every evaluation.
     """
 
     id: str
@@ -51,13 +51,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the policy.
+    """One policy turn.
 
     Attributes:
         token_ids: sampled tokens, int32 [R].
         text: decoded tokens without special tokens.
         finish_reason: "length" if the turn was cut off at its token limit.
-        tool_calls: tool calls in order, parsed from the token ids.
+        tool_calls: tool calls parsed from the token ids, in order.
         number: index of the turn in the rollout, starting at 0.
         is_last: whether no turn can follow, because environment.max_turns is reached or no token budget is left.
     """
@@ -77,11 +77,11 @@ class Step:
     Attributes:
         observation: messages to append before the policy's next turn. A string becomes one user message. None if the
             rollout ends.
-        reward: reward of this turn, as a number or as named numbers, which are summed. None: no reward for this turn.
+        reward: reward for this turn, as a number or as named numbers, which are summed. None: no reward for this turn.
         done: whether the rollout ends.
         as_is: append the observation as raw text directly after the turn, not as a message.
-        restart: replace the conversation by the observation, a complete conversation. The turns that follow become a
-            separate sample. Used to summarize the context, or to switch to another agent.
+        restart: replace the conversation with the observation, which must be a complete conversation. The turns that
+            follow become a separate sample. Used to summarize the context, or to switch to another agent.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -97,7 +97,8 @@ class Opening:
 
     Attributes:
         messages: conversation for the policy to continue.
-        token_ids: the same as token ids, in place of messages. Observations must then work without a chat template.
+        token_ids: token ids of the conversation, in place of messages. Appending observations must then work without a
+            chat template.
     """
 
     messages: Sequence[Message] = ()
@@ -105,15 +106,16 @@ class Opening:
 
 
 class Environment:
-    """Base class of environments. A user class with these methods need not inherit from it.
+    """Base class for environments. A user class with these methods need not inherit from it.
 
     The constructor receives `environment.options` as keyword arguments. Methods decorated with
-    `megarl.environments.tool` are tools that the policy may call. A class that only has tools needs no other method.
+    `megarl.environments.tool` are tools that the policy may call. A class that only provides tools needs no other
+    methods.
     """
 
     @property
     def toolbox(self) -> Toolbox:
-        """The tools of this instance."""
+        """This instance's tools."""
         if not hasattr(self, "_toolbox"):
             self._toolbox = Toolbox(self)
         return self._toolbox
@@ -129,7 +131,7 @@ class Environment:
         return Step(observation=await self.toolbox.call_all(turn.tool_calls))
 
     async def reward(self, turn: Turn) -> float | Mapping[str, float] | None:
-        """Return the reward of a rollout that ends with this turn. None leaves scoring to the reward functions."""
+        """Return the reward for a rollout that ends with this turn. None leaves scoring to the reward functions."""
         return None
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Lookup of environment classes by their config names."""
+"""Looks up environment classes by config name."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SHIPPED = {
     "code": "megarl.environments.shipped.code:CodeEnvironment",
     "verifiers": "megarl.environments.sessions.verifiers_agent:VerifiersAgent",
 }
-"""Built-in classes by name. They are imported on demand, because some need optional libraries."""
+"""Built-in classes, keyed by config name. They are imported on demand, because some need optional libraries."""
 
 CLASS, OPTIONS = "environment.class", "environment.options"
 SANDBOX = "sandbox"
-"""Constructor parameter that receives the sandbox provider. It is not an option."""
+"""Constructor parameter that receives the sandbox provider. It is not one of environment.options."""
 
 METHODS = {"reset": ("task",), "step": ("turn",)}
 AGENT_METHODS = {"run": ("task", "base_url", "api_key", "model")}
@@ -41,9 +41,9 @@ def is_agent(kind: type) -> bool:
 
 
 def environment_class(name: str) -> type[Environment] | type[Agent]:
-    """Return a class of SHIPPED, or the class of `path/to/file.py:Class`. A user class that inherits from neither
-    Environment nor Agent is combined with the matching base class. Raises UserError if the class does not exist, or
-    has no step, run or tool."""
+    """Return the class with this name in SHIPPED, or load `path/to/file.py:Class`. A user class that inherits from
+    neither Environment nor Agent is combined with the matching base class. Raise UserError if the class does not exist,
+    or has no step, run or tool."""
     if name in SHIPPED:
         module, _, class_name = SHIPPED[name].partition(":")
         return getattr(importlib.import_module(module), class_name)
@@ -58,8 +58,9 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:
-    """Return the class of this name, after checks that its rollouts will not fail early. Raises UserError for options
-    that the constructor does not take, wrong method signatures, and tools that cannot be described."""
+    """Return the class with this name after checking for errors that would make its rollouts fail early. Raise
+    UserError for options that the constructor does not accept, incorrect method signatures, and tools that cannot be
+    described."""
     kind = environment_class(name)
     _check_options(name, kind, options)
     for method, arguments in (AGENT_METHODS if is_agent(kind) else METHODS).items():
@@ -116,7 +117,7 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
         described = describe(tool, function)
     except UserError as error:
         raise UserError(f"{CLASS}={name}: {error}") from None
-    except Exception as error:  # annotations are user code and may be anything
+    except Exception as error:  # annotations are user code and may raise anything
         first_line = str(error).partition("\n")[0]
         raise UserError(
             f"{CLASS}={name}: tool {tool}: its annotations raised {type(error).__name__}: {first_line}. Fix: annotate "
@@ -134,5 +135,5 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def takes_sandbox(kind: type[Environment]) -> bool:
-    """Return whether the constructor takes the sandbox provider."""
+    """Return whether the constructor accepts the sandbox provider."""
     return SANDBOX in inspect.signature(kind).parameters

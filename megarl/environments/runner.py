@@ -1,4 +1,4 @@
-"""Rollouts in environments: alternating turns and observations, turned into samples for training."""
+"""Environment rollouts: alternate turns and observations, and convert them to training samples."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RolloutRequest:
 
     Attributes:
         id: id of the rollout and of its first sample.
-        prompt: the prompt.
+        prompt: the rollout's prompt.
         seed: sampling seed. With the same weights and observations it reproduces the rollout.
-        task_seed: seed of the task, shared by all rollouts of the prompt's group.
+        task_seed: task seed, shared by all rollouts in the prompt's group.
     """
 
     id: str
@@ -41,17 +41,17 @@ class RolloutRequest:
 
 
 class Sampler(Protocol):
-    """An engine as seen by one rollout, with the sampling parameters already bound."""
+    """One rollout's interface to an engine, with the sampling parameters already bound."""
 
     async def __call__(
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
-        """Sample a completion of these tokens."""
+        """Sample a completion for these tokens."""
 
 
 def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]):
-    """Return the renderer and parser of turns. Raises UserError for a chat template that cannot append turns, and for
-    tools if there is no chat template or it does not support them."""
+    """Return the renderer and parser for turns. Raise UserError if the chat template cannot append turns, or if there
+    are tools but no chat template that supports them."""
     if config.data.chat_template:
         return ChatTokens(tokenizer, tools, config.environment.tool_format)
     if tools:
@@ -65,7 +65,7 @@ class RolloutRunner:
     """Runs any number of rollouts concurrently, in environments that live in a pool of processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Raise UserError as turn_tokens does."""
+        """Create a runner. Raise UserError if turn_tokens does."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
@@ -82,15 +82,15 @@ class RolloutRunner:
             await self._server.start(address)
 
     async def close(self) -> None:
-        """Stop the endpoint and kill all environments. Without this call they end together with this process."""
+        """Stop the endpoint and kill all environment processes. Without this call they exit when this process exits."""
         if self._server is not None:
             await self._server.stop()
         await self.pool.close()
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
-        """Run a rollout and return its samples, at least one. The samples of a failed rollout carry the failure
-        instead of a reward. Raises UserError after environment.max_consecutive_failures failed rollouts in a row,
-        unless that is None."""
+        """Run a rollout and return one or more samples. Samples from a failed rollout carry the failure instead of a
+        reward. Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is
+        None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None
@@ -135,16 +135,16 @@ class _Rollout:
         self._config, self._tokens = runner.config, runner.tokens
         self._transcripts: list[Transcript] = []
         self._texts: list[str] = []
-        """Text of the last turn of each transcript."""
+        """Text of the last turn in each transcript."""
         self._first_turns: list[int] = []
         self._messages: list[Mapping[str, Any]] = []
-        """Messages of the whole rollout."""
+        """Messages in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
         """Messages in the policy's current context."""
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Run all turns. Raises HostFailure if the environment fails."""
+        """Run all turns. Raise HostFailure if the environment fails."""
         await self._reset(host)
         while self._num_tokens_left > 0:
             turn = await self._sample_turn()
@@ -182,7 +182,7 @@ class _Rollout:
 
     @property
     def _num_tokens_left(self) -> int:
-        """Token limit of the next turn."""
+        """Token limit for the next turn."""
         rollout, transcript = self._config.rollout, self._transcripts[-1]
         left = min(
             rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
@@ -190,7 +190,7 @@ class _Rollout:
         return min(left, self._config.environment.turn_tokens or left)
 
     async def _sample_turn(self) -> dict[str, Any]:
-        """Sample a turn and return the fields of the environment's Turn."""
+        """Sample a turn and return the fields of the Turn that the environment receives."""
         transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._num_tokens_left, seed)
@@ -244,7 +244,7 @@ class _Rollout:
         self._messages += messages
 
     def samples(self) -> list[Sample]:
-        """Return one sample per sequence that has a turn. Reward functions read the last one."""
+        """Return one sample per sequence that has a turn. Reward functions score the last one."""
         sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
         parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in sequences]
         return self.outcome.samples(self._request.id, self._request.prompt, parts)

@@ -16,7 +16,7 @@ from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 
 Message = Mapping[str, Any]
-"""A chat message in the format of chat templates: role, content, and in a tool message the name of the tool."""
+"""A chat message in the chat template format: role, content, and the tool's name in a tool message."""
 
 Status = Literal["ok", "malformed", "unknown_tool", "bad_arguments", "raised", "timed_out"]
 """Outcome of a tool call. For all but "ok", the model receives a message that starts with "error:"."""
@@ -35,14 +35,14 @@ def tool(method: F) -> F:
 
 
 def tools_of(environment: type) -> dict[str, Callable[..., Any]]:
-    """Return the tool methods of a class by name."""
+    """Return the tool methods of a class, keyed by name."""
     return {name: method for name, method in inspect.getmembers(environment, callable) if hasattr(method, _MARK)}
 
 
 def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Return a tool's description in the format of the OpenAI API and of chat templates. The JSON schema of the
-    arguments comes from the annotations and from docstring lines `argument: text`; the rest of the docstring is the
-    description."""
+    """Return a tool's description in the format that the OpenAI API and chat templates share. The JSON schema for the
+    arguments comes from the annotations and from docstring lines of the form `argument: text`. The rest of the
+    docstring is the description."""
     description, texts = _parse_docstring(inspect.getdoc(method) or "", _parameters(method))
     schema = arguments_model(name, method).model_json_schema()
     schema.pop("title", None)
@@ -54,8 +54,8 @@ def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Return the pydantic model that validates a tool's arguments. Raises UserError for an argument without annotation
-    and for variadic arguments."""
+    """Return the pydantic model that validates a tool's arguments. Raise UserError for an argument without an
+    annotation and for variadic arguments."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -76,7 +76,7 @@ def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _parse_docstring(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Split a docstring into the description of the tool and the descriptions of its arguments."""
+    """Split a docstring into the tool's description and its argument descriptions."""
     description, texts, argument = [], {}, None
     for line in text.splitlines():
         match = _ARGUMENT.match(line)
@@ -92,13 +92,13 @@ def _parse_docstring(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str
 
 
 class Toolbox:
-    """The tools of one environment instance, with counts of their calls by status."""
+    """The tools of one environment instance, with the number of calls per status."""
 
     def __init__(self, environment: Any, timeout_s: float = 30.0):
         """
         Args:
             environment: instance with methods decorated with `tool`.
-            timeout_s: wall-clock limit of one call.
+            timeout_s: wall-clock limit for one call, in seconds.
         """
         self._methods = {name: getattr(environment, name) for name in tools_of(type(environment))}
         self._arguments = {name: arguments_model(name, method) for name, method in self._methods.items()}
@@ -112,8 +112,8 @@ class Toolbox:
         return [describe(name, method) for name, method in self._methods.items()]
 
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Run the calls one after another and return one message per call. The message of a failed call describes the
-        error to the model."""
+        """Run the calls sequentially and return one message per call. The message for a failed call describes the error
+        to the model."""
         return [await self._message(call) for call in calls]
 
     async def _message(self, call: ToolCall | MalformedCall) -> Message:
@@ -124,7 +124,7 @@ class Toolbox:
         return message | ({"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {})
 
     async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, str]:
-        """Run a call. Return its status, and its result or error message."""
+        """Run a call. Return its status and its result or error message."""
         if isinstance(call, MalformedCall):
             return "malformed", f"this is not a valid tool call: {call.reason}"
         if call.name not in self._methods:
@@ -145,7 +145,7 @@ class Toolbox:
 
 
 async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Run a method and return its result. A method that is not async runs in a thread."""
+    """Run a method and return its result. Synchronous methods run in a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments, **named)
     return await asyncio.to_thread(method, *arguments, **named)

@@ -1,4 +1,4 @@
-"""A growing token sequence: context that the policy received, and turns that it sampled."""
+"""A growing token sequence: context that the policy received and turns that it sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Transcript:
         return self._turns[-1][1]
 
     def add_turn(self, completion: Completion) -> None:
-        """Append a turn, sampled with all tokens so far as its context."""
+        """Append a turn that was sampled with all previous tokens as its context."""
         self._turns.append((len(self.ids), completion))
         self.ids += completion.token_ids.tolist()
         self.num_turns += 1
@@ -46,7 +46,7 @@ class Transcript:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of these tokens that the engine found in its KV cache."""
+        """Number of context tokens that the engine found in its KV cache, summed over the same turns."""
         return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
 
     def add_context(self, token_ids: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Transcript:
 
         Args:
             name: id of the sample.
-            prompt: the data's prompt. Its tokens are replaced with those of this transcript.
+            prompt: the data row's prompt. Its tokens are replaced with the transcript's prompt tokens.
             text: text of the last turn.
             rollout_id: id of the rollout.
             episode: the episode that the sample belongs to, or None.
@@ -109,7 +109,7 @@ class Transcript:
 
 
 def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
-    """Merge adjacent runs of the same version."""
+    """Merge adjacent runs with the same version."""
     merged: list[VersionRun] = []
     for run in runs:
         if merged and merged[-1].version == run.version:

@@ -17,11 +17,11 @@ from megarl.rewards.scorer import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of a trial.
+    """The result of scoring one data row.
 
     Attributes:
-        parts: reward of each function.
-        failure: failures of the functions without a reward, or None.
+        parts: reward from each function, keyed by name.
+        failure: description of the failed functions, or None if all succeeded.
     """
 
     parts: dict[str, float]
@@ -29,7 +29,7 @@ class Trial:
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
-    """Score the prompt's reference answer like a response of the run, without the reward model. Batch functions get a
+    """Score the prompt's reference answer as if it were a response, without the reward model. Batch functions receive a
     batch of one, and the judge compares the answer with itself."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)

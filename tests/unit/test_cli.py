@@ -416,7 +416,7 @@ def test_plan_prints_json(
         (("actor.layout.tp=8", "actor.layout.dp=1"), "actor.layout.tp=8: 28 attention heads do not divide by 8"),
         (
             ("rollout.replicas=2",),
-            "rollout.replicas=2: colocated, each GPU has a rank of the actor and one of an engine",
+            "rollout.replicas=2: colocated, each GPU has one actor rank and one engine rank",
         ),
         (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe needs 16 GPUs. Fix: use --gpus 16xH100-80GB"),
     ],
