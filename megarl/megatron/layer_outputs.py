@@ -24,8 +24,9 @@ class ForwardOnlyActor(ModelWorker):
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
-    """Return each layer's output for all tokens but the last, float32 [T − 1, hidden], in order of computation. The
-    last entry holds the log-probs of all tokens after the first, float32 [T − 1].
+    """Return stage name -> output for all tokens but the last, float32 [T − 1, hidden], in order of computation: the
+    embedding, each layer and the final norm. The last entry holds the log-probs of all tokens after the first, float32
+    [T − 1].
 
     Args:
         config: a config whose layout has a single rank.

@@ -50,7 +50,7 @@ class LossScale:
 
     @property
     def is_least(self) -> bool:
-        """Whether the scale is at its minimum; a non-finite gradient then has a different cause."""
+        """Whether the scale cannot be reduced further; a non-finite gradient then has a different cause."""
         return self._scaler is None or self._scaler.scale.item() <= self._scaler.min_scale.item()
 
     def take_out(self) -> None:

@@ -188,7 +188,7 @@ def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, c
 
 
 class ImplicitRewardTerms(NamedTuple):
-    """The implicit reward model's loss, and each sample's reward and success label, float32 [S]."""
+    """The implicit reward model's loss, and each sample's reward and success (1 or 0), float32 [S]."""
 
     loss: torch.Tensor
     samples: SampleSegments
