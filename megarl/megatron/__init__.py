@@ -1,5 +1,4 @@
-"""Training with Megatron-core: models, steps, optimizers and checkpoints. The only package that imports
-megatron.core."""
+"""Training with Megatron-core: models, steps, optimizers and checkpoints. No other package imports megatron.core."""
 
 from megarl.megatron.cpu_support import import_uncompiled
 

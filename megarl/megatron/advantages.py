@@ -1,4 +1,4 @@
-"""Advantages of an update's microbatches, computed on the ranks that hold the tokens, before the first microbatch."""
+"""Advantages for an update's microbatches, computed before the first microbatch on the ranks that hold the tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.core.token_batch import TokenBatch
 def with_advantages(
     algorithm: Algorithm, batches: Sequence[TokenBatch], step_moments: torch.Tensor | None = None
 ) -> list[TokenBatch]:
-    """Return this rank's microbatches with advantages and, if there is a critic, its target returns.
+    """Return this rank's microbatches with advantages and, if there is a critic, the returns that it is trained on.
 
     Collective over the data-parallel ranks if advantages are whitened over the update.
 
     Args:
-        step_moments: with whiten_over=step, the `moments` of all updates of the step, summed over all ranks.
+        step_moments: `moments` of all updates in the step, summed over all ranks. Required with whiten_over=step.
     """
     config, estimated = algorithm.advantage, estimate_advantages(algorithm, batches)
     if not config.option("whiten"):
@@ -37,14 +37,14 @@ def with_advantages(
 
 
 def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the microbatches with unwhitened advantages, and returns if the estimator has them."""
+    """Return the microbatches with unwhitened advantages, and with returns if the estimator computes them."""
     config = algorithm.advantage
     estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
     return [estimate(config, batch) for batch in batches]
 
 
 def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
-    """Return count, sum and sum of squares of the advantages of this rank's tokens in the loss, float64 [3]."""
+    """Return the count, sum and sum of squares of the advantages, float64 [3], over this rank's tokens in the loss."""
     advantages = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
     return torch.stack((torch.tensor(len(advantages)).to(advantages), advantages.sum(), advantages.square().sum()))
 
@@ -56,10 +56,11 @@ def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
 
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
-    """Return the mean advantage over the trained tokens of each sample that has any, by name.
+    """Return sample name -> mean advantage over the sample's trained tokens. Samples without trained tokens are
+    omitted.
 
     Args:
-        names: the samples' names, in the order of the batch.
+        names: sample names, in batch order.
     """
     counts = _sample_sums(batch, torch.ones_like(batch.advantage))
     means = _sample_sums(batch, batch.advantage) / counts
@@ -67,10 +68,10 @@ def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]
 
 
 def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """Compare each sample's reward with its baseline.
+    """Estimate advantages by comparing each sample's reward with its baseline.
 
     With credit=whole, token rewards and the KL are added to the sample's reward. With credit=reward_to_go, token
-    rewards have their own baseline, and a token's advantage includes those of the tokens from it on.
+    rewards have their own baseline and are summed, with discount gamma, from each token to the end of the sample.
     """
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
@@ -92,7 +93,7 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
-    """Estimate advantages from all token rewards, with the sample's reward on its last trained token, and from the
+    """Estimate advantages from token rewards, including the sample's reward on its last trained token, and from the
     critic's values if the estimator uses them."""
     reward, spec = _token_rewards(batch), config.spec
     value = {}
@@ -104,7 +105,7 @@ def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
 
 
 def _token_rewards(batch: TokenBatch) -> torch.Tensor:
-    """Return all rewards as token rewards, float32 [N], with the sample's reward on its last trained token."""
+    """Return the sum of all rewards per token, float32 [N]. The sample's reward is on its last trained token."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
     for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
         if rewards is not None:

@@ -1,4 +1,4 @@
-"""The losses of a recipe: the functions of `losses` and `loss_metrics` with their scalars bound to the recipe's
+"""A recipe's losses: functions from `losses` and `loss_metrics` with their scalar arguments bound to the recipe's
 values."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def configured_policy_loss(
     has_moved: bool = False,
     penalty: float | None = None,
 ) -> Loss:
-    """Return the actor's loss on advantages.
+    """Return the actor's policy loss, which is weighted by advantages.
 
     Args:
-        tolerance: how far the engine's log-probs may be from those of the policy at the start of the step.
-        kl_coefficient: that of this step.
+        tolerance: allowed difference between the engine's log-probs and the trainer's at the start of the step.
+        kl_coefficient: the KL coefficient in this step.
         has_moved: whether the policy has been updated since the start of the step.
-        penalty: the objective's penalty in this step; None: the recipe's.
+        penalty: the objective's penalty in this step; None uses the recipe's penalty.
     """
     objective, correction, kl = algorithm.objective, algorithm.correction, algorithm.kl
     options: dict[str, Any] = objective.options(objective.spec.arguments)
@@ -79,7 +79,7 @@ def configured_policy_loss(
 
 
 def configured_preference_loss(objective: Objective, tolerance: Tolerance | None, *, has_moved: bool = False) -> Loss:
-    """Return the actor's loss on pairs. tolerance: None if no engine sampled them."""
+    """Return the actor's loss on preference pairs. `tolerance` is None if the pairs were not sampled by an engine."""
     terms = partial(
         losses.preference_loss,
         objective=objective.spec,
@@ -99,7 +99,7 @@ def configured_imitation_loss(objective: Objective) -> Loss:
 
 
 def configured_reward_model_loss(objective: Objective) -> Loss:
-    """Return a reward model's loss on pairs of samples or on labels of tokens."""
+    """Return a reward model's loss on sample pairs or on token labels."""
     options = objective.options(objective.spec.arguments)
     if objective.spec.is_pairwise:
         terms = partial(losses.reward_model_loss, objective=objective.spec, options=options)

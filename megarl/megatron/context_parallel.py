@@ -1,8 +1,8 @@
 """Assignment of a pack's tokens to context-parallel ranks.
 
 In causal attention, early tokens of a document are cheap and late ones expensive. Megatron therefore splits a sequence
-into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many sequences and must be cut so
-that each of them is balanced.
+into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many documents and must be cut so
+that each document is balanced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 @dataclass(frozen=True, slots=True)
 class ContextShares:
-    """The tokens of a pack that each context-parallel rank holds.
+    """The tokens that each context-parallel rank holds from a pack.
 
     Attributes:
         places: int64 [cp, T/cp], pack positions of each rank's tokens.
@@ -47,8 +47,8 @@ class ContextShares:
         return torch.cat((first.flatten(), second.flip(0).flatten()))
 
     def rows(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows whose tokens this rank holds: their indices in the batch, and the indices of the tokens among
-        this rank's tokens."""
+        """Return the batch rows whose tokens this rank holds: the row indices in the batch, and the index of each row's
+        token among this rank's tokens."""
         index = torch.full((self.places.numel(),), -1, device=self.places.device)
         index[self.local] = torch.arange(len(self.local), device=index.device)
         token_index = index[batch.rows]
@@ -65,8 +65,8 @@ def context_shares(batch: TokenBatch) -> ContextShares:
 
 
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Return pack positions, int64 [size, T/size], with each document cut into chunks separately, as Transformer Engine
-    does. Document lengths must be multiples of 2 · size."""
+    """Return each rank's pack positions, int64 [size, T/size]. Each document is cut into chunks separately, as in
+    Transformer Engine. Document lengths must be multiples of 2 · size."""
     documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long().cpu())
     cut = [document.chunk(2 * size) for document in documents]
     return torch.stack(
@@ -75,14 +75,15 @@ def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
 
 
 def shares_of_pack(batch: TokenBatch, size: int) -> torch.Tensor:
-    """Return pack positions, int64 [size, T/size], with neighboring tokens in different chunks, so that every chunk has
-    equal parts of the beginning and end of each document, regardless of lengths. T must be a multiple of 2 · size."""
+    """Return each rank's pack positions, int64 [size, T/size]. Neighboring tokens are in different chunks, so every
+    chunk has equal parts from the beginning and end of each document, regardless of document lengths. T must be a
+    multiple of 2 · size."""
     chunks = torch.arange(len(batch.tokens), device=batch.tokens.device).view(-1, 2 * size).T
     return torch.stack([torch.cat((chunks[r], chunks[-1 - r])) for r in range(size)])
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum values over the context-parallel ranks of a replica, in place."""
+    """Sum values over the context-parallel ranks in a replica, in place."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
     return values

@@ -17,12 +17,12 @@ from packaging.version import Version
 
 
 def import_uncompiled() -> None:
-    """Import megatron.core without torch's compiler. Must run before any other import of megatron.core. No-op where
+    """Import megatron.core without torch's compiler. Call it before anything else imports megatron.core. No-op where
     CUDA is available.
 
     Megatron decorates many functions for torch.compile, and importing the compiler takes as long as all other imports
-    of a rank. On CPU compilation gains nothing: the few functions that run are small, and compiling them would need a
-    C++ compiler and leave files behind.
+    on a rank together. On CPU, compilation gains nothing: the few functions that run are small, and compiling them
+    would require a C++ compiler and leave files behind.
     """
     if torch.cuda.is_available():
         return
@@ -52,7 +52,7 @@ DEVICE_LITERALS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
-# Literals that exist only since a certain version: that version and the function.
+# Literals that exist only since some version, with that version and the function.
 NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False
@@ -78,9 +78,9 @@ def install() -> None:
 
 
 def device_queries() -> None:
-    """Replace device queries. Buffers are allocated on torch.cuda.current_device(), and pipeline communication
-    synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which only CUDA graphs
-    use."""
+    """Replace CUDA device queries. Megatron allocates buffers on torch.cuda.current_device(), and pipeline
+    communication synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which
+    only CUDA graphs use."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
@@ -92,7 +92,7 @@ def tensor_moves() -> None:
 
 
 def random_state() -> None:
-    """Use the CPU generator where the tensor-parallel RNG tracker swaps the state of CUDA's: on CPU, dropout draws from
+    """Make the tensor-parallel RNG tracker swap the CPU generator's state instead of CUDA's: on CPU, dropout draws from
     the CPU generator."""
     from megatron.core.tensor_parallel import random
 
@@ -103,10 +103,10 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replace device literals in the functions' constants, in place, so that modules which imported the functions by
-    name are patched as well.
+    """Replace device literals in function constants in place, so that modules that imported the functions by name are
+    also patched.
 
-    The assertion catches entries that are outdated by a new megatron-core.
+    The assertion catches entries that a new megatron-core has made obsolete.
     """
     import megatron.core
 
@@ -123,7 +123,8 @@ def device_literals() -> None:
 
 def uneven_collectives() -> None:
     """Emulate uneven collectives. Sharded experts gather and scatter a different number of tokens per rank, but gloo
-    requires equal sizes. Gathering pads to the largest; scattering sums everything and keeps this rank's part."""
+    requires equal sizes. Gathering pads every part to the largest; scattering sums whole tensors and keeps this rank's
+    part."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -148,8 +149,8 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """Skip collectives over a single rank. A rank that shards the optimizer with no other rank already has all
-    gradients and parameters in its buffers. Unlike NCCL, gloo would copy whole buffers to new memory and back."""
+    """Skip collectives over a single rank. A rank that shares the optimizer with no peer already has all gradients and
+    parameters in its buffers. Unlike NCCL, gloo would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def unless_alone(collective: Callable) -> Callable:
@@ -163,7 +164,8 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replace the selection of a context-parallel rank's rotary angles, which uses an index in pinned memory."""
+    """Replace the function that selects a context-parallel rank's rotary angles, because it uses an index in pinned
+    memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):

@@ -1,4 +1,4 @@
-"""Outputs of each layer of the trainer's model for one sequence, computed on a single rank."""
+"""Layer outputs of the trainer's model for one sequence, computed on a single rank."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from megarl.models.folder import read_config
 
 
 class ForwardOnlyActor(ModelWorker):
-    """The actor's model for forward passes only."""
+    """The actor's model, for forward passes only."""
 
     role = "actor"
     temperature = 1.0
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
-    """Return each stage's output for all tokens but the last, float32 [T − 1, hidden], in the order of computation, and
-    finally the log-probs of the tokens after the first, float32 [T − 1].
+    """Return stage name -> output for all tokens but the last, float32 [T − 1, hidden], in order of computation: the
+    embedding, each layer and the final norm. The last entry holds the log-probs of all tokens after the first, float32
+    [T − 1].
 
     Args:
-        config: a config with a layout of one rank.
+        config: a config whose layout has a single rank.
         scratch: a folder used by this process only.
     """
     store = FileStore(str(scratch / "store"), 1)

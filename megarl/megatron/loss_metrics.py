@@ -1,4 +1,4 @@
-"""Metrics of a microbatch, from the terms of its loss."""
+"""Microbatch metrics, computed from the terms of the loss."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def policy_metrics(
     """Return the actor's metrics.
 
     Args:
-        mismatch_threshold: difference of log-probs, in nats, above which a token counts as an outlier.
+        mismatch_threshold: log-prob difference, in nats, above which a token counts as an outlier.
         has_moved: whether the policy has been updated since the start of the step.
-        penalty: the objective's penalty if it is adapted.
-        kl_name: name of the KL's metric.
+        penalty: the objective's penalty if it is adapted between steps, else None.
+        kl_name: name of the KL metric.
     """
     policy, log_prob, mask = terms.policy, terms.log_prob, batch.mask
     sums = _truncation_metrics(batch) | {
@@ -48,7 +48,7 @@ def policy_metrics(
         "policy/clip_high_frac": mean(policy.clipped_high, mask),
     }
     sums |= start_metrics(batch, log_prob, terms.start, has_moved, mismatch_threshold)
-    # Its mean over tokens of the old policy is KL(π_old ‖ π).
+    # The mean of this estimate over tokens sampled by the old policy is KL(π_old ‖ π).
     sums["policy/kl_old"] = mean(kl.k3(terms.old - log_prob), mask)
     if penalty is not None:
         sums["policy/penalty"] = mean(torch.full_like(log_prob, penalty), mask)
@@ -69,11 +69,11 @@ def policy_metrics(
 def start_metrics(
     batch: TokenBatch, log_prob: torch.Tensor, start: torch.Tensor | None, has_moved: bool, mismatch_threshold: float
 ) -> Sums:
-    """Return metrics of the policy at the start of the step: the mismatch between its log-probs and the engine's and,
-    once the policy has moved, its drift from there.
+    """Return metrics relative to the policy at the start of the step: the mismatch between its log-probs and the
+    engine's and, once updates have moved the policy, the drift from its starting point.
 
-    Updates without the start's log-probs have no mismatch, and their drift is measured from the engine's. The
-    effective share follows from the moments of the weights trainer / engine.
+    Updates without log-probs from the start of the step have no mismatch metrics, and their drift is measured from the
+    engine's log-probs. The effective share is computed from the moments of the importance weights trainer / engine.
     """
     sums: Sums = {}
     if start is not None:
@@ -82,7 +82,7 @@ def start_metrics(
         sums["mismatch/logprob_abs_mean"] = mean(log_ratio.abs(), batch.mask)
         sums["mismatch/logprob_abs_max"] = largest(log_ratio.abs(), batch.mask)
         sums["mismatch/outlier_frac"] = mean(log_ratio.abs() > mismatch_threshold, batch.mask)
-        # The engine sampled: its mean over tokens is KL(engine ‖ trainer).
+        # The engine sampled the tokens, so the mean of this estimate is KL(engine ‖ trainer).
         sums["mismatch/kl"] = mean(kl.k3(-log_ratio), batch.mask)
         sums["mismatch/weight_mean"] = mean(weight, batch.mask)
         sums["mismatch/weight_square_mean"] = mean(weight.square(), batch.mask)
@@ -94,8 +94,8 @@ def start_metrics(
 
 
 def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
-    """Return the critic's metrics. `explained_variance` follows from the moments of the returns and of what the values
-    before the step lack of them."""
+    """Return the critic's metrics. `explained_variance` is computed from the moments of the returns and of the
+    residuals, which are returns minus the values before the step."""
     value, mask, error = terms.value, batch.mask, batch.returns - batch.values
     return {
         "value/loss": total(terms.loss),
@@ -144,7 +144,8 @@ def reward_model_metrics(batch: TokenBatch, terms: PairTerms) -> Sums:
 def preference_metrics(
     batch: TokenBatch, terms: PairTerms, *, mismatch_threshold: float | None, has_moved: bool
 ) -> Sums:
-    """Return metrics of a policy's pairs. mismatch_threshold: as in policy_metrics; None if no engine sampled them."""
+    """Return the metrics for a policy trained on preference pairs. `mismatch_threshold` is as in policy_metrics; None
+    if the pairs were not sampled by an engine."""
     sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
     sums["policy/entropy"] = mean(terms.entropy, batch.mask)
     if mismatch_threshold is None:
@@ -164,8 +165,8 @@ def _pair_metrics(terms: PairTerms) -> Sums:
 
 
 def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Return the metric of a loss of whole samples: every context-parallel rank has computed all of it, and reports its
-    share."""
+    """Return the metric for a loss on whole samples. Every context-parallel rank has computed the full loss, so each
+    reports 1/cp of it."""
     return total(loss / parallel_state.get_context_parallel_world_size())
 
 
@@ -182,8 +183,8 @@ def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
 
 
 def _truncation_metrics(batch: TokenBatch) -> Sums:
-    """Return the number of candidate tokens that the engine sampled from, if it listed them, and the fraction of
-    sampled tokens that are not listed: tokens as likely as the last candidate."""
+    """Return the mean number of candidate tokens that the engine sampled from, if it listed them, and the fraction of
+    sampled tokens that are not listed because they are exactly as likely as the last candidate."""
     if batch.candidate_ids is None:
         return {}
     listed = (batch.candidate_ids >= 0).sum(1)

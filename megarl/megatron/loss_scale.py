@@ -1,8 +1,8 @@
-"""Loss scaling of float16 models. Without it, most gradients inside the model would underflow to 0.
+"""Loss scaling for float16 models. Without it, most gradients inside the model would underflow to 0.
 
 Gradients are unscaled before their norm is computed, so that the norm and clipping refer to the unscaled loss. A
-non-finite norm means that a gradient overflowed: as in Megatron's dynamic scaling, the scale is halved, and doubled
-after a number of updates without overflow.
+non-finite norm means that a gradient overflowed: as in Megatron's dynamic scaling, the scale is then halved, and it is
+doubled after a number of updates without overflow.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.utils import unwrap_model
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
-"""Our defaults of Megatron's fields. Megatron's initial scale, 2³², would skip about the first 16 updates, and its
-hysteresis, 2, would ignore occasional overflows."""
+"""Our defaults for Megatron's fields. With Megatron's initial scale of 2³², about the first 16 updates would be
+skipped; with its hysteresis of 2, occasional overflows would be ignored."""
 
 TRACKERS = {"loss_scale_updates": "growth_tracker", "loss_scale_overflows_left": "hysteresis_tracker"}
-"""Counter name -> Megatron's name of the tracker."""
+"""Checkpoint counter name -> Megatron's name for the tracker."""
 
 
 class LossScale:
-    """The loss scale of one float16 model. For other dtypes there is no scale, and all methods are no-ops."""
+    """The loss scale for one float16 model. Models with any other dtype have no scale, and all methods are no-ops."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype, config: OptimizerConfig):
         self._chunks, self._scaler = chunks, None
@@ -37,7 +37,7 @@ class LossScale:
                 growth_interval=config.loss_scale_window,
                 hysteresis=config.hysteresis,
             )
-            # Called by Megatron's schedules on the loss and used to scale auxiliary losses.
+            # Megatron's schedules call this on the loss and use it to scale auxiliary losses.
             for chunk in chunks:
                 unwrap_model(chunk).config.grad_scale_func = self._scaled
 
@@ -50,7 +50,7 @@ class LossScale:
 
     @property
     def is_least(self) -> bool:
-        """Whether the scale is at its minimum, so that a non-finite gradient is not caused by the scale."""
+        """Whether the scale cannot be reduced further; a non-finite gradient then has a different cause."""
         return self._scaler is None or self._scaler.scale.item() <= self._scaler.min_scale.item()
 
     def take_out(self) -> None:

@@ -1,6 +1,6 @@
-"""Losses: the scalar that a microbatch is trained on, from the head's output for its rows.
+"""Losses: each computes the scalar that a microbatch is trained on from the head's output for the microbatch's rows.
 
-Each function takes tensors and named scalars and returns the loss Σ w·ℓ with its terms, from which the functions of
+Each function takes tensors and named scalars and returns the loss Σ w·ℓ with its terms, from which the functions in
 `loss_metrics` compute metrics. `configured_losses` binds the scalars to a recipe's values.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Terms(Protocol):
-    """A loss and what its metrics are computed from."""
+    """A loss and the values from which its metrics are computed."""
 
     @property
     def loss(self) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Loss:
 
     Args:
         terms: (batch, scored) -> Terms. scored: the head's output for each row, float32 [N, columns].
-        metrics: (batch, terms) -> metrics of the microbatch.
+        metrics: (batch, terms) -> the microbatch's metrics.
     """
 
     terms: Callable[[TokenBatch, torch.Tensor], Any]
@@ -54,7 +54,8 @@ class Loss:
 
 
 class ValueTerms(NamedTuple):
-    """The critic's loss. value: float32 [N]; clipped: bool [N], where the clip removed the gradient."""
+    """The critic's loss, with the predicted `value`, float32 [N], and `clipped`, bool [N], true where clipping removed
+    the gradient."""
 
     loss: torch.Tensor
     value: torch.Tensor
@@ -62,18 +63,19 @@ class ValueTerms(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-    """The actor's loss. Tensors are float32 [N] unless noted; None: the loss does not have the term.
+    """The actor's loss. Tensors are float32 [N] unless noted; a term is None if the loss does not include it.
 
     Attributes:
-        loss: the whole loss, including the critic's if its head is on the actor.
-        actor_loss: the loss without the critic's.
-        scored: the head's output, also for rows that are not trained on.
-        log_prob, entropy: of trained tokens; 0 for the others.
-        start: log-probs at the start of the step; None after the first update if no pass computed them.
-        old: log-probs of the objective's old policy.
-        excluded: tokens without a loss because trainer and engine disagree on them, bool.
+        loss: the total loss, including the critic's loss if its head is on the actor.
+        actor_loss: the total loss minus the critic's loss.
+        scored: the head's output for all rows, including rows that are not trained on.
+        log_prob, entropy: values for trained tokens; 0 for all other tokens.
+        start: log-probs under the policy at the start of the step; None after the first update if no pass computed
+            them.
+        old: log-probs under the objective's old policy.
+        excluded: bool, tokens excluded from the loss because trainer and engine log-probs disagree.
         imitation: Σ w·(−log π) over positive examples.
-        kl: estimate of each token, or of its sample.
+        kl: KL estimate per token, or the sample's estimate at each of its tokens.
     """
 
     loss: torch.Tensor
@@ -112,14 +114,14 @@ def policy_loss(
     """Compute Σ w·f·ℓ + c_I·Σ w_I·(−log π) − c_H·Σ w·H + β·Σ w·KL, plus the critic's loss if its head is on the actor.
 
     Args:
-        scored: log-prob and entropy of each row, and its value if the critic's head is on the actor.
-        objective: the objective whose `loss` gives ℓ of each token. options: its keyword arguments.
-        old_is_rollout: whether the engine's log-probs take the place of the old policy's in the ratio.
+        scored: log-prob and entropy for each row, and the value if the critic's head is on the actor.
+        objective: the objective whose `loss` computes ℓ for each token. options: keyword arguments for `loss`.
+        old_is_rollout: whether the ratio uses the engine's log-probs instead of the old policy's.
         has_moved: whether the policy has been updated since the start of the step.
-        correct: (log π_old − log μ, samples) -> the factors f.
-        exclude: (log π_start − log μ, samples) -> tokens without a loss; None: all have one.
-        estimate_kl: `token_kl` with its options.
-        kl_coefficient: β; None if the KL is in the reward.
+        correct: (log π_old − log μ, samples) -> the correction factors f.
+        exclude: (log π_start − log μ, samples) -> tokens to exclude from the loss; None excludes no tokens.
+        estimate_kl: `token_kl` with its options bound.
+        kl_coefficient: β; None if the KL is part of the reward.
     """
     assert batch.advantage is not None, "the batch has no advantages"
     trained = _of_trained(batch, scored)
@@ -168,8 +170,8 @@ def token_kl(
     straight_through: bool,
     limit: float | None,
 ) -> torch.Tensor:
-    """Return the KL estimate of each token, or of its sample at each of its tokens, float32 [N]. A KL in the reward is
-    that of the policy at the start of the step, however far updates have moved it since."""
+    """Return the KL estimate per token, float32 [N], or at sample level the sample's estimate at each of its tokens. A
+    KL in the reward is computed for the policy at the start of the step, regardless of later updates."""
     if in_reward:
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
@@ -178,7 +180,7 @@ def token_kl(
 
 
 def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, clip: float | None) -> ValueTerms:
-    """Compute the critic's loss. scored: value of each row, [N, 1]."""
+    """Compute the critic's loss. `scored` holds one value per row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = _of_trained(batch, scored).unbind(-1)
     error = squared_error(value, _at_trained(batch, batch.values, value), batch.returns, clip)
@@ -186,7 +188,7 @@ def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, c
 
 
 class ImplicitRewardTerms(NamedTuple):
-    """The implicit reward model's loss, and each sample's reward and success, float32 [S]."""
+    """The implicit reward model's loss, and each sample's reward and success (1 or 0), float32 [S]."""
 
     loss: torch.Tensor
     samples: SampleSegments
@@ -197,7 +199,8 @@ class ImplicitRewardTerms(NamedTuple):
 def implicit_reward_loss(
     batch: TokenBatch, scored: torch.Tensor, *, beta: float, success_above: float
 ) -> ImplicitRewardTerms:
-    """Compute the implicit reward model's loss: a mean over the update's samples. scored: log-prob and entropy."""
+    """Compute the implicit reward model's loss, a mean over the update's samples. `scored` holds log-prob and
+    entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
     reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, beta))
@@ -207,7 +210,7 @@ def implicit_reward_loss(
 
 
 class ImitationTerms(NamedTuple):
-    """The loss of imitation, with log-prob and entropy of trained tokens, float32 [N]."""
+    """The imitation loss, with log-prob and entropy of trained tokens, float32 [N]."""
 
     loss: torch.Tensor
     log_prob: torch.Tensor
@@ -217,13 +220,13 @@ class ImitationTerms(NamedTuple):
 def imitation_loss(
     batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> ImitationTerms:
-    """Compute the loss of imitating the assistant's tokens. scored: log-prob and entropy."""
+    """Compute the imitation loss on assistant tokens. `scored` holds log-prob and entropy."""
     log_prob, entropy = _of_trained(batch, scored).unbind(-1)
     return ImitationTerms((batch.weight * token_loss(log_prob)).sum(), log_prob, entropy)
 
 
 class LabelTerms(NamedTuple):
-    """A reward model's loss on labels: losses, scores and labels of the tokens, float32 [N]."""
+    """A reward model's loss on token labels, with the losses, scores and labels of the tokens, float32 [N]."""
 
     loss: torch.Tensor
     losses: torch.Tensor
@@ -232,7 +235,8 @@ class LabelTerms(NamedTuple):
 
 
 def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[..., torch.Tensor]) -> LabelTerms:
-    """Compute a reward model's loss on labelled tokens, which are the trained ones. scored: [N, 1]."""
+    """Compute a reward model's loss on labeled tokens, which are the trained tokens. `scored` holds one score per row,
+    [N, 1]."""
     assert batch.labels is not None, "the batch has no labels"
     [score] = _of_trained(batch, scored).unbind(-1)
     label = batch.labels.where(batch.mask, 0.0)
@@ -241,9 +245,9 @@ def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[
 
 
 class PairTerms(NamedTuple):
-    """The loss of an update's pairs, float32 [P] each: losses, margins, rewards of both samples.
+    """The loss on an update's pairs, with each pair's loss, margin and the rewards of both samples, float32 [P].
 
-    log_prob, entropy, start: as in PolicyTerms; None with a classifier.
+    log_prob, entropy and start are as in PolicyTerms; they are None for a classifier.
     """
 
     loss: torch.Tensor
@@ -259,8 +263,8 @@ class PairTerms(NamedTuple):
 def reward_model_loss(
     batch: TokenBatch, scored: torch.Tensor, *, objective: PairObjective, options: Mapping[str, Any]
 ) -> PairTerms:
-    """Compute a reward model's loss on pairs of samples. One token of each sample is trained on; its score is the
-    sample's. scored: [N, 1]."""
+    """Compute a reward model's loss on sample pairs. One token per sample is trained on, and its score is the sample's
+    score. `scored` is [N, 1]."""
     samples = sample_segments(batch)
     return _pair_loss(batch, samples, samples.of_each(scored[:, 0]), objective, options)
 
@@ -275,7 +279,7 @@ def preference_loss(
     length_normalised: bool,
     has_moved: bool,
 ) -> PairTerms:
-    """Compute the loss of pairs of samples, whose rewards are their log-probs or β times their log-ratios to the
+    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio to the
     reference.
 
     Args:
@@ -303,7 +307,8 @@ def _pair_loss(
     objective: PairObjective,
     options: Mapping[str, Any],
 ) -> PairTerms:
-    """Compute the mean loss over pairs, whose samples stand two by two, the better one first. rewards: float32 [S]."""
+    """Compute the mean loss over pairs. `rewards`, float32 [S], lists both samples of a pair consecutively, the
+    preferred sample first."""
     margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
     chosen, rejected = rewards.view(-1, 2).unbind(-1)
@@ -317,23 +322,23 @@ def sample_segments(batch: TokenBatch) -> SampleSegments:
 
 
 def _old(batch: TokenBatch, log_prob: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Return the old policy's log-probs. If no pass computed them, because a step has one update, the old policy is the
-    current one: the ratio is 1, and its gradient that of log_prob."""
+    """Return the old policy's log-probs. If no pass computed them because the step has a single update, the old policy
+    is the current policy: the ratio is 1, and its gradient is the gradient of log_prob."""
     return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
 
 
 def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
-    """Return another policy's log-probs for trained tokens, and this one's for the others. Tokens that no policy
+    """Return the log-probs `other` for trained tokens and `log_prob` for all remaining tokens. Tokens that no policy
     sampled may have very different log-probs, and a weight of 0 does not remove an infinite ratio from the loss."""
     return torch.where(batch.mask, other, log_prob.detach())
 
 
 def _of_trained(batch: TokenBatch, scored: torch.Tensor) -> torch.Tensor:
-    """Return the head's output for trained tokens, and 0 for the others, whose gradient is then 0: with an infinite or
-    NaN output, a weight of 0 gives NaN."""
+    """Return the head's output for trained tokens and 0 for all remaining tokens, which makes their gradient 0. A
+    weight of 0 would not suffice: it turns an infinite or NaN output into NaN."""
     return scored.where(batch.mask[:, None], 0.0)
 
 
 def _sample_weight(batch: TokenBatch, samples: SampleSegments) -> torch.Tensor:
-    """Return each sample's weight, float32 [S], which is the weight of each of its trained tokens."""
+    """Return each sample's weight, float32 [S]. All trained tokens in a sample have this weight."""
     return samples.total(batch.weight) / samples.count.clamp(min=1)

@@ -1,14 +1,14 @@
-"""Float32 main weights of 16-bit parameters: their initialization, and how many parameters an update changes.
+"""Float32 main weights for 16-bit parameters: initialization, and the fraction of parameters that an update changes.
 
-bfloat16 rounds every value in a cell, about 2⁻⁸ of a weight wide, to the same number. A main weight that starts as a
-copy of its parameter is in the middle of its cell, and at the learning rates of reinforcement learning it stays inside
-for many updates: the first update at 1e-5 changes only 2 % of SmolLM2's parameters, those near 0. float16 cells are an
-eighth as wide.
+bfloat16 rounds all values in a cell, which is about 2⁻⁸ of the weight's magnitude wide, to the same number. A main
+weight that starts as a copy of its parameter is in the middle of its cell. At learning rates typical for RL it stays
+inside the cell for many updates: the first update at 1e-5 changes only the 2 % of SmolLM2's parameters that are near 0.
+float16 cells are an eighth as wide.
 
-If the checkpoint has a weight in float32, the main weight starts from it. Otherwise the position of the weight in its
-cell is unknown, so the main weight starts at a uniformly random position. A step s then leaves a cell of width w with
-probability s / w and moves the parameter by w: by s on average, from the first update on. The forward pass is unchanged
-bit for bit, as every main weight still rounds to its parameter.
+If the checkpoint stores a weight in float32, the main weight starts from that value. Otherwise the weight's position in
+its cell is unknown, so the main weight starts at a uniformly random position. A step s then leaves a cell of width w
+with probability s / w and moves the parameter by w, which is s on average, starting with the first update. The forward
+pass is unchanged bit for bit, because every main weight still rounds to its parameter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
-"""Elements processed at a time. More would only use memory."""
+"""Number of elements processed at a time. A larger number would only use more memory."""
 
 
 def rounded_parameters(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters with main weights of another dtype of which this rank holds at least a part."""
+    """Return name -> parameter for parameters whose main weights have a different dtype and are at least partly on this
+    rank."""
     rounded = {parameter for part in parts_of(optimizer) for _, parameter, _ in _main_weights(part)}
     return {name: parameter for name, parameter in parameters.items() if parameter in rounded}
 
@@ -44,12 +45,12 @@ def begin_main_weights(
     holder: Holder,
     exact: Collection[str],
 ) -> None:
-    """Initialize this rank's main weights, before the first update.
+    """Initialize this rank's main weights. Call it before the first update.
 
     Args:
-        parameters: those of `rounded_parameters`. Their main_grad, still unused, holds the values.
-        holder: this rank's holder. Random positions are derived from canonical tensors, so they are the same under
-            every layout.
+        parameters: the result of `rounded_parameters`. Their main_grad buffers, still unused, hold the values.
+        holder: this rank's holder. Random positions depend on canonical tensor names and indices, so they are the same
+            under every layout.
         exact: names of the parameters whose main_grad already holds the unrounded values.
     """
     inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}
@@ -65,29 +66,29 @@ def begin_main_weights(
 
 
 def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:
-    """Move values of the dtype, in place and in float32, to a position in their cell that is derived from their index
-    in the canonical tensor."""
+    """Move each value, in place, to a position in its rounding cell for `dtype`. The position is derived from the
+    value's index in the canonical tensor. The values are float32."""
     (start, _), *others = rectangle
     rows = max(1, CHUNK * len(values) // max(1, values.numel()))
     for number, part in enumerate(values.split(rows)):
         first = start + number * rows
         share = _shares(_levels(dtype), tensor, ((first, first + len(part)), *others), values.device)
         bits = part.to(dtype).view(torch.int16)
-        outward = (bits + 1).view(dtype).float() - part  # distance to the neighbor further from 0
+        outward = (bits + 1).view(dtype).float() - part  # distance to the neighbor farther from 0
         inward = part - (bits - 1).view(dtype).float()
-        # Keep zeros: near 0 the dtype resolves every step, and a 0 may be padding without a gradient.
+        # Keep zeros: near 0 the dtype represents every step, and a 0 may be padding that has no gradient.
         part.add_((share * outward.where(share > 0, inward)).where(part != 0, 0))
 
 
 def _levels(dtype: torch.dtype) -> int:
     """Return the number of positions in a cell, 2¹⁵ or 2¹². float32 has 16 more mantissa bits than bfloat16 and 13 more
-    than float16. At odd multiples of 2⁻¹⁶ or 2⁻¹³ of the distance to a neighbor, a position is exact in float32 and
-    never on the border of two cells."""
+    than float16. Positions are at odd multiples of 2⁻¹⁶ or 2⁻¹³ times the distance to a neighbor, so they are exact in
+    float32 and never on the border between two cells."""
     return round(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps) // 2
 
 
 def _shares(levels: int, tensor: str, rectangle: Rectangle, device: torch.device) -> torch.Tensor:
-    """Return a random number in (−½, ½) for each element, hashed from its index and the tensor's name."""
+    """Return a random number in (−½, ½) for each element, hashed from the tensor's name and the element's index."""
     mixed = torch.full((), zlib.crc32(tensor.encode()), dtype=torch.int64, device=device)
     for start, stop in rectangle:
         mixed = mixed.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=device)
@@ -97,18 +98,18 @@ def _shares(levels: int, tensor: str, rectangle: Rectangle, device: torch.device
 
 
 class ChangedShare:
-    """Counts the elements of 16-bit parameters that updates change."""
+    """Counts the elements in 16-bit parameters that updates change."""
 
     def __init__(self, optimizer: MegatronOptimizer, device: torch.device):
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
-        """Number of changed elements, and of all elements with a main weight."""
+        """Number of changed elements, and number of all elements that have a main weight."""
         for part in parts_of(optimizer):
-            # Megatron calls this at the end of an update, when the parameters are still unchanged.
+            # Megatron calls this at the end of an update, before it changes the parameters.
             part._copy_main_params_to_model_params = self._after_count(part, part._copy_main_params_to_model_params)
 
     def take(self) -> float | None:
-        """Return the changed fraction since the last call, over all ranks; None if no parameter is rounded.
-        Collective."""
+        """Return the fraction of elements, over all ranks, that changed since the last call; None if no parameter is
+        rounded. Collective."""
         dist.all_reduce(self._counts)
         changed, total = self._counts.tolist()
         self._counts.zero_()
@@ -127,8 +128,8 @@ class ChangedShare:
 
 
 def _main_weights(part: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter, slice]]:
-    """Yield each flat main weight that the optimizer keeps separately from its parameter, the parameter, and the main
-    weight's slice of the flattened parameter."""
+    """Yield (main weight, parameter, slice) for each flat main weight that the optimizer keeps separately from its
+    parameter. The slice locates the main weight in the flattened parameter."""
     for mains, parameters in zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True):
         for main, parameter in zip(mains, parameters, strict=True):
             if main is not None:  # a precision-aware optimizer keeps them in its kernel

@@ -1,5 +1,5 @@
-"""Metrics of microbatches as device tensors. They are read only after the last microbatch, so that no microbatch
-synchronizes."""
+"""Microbatch metrics as device tensors. They are read only after the last microbatch, so no microbatch synchronizes
+with the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from megarl.core.metrics import Metric
 
 Sums = dict[str, tuple[torch.Tensor, torch.Tensor | None, str]]
-"""Metrics by name: (value, weight, reduction)."""
+"""Metric name -> (value, weight, reduction)."""
 
 
 def read(sums: Sums) -> dict[str, Metric]:
@@ -25,7 +25,8 @@ def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return the weighted mean. The sum of the weights becomes the metric's weight when microbatches are merged.
 
-    A mask as weight gives the mean over trained tokens. Values with weight 0 are excluded, even if they are NaN.
+    With a mask as the weight, the result is the mean over trained tokens. Values with weight 0 are excluded, even if
+    they are NaN.
 
     Args:
         weight: bool or non-negative float32.
@@ -36,6 +37,6 @@ def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Return the maximum over the trained tokens, at least 0. Indexing with values[mask] would synchronize with the
-    device."""
+    """Return the maximum over the tokens in the mask, or 0 if all are negative. Indexing with values[mask] would
+    synchronize with the device."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), None, "max"

@@ -1,1 +1,1 @@
-"""Sharded checkpoints of a run and their conversion to and from Hugging Face folders."""
+"""Sharded checkpoints and their conversion to and from Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Export of a run's adapters, as a PEFT folder or merged into their base model."""
+"""Export of a run's adapters as a PEFT folder, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class StoredAdapters:
     """The adapters in a checkpoint.
 
     Attributes:
-        config: the config of the run.
-        folder: the checkpoint with the factors.
-        base: Hugging Face folder of the base model.
-        base_hash: `weights_hash` of the base model when the run started.
+        config: the run's config.
+        folder: the checkpoint folder with the adapter factors.
+        base: the base model's Hugging Face folder.
+        base_hash: the base model's `weights_hash` when the run started.
     """
 
     config: Config
@@ -57,18 +57,18 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return all factors by PEFT name, as views of the checkpoint's files. Names of factors shared by experts have
+        """Return PEFT name -> factor, as views of the checkpoint's files. The name of a factor that experts share has
         no expert number."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
 
 
 class MergedWeights(Readable):
-    """Transport of a model's weights with adapters merged. The products are added in float32 to weights in the run's
-    dtype."""
+    """Transport for a model's weights with the adapters merged. The products are added in float32 to weights in the
+    run's dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
-        """`weights` is the holder of all weights, with the run's dtypes."""
+        """`weights` is the holder for all base model weights, with the run's dtypes."""
         self._base, self._weights, self._scale = base, weights, adapters.lora.scale
         self._factors = {
             each: factor
@@ -78,7 +78,7 @@ class MergedWeights(Readable):
         stored = weights.dtypes.items()
         dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in stored}
         self.holder = replace(weights, name="merged", shard=replace(weights.shard, dtypes=dtypes))
-        """The holder of the merged weights."""
+        """The holder for the merged weights."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return getattr(torch, self.holder.dtypes[parameter])
@@ -96,7 +96,7 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path and
+    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for `path` and the
     errors."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
@@ -107,10 +107,10 @@ def adapters_to_peft(path: Path, out: Path) -> int:
 def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Write the model with merged adapters as a Hugging Face folder, identical to the run's own export at this step.
+    """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step.
 
     Args:
-        options: a dtype of None means the run's dtype.
+        options: conversion options. Here a dtype of None means the run's dtype.
         shard_bytes: as in write_folder. See `_open` for the other arguments and errors.
 
     Returns:
@@ -139,14 +139,14 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Open the adapters of a checkpoint.
+    """Open a checkpoint's adapters.
 
     Args:
         path: `checkpoints/step_…` of a run.
-        huggingface: folder of the base model; None uses the run's `model.path`.
+        huggingface: the base model's folder; None uses the run's `model.path`.
 
     Raises:
-        UserError: the checkpoint has no adapters, or a file differs from what the run wrote.
+        UserError: the checkpoint has no adapters, or a file's content differs from what the run wrote.
     """
     path = model_path(path)
     if not is_of_a_run(path):

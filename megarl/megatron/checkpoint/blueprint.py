@@ -1,4 +1,4 @@
-"""Blueprints: one rank's part of a model under any layout, built in this process alone, without allocating weights."""
+"""Blueprints: one rank's part of a model under any layout, built in a single process without allocating weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.resharding.piece import Holder
 
 @dataclass(frozen=True, slots=True)
 class RankBlueprint:
-    """The weights that a rank holds and the checkpoint entries it writes: extents of tensors, and keys of empty
+    """The weights that a rank holds and the checkpoint entries that it writes: tensor extents, and keys of empty
     objects."""
 
     holder: Holder
@@ -39,15 +39,15 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Return the blueprint of one rank. It uses our own layers, whose checkpoint keys equal those of Transformer
-    Engine's.
+    """Return one rank's blueprint. It is built from our own layers, whose checkpoint keys equal those of Transformer
+    Engine's layers.
 
     Args:
         format: metadata for Megatron's `sharded_state_dict`.
-        dtype: dtype of the holder's weights; None means that of config.json.
+        dtype: dtype of the holder's weights; None means the dtype in config.json.
 
     Raises:
-        UserError: the model is not divisible by the layout.
+        UserError: the model cannot be split evenly under the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):

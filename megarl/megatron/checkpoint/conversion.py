@@ -49,11 +49,11 @@ from megarl.resharding.transports.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a conversion.
+    """Options for a conversion.
 
     Attributes:
         dtype: dtype of all tensors; None keeps each tensor's own.
-        verify: compare the files of a run's checkpoint with their SHA-256, and read back written files.
+        verify: compare the files in a run's checkpoint with their recorded SHA-256, and read written files back.
     """
 
     dtype: str | None = None
@@ -63,8 +63,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors sharded like the parameters, stored under the parameters' keys with a prefix. `dtypes` is keyed by
-    parameter."""
+    """Tensors sharded like the parameters and stored under the parameters' keys with a prefix. `dtypes` maps parameter
+    keys to dtypes."""
 
     prefix: str
     transport: Transport
@@ -73,10 +73,10 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A source of weights.
+    """Model weights to convert.
 
     Attributes:
-        files: folder with the non-weight files of a Hugging Face folder.
+        files: folder with the files that a Hugging Face folder has besides weights, such as the tokenizer.
         check: verifies the source's files, which takes as long as reading them; raises UserError.
     """
 
@@ -97,8 +97,11 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Return a layout with the fewest data-parallel ranks that the experts allow. Raises UserError for incompatible
-    sizes."""
+    """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow.
+
+    Raises:
+        UserError: the sizes are incompatible.
+    """
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
         tp=tp,
@@ -124,7 +127,7 @@ def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Op
         layout: the layout to write the checkpoint for.
 
     Raises:
-        UserError: the folder does not match its config.json. Leaves no partial output.
+        UserError: the folder does not match its config.json. No partial output is left behind.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
         return _write_checkpoint(weights, layout, out, _common(), options)
@@ -158,10 +161,10 @@ def megatron_to_huggingface(
 def reshape(
     checkpoint: Path, out: Path, layout: Layout, huggingface: Path | None = None, options: Options = Options()
 ) -> int:
-    """Write a checkpoint for another layout and return the number of tensor bytes.
+    """Rewrite a checkpoint for a different layout and return the number of tensor bytes.
 
-    Optimizer state and other weights saved with the model are included. The ranks' random states are dropped because
-    they are meaningless under another layout.
+    Optimizer state and additional weights saved with the model are included. The ranks' RNG states are dropped because
+    they are meaningless under a different layout.
     """
     with open_checkpoint(checkpoint, huggingface) as source:
         companions = [Companion(p, source.transport(p), source.dtypes(p)) for p in source.companions]
@@ -182,7 +185,7 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face folder may contain this tensor although the model does not use it: a copy of the
+    """Return whether this is a tensor that a Hugging Face folder may contain but the model does not use: a copy of the
     tied head, a constant, or part of an omitted layer."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
@@ -198,7 +201,7 @@ def _proven(source: Holder, destination: Holder) -> Plan:
 
 
 def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes, options: Options) -> int:
-    """Write a checkpoint. `common` is the content of the file with unsharded state."""
+    """Write a checkpoint. `common` is the content of the file that stores unsharded state."""
     ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
@@ -235,14 +238,16 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
 
 
 def _common() -> bytes:
-    """Return the common file of a weights-only checkpoint: its format, for Megatron's `load_content_metadata`."""
+    """Return the content of a weights-only checkpoint's common file: the format, which Megatron's
+    `load_content_metadata` reads."""
     stream = io.BytesIO()
     torch.save({"content_metadata": FORMAT}, stream)
     return stream.getvalue()
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype of the existing tensors."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype and contains existing tensors
+    only."""
     return [
         Entry(extent, prefix, dtype_by_key[extent.key])
         for prefix, dtype_by_key in dtypes.items()
@@ -252,13 +257,13 @@ def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> li
 
 
 def _dtypes(holder: Holder) -> dict[str, str]:
-    """Return the dtypes of a holder's canonical tensors, by name."""
+    """Return canonical tensor name -> dtype for a holder's tensors."""
     return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the dtypes of a checkpoint's tensors, by key. `kept` maps canonical tensors to dtypes; None uses the
-    dtypes of the ranks' holders."""
+    """Return key -> dtype for a checkpoint's tensors. `kept` maps canonical tensors to dtypes; None uses the dtypes in
+    the ranks' holders."""
     by_key: dict[str, str] = {}
     for rank in ranks:
         dtypes = rank.holder.dtypes if kept is None else _kept(rank.holder, kept)
@@ -267,7 +272,8 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return parameter -> dtype of its canonical tensors. Padding-only parameters are omitted."""
+    """Return parameter name -> dtype of the parameter's canonical tensors. Parameters that consist of padding only are
+    omitted."""
     by_parameter: dict[str, str] = {}
     for piece in holder.pieces:
         if piece.canonical is not None:

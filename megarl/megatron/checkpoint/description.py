@@ -16,12 +16,12 @@ from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 @dataclass(frozen=True)
 class Description:
-    """The content of a checkpoint.
+    """A checkpoint's content.
 
     Attributes:
-        model: the model_type or, for a run's checkpoint, the weights its role started from; None if not recorded.
-        files: name -> bytes.
-        tensors: key -> shape, dtype, and number of parts that the tensor is stored in.
+        model: the model_type or, for a run's checkpoint, the weights that its role started from; None if not recorded.
+        files: file name -> size in bytes.
+        tensors: key -> shape, dtype, and number of stored parts.
     """
 
     checkpoint: str
@@ -46,7 +46,11 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Describe the checkpoint at `path`. Raises UserError if it is not a complete checkpoint."""
+    """Describe the checkpoint at `path`.
+
+    Raises:
+        UserError: `path` is not a complete checkpoint.
+    """
     path = model_path(path)
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}

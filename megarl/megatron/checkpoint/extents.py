@@ -1,4 +1,4 @@
-"""Extents of a parameter: where Megatron's sharding description saves its elements."""
+"""A parameter's extents: where Megatron's sharding description saves the parameter's elements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class CanonicalShard:
 
     Attributes:
         key: the parameter's name.
-        replica_id: Megatron's replica id: pipeline stage, tensor-parallel rank, data-parallel rank.
-        pieces: the parameter's pieces.
-        shapes: canonical tensor -> its shape.
+        replica_id: Megatron's replica id: (pipeline stage, tensor-parallel rank, data-parallel rank).
+        pieces: the parameter's pieces, each in one canonical tensor.
+        shapes: canonical tensor name -> shape.
     """
 
     key: str
@@ -46,16 +46,16 @@ class CanonicalShard:
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
 """The sharding description of a parameter: Megatron's, or ours for adapters. A factory saves its parameter as several
-tensors, or in several places."""
+tensors or in several places."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:
-    """Return the extents that make up a parameter. `parameter` is the parameter's name in them."""
+    """Return the extents that make up a parameter, labeled with the name `parameter`."""
     if isinstance(shard, CanonicalShard):
         return shard.extents()
     if isinstance(shard, ShardedTensor):
         return [_extent(shard, parameter, whole(tuple(shard.local_shape)))]
-    # On the meta device: only the offsets of its views matter.
+    # On the meta device, because only the offsets of the views matter.
     meta = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
     tensors = nested_values(replace(shard, data=meta).build())
     return [_extent(tensor, parameter, _rectangle(tensor.data, meta)) for tensor in tensors]
@@ -73,7 +73,7 @@ def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Exte
 
 
 def _rectangle(view: torch.Tensor, meta: torch.Tensor) -> Rectangle:
-    """Return the rectangle of a contiguous tensor covered by a view of it."""
+    """Return the rectangle that a view covers in its contiguous base tensor."""
     assert view._base is meta and view.stride() == meta.stride(), "not a rectangle of the parameter"
     rectangle, left = [], view.storage_offset()
     for stride, size in zip(view.stride(), view.shape, strict=True):

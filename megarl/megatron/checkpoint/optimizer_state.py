@@ -1,10 +1,10 @@
 """AdamW state in a checkpoint that loads under any layout. Every rank writes and reads only its own range.
 
-Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of the
-elements of a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
-of a few rectangles of that tensor: the rank writes those, and on loading reads only those, regardless of the rectangles
-that were written. Parameter weights are written and read by the same ranges, so that the work is spread over all ranks;
-the other ranges are then all-gathered, as after an update.
+Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of
+elements in a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
+of a few rectangles in that tensor. The rank writes only these rectangles and, on loading, reads only these, regardless
+of which rectangles were written. Parameter weights are written and read by the same ranges, which spreads the work over
+all ranks; the remaining ranges are then all-gathered, as after an update.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megarl.resharding.piece import Rectangle, flat_span, shape_of, whole
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names of the main weights and the moments, all float32."""
+"""Megatron's names for the main weights and the two moments, all float32."""
 
 WEIGHT = "weight"
-"""Name of the model's own weights, which may have lower precision than the main weights."""
+"""Name of the model weights, which may have lower precision than the main weights."""
 
 PREFIX = "optimizer.state."
 
@@ -41,19 +41,19 @@ Parameter = torch.nn.Parameter
 
 
 OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
-"""A function whose context manager keeps tensors on the device while entered: Offload.on_device."""
+"""Returns a context manager that keeps the given tensors on the device while entered, such as Offload.on_device."""
 
 
 @torch.no_grad()
 def sharded(
     optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
 ) -> dict[str, ShardedTensor]:
-    """Return the tensors that this rank writes for the trained parameters, copied to host memory: weights and optimizer
-    state of its ranges.
+    """Return the tensors that this rank writes for the trained parameters, copied to host memory: the weights and
+    optimizer state in its ranges.
 
     Args:
         models: the parameters' shards.
-        on_device: brings offloaded state of a parameter to the device while it is read.
+        on_device: brings a parameter's offloaded state to the device while it is read.
     """
     written: dict[str, ShardedTensor] = {}
     for owned in _owned_ranges(optimizer):
@@ -72,7 +72,7 @@ def sharded(
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
-    """Return the parameters that the optimizer updates, on this rank or on another of its data-parallel ranks."""
+    """Return the parameters that the optimizer updates on any of its data-parallel ranks."""
     buffers = (buffer for part in parts_of(optimizer) for buffer in part.buffers)
     return {parameter for buffer in buffers for parameter in buffer.param_index_map}
 
@@ -85,14 +85,14 @@ def restore(
     folder: Path,
     stored_keys: set[str],
 ) -> None:
-    """Load weights and state of this rank's ranges. Collective over all ranks.
+    """Load the weights and optimizer state in this rank's ranges. Collective over all ranks.
 
     Args:
-        num_updates: number of updates that the state has seen.
+        num_updates: number of updates that the stored state has seen.
         stored_keys: keys of all trained weights and their state in the checkpoint.
 
     Raises:
-        UserError: the checkpoint belongs to other parameters.
+        UserError: the checkpoint's parameters do not match the trained parameters.
     """
     for part in parts_of(optimizer):
         if not part.optimizer.state:  # created lazily by the first update
@@ -112,7 +112,7 @@ def restore(
             tensors = {name: owned.read(stored, parts) for name, parts in states.items()}
             owned.parameter.view(-1)[owned.start : owned.stop].copy_(tensors.pop(WEIGHT))
             if kernels.adam() == kernels.TORCH_ADAM:
-                tensors["step"] = torch.tensor(float(num_updates))  # Megatron expects every entry of the state
+                tensors["step"] = torch.tensor(float(num_updates))  # Megatron expects every state entry
             owned.part._set_main_param_and_optimizer_states(owned.parameter, tensors)
     for part in parts_of(optimizer):
         _set_count(part, num_updates)
@@ -120,7 +120,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """The range of a flattened parameter whose state this rank holds in one part of the optimizer."""
+    """The range of a flattened parameter whose state this rank holds in one optimizer part."""
 
     part: DistributedOptimizer
     parameter: Parameter
@@ -128,15 +128,15 @@ class OwnedRange:
     stop: int
 
     def state(self) -> list[torch.Tensor]:
-        """Return all optimizer tensors of the range."""
+        """Return all optimizer tensors for the range."""
         param_group, number = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[param_group]["params"][number]
         state = self.part.optimizer.state.get(main, {}).values()
         return [main, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the range's state by KEYS. Before the first update the moments do not exist; zeros stand in for them,
-        on the host, because an engine may occupy the device."""
+        """Return the range's state, keyed by KEYS. Before the first update the moments do not exist, so zeros are
+        returned; they are on the host because an engine may occupy the device."""
         if self.part.optimizer.state:
             return self.part._get_main_param_and_optimizer_states(self.parameter)
         main, *_ = self.state()
@@ -149,13 +149,13 @@ class OwnedRange:
         return [replace(extent, key=prefix + extent.key) for extent in parts if extent is not None]
 
     def view(self, values: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-        """Return the part of the range's values that forms a rectangle of the parameter."""
+        """Return the part of the range's values that lies in a rectangle of the parameter."""
         strides = self.parameter.stride()
         first = sum(start * stride for (start, _), stride in zip(rectangle, strides, strict=True))
         return values.as_strided(shape_of(rectangle), strides, first - self.start)
 
     def read(self, stored: TorchDistFolder, extents: list[Extent]) -> torch.Tensor:
-        """Return the range's values from a checkpoint; padding that it lacks is 0."""
+        """Read the range's values from a checkpoint. Padding that the checkpoint lacks is 0."""
         values = torch.zeros(self.stop - self.start)
         for extent in extents:
             part = extent.within(whole(stored.tensors[extent.key].shape))
@@ -188,7 +188,7 @@ def _sharded_tensor(extent: Extent, values: torch.Tensor) -> ShardedTensor:
 
 
 def _reject_other_keys(folder: Path, rank_keys: set[str], stored: set[str]) -> None:
-    """Raise UserError on all ranks unless the ranks' keys together equal the stored keys."""
+    """Raise a UserError on all ranks unless the union of their keys equals the stored keys."""
     keys_by_rank: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(keys_by_rank, rank_keys, group=parallel.host_group())
     if differing := set().union(*keys_by_rank) ^ stored:
@@ -196,8 +196,8 @@ def _reject_other_keys(folder: Path, rank_keys: set[str], stored: set[str]) -> N
 
 
 def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
-    """Raise UserError if a parameter is stored with another shape. All ranks that hold the parameter check it, not only
-    those with a range of it; otherwise the rest would wait for their parts."""
+    """Raise a UserError if a parameter is stored with a different shape. All ranks that hold the parameter check it,
+    not only those that own a range; otherwise the remaining ranks would wait in the all-gather."""
     for extent in extents_of(shard, shard.key):
         shape, expected = stored.tensors[extent.key].shape, extent.global_shape
         if shape != expected and not extent.resizable:
@@ -207,8 +207,8 @@ def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
 
 
 def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
-    """Set the update count, which torch's AdamW keeps per parameter, and the fused kernels of Transformer Engine and
-    Apex per parameter group."""
+    """Set the update count. torch's AdamW keeps it per parameter; the fused kernels from Transformer Engine and Apex
+    keep it per parameter group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(num_updates))

@@ -49,17 +49,17 @@ BACKEND = ("torch_dist", 1)
 """Megatron's name and version of the file format."""
 
 ShardedAdapters = Mapping[torch.Tensor, CanonicalShard]
-"""A rank's adapter factors with their sharding descriptions."""
+"""Adapter factor -> sharding description, for one rank."""
 
 SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
-"""The key of the ranks' random states, which are valid under the same layout only."""
+"""Key of the ranks' RNG states, which are valid under the same layout only."""
 
 
 class Saving:
-    """A save whose copy to host memory is complete. A thread writes the files and reads them back while training
-    continues. Finally it writes a note that lists the files, from which other processes learn that the rank's files are
-    complete."""
+    """A save in progress whose copy to host memory is complete. A thread writes the files and reads them back while
+    training continues. Finally it writes a note that lists the files, which signals to other processes that the rank's
+    files are complete."""
 
     def __init__(self, folder: Path, request: AsyncRequest):
         self._folder = folder
@@ -73,10 +73,11 @@ class Saving:
         return self._written.done()
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
-        """Wait for the thread, re-raise its error, and return this rank's files, which are on disk by then.
+        """Wait for the thread and return this rank's files, which are then on disk. Re-raise the thread's error, if
+        any.
 
         Args:
-            checkpoint: the folder that the files' paths are relative to.
+            checkpoint: the folder to which the files' paths are relative.
         """
         try:
             records = self._written.result()
@@ -86,14 +87,14 @@ class Saving:
             free = shutil.disk_usage(self._folder).free / 1e9
             raise RuntimeError(f"{self._folder}, on a disk with {free:.2f} GB free: {reason}") from error
         self._thread.shutdown()
-        # Otherwise glibc retains the copies' memory, more with every save.
+        # Otherwise glibc retains the memory of the copies, and more of it with every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
-    """Write this rank's part of the model and a note of its files, and return them with paths relative to the folder.
-    Rank 0 adds the small files shared by all ranks."""
+    """Write this rank's part of the model and a note that lists its files. Return the files with paths relative to the
+    folder. Rank 0 also writes the small files shared by all ranks."""
     write()
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
@@ -117,12 +118,13 @@ def save(
     """Start saving into an empty folder. Collective over all ranks. Returns once everything is in host memory.
 
     Args:
-        counters: further values that `load` returns, the same on all ranks; includes num_updates.
+        counters: values that `load` returns, the same on all ranks; includes num_updates.
         on_device: see optimizer_state.sharded.
         adapters: the model's adapters; if given, no other weights are saved.
     """
     models = _sharded_models(chunks) if adapters is None else {}
-    # This makes its own copies. It looks up parameters by identity, so the model's must be copied after it.
+    # This call makes its own copies. It looks up parameters by identity, so the model's tensors must be copied
+    # afterwards.
     optimized = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     untrained = _untrained(models, optimizer)
@@ -148,12 +150,13 @@ def load(
     same_layout: bool,
     adapters: ShardedAdapters | None = None,
 ) -> dict[str, float]:
-    """Load a checkpoint of any layout in place and return its counters. Collective over all ranks.
+    """Load a checkpoint written under any layout, in place, and return its counters. Collective over all ranks.
 
-    Each data-parallel rank reads its range of the trained parameters and receives the other ranges from its peers.
+    Each data-parallel rank reads its own range of the trained parameters and receives the remaining ranges from its
+    peers.
 
     Args:
-        same_layout: whether the checkpoint has this layout, so that each rank can restore its random states.
+        same_layout: whether the checkpoint was written under this layout, so that each rank can restore its RNG state.
         adapters: see `save`.
     """
     models = _sharded_models(chunks) if adapters is None else {}
@@ -182,10 +185,10 @@ def load(
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
     """A save strategy that writes from a thread. Megatron's own strategy forks, which is unsafe in a process with torch
-    and Ray threads, and keeps a manager process per rank."""
+    and Ray threads, and it keeps one manager process per rank."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir, *_) -> AsyncRequest:
-        """Return a request that writes the tensors, which are in host memory and do not change."""
+        """Return a request that writes the tensors. They are in host memory and do not change."""
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(keyed)
 
@@ -202,13 +205,13 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return the sharded state of each chunk. Layer numbers count through the whole model, so that chunks of another
+    """Return each chunk's sharded state. Layers are numbered through the whole model, so that chunks under a different
     layout find their layers."""
     return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
 def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the sharded state without the trained parameters, which `optimizer_state` writes and reads by range."""
+    """Return the sharded state without the trained parameters; `optimizer_state` writes and reads those by range."""
     trained = optimizer_state.trained_parameters(optimizer)
     return {
         name: {key: entry for key, entry in entries.items() if entry.data not in trained}
@@ -219,7 +222,7 @@ def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[
 def _sharded_snapshots(
     weight_snapshots: WeightSnapshots, chunks: Sequence[DistributedDataParallel], models: Mapping[str, Any]
 ) -> dict[str, dict[str, Shard]]:
-    """Return the mutable snapshots, sharded like the model's weights."""
+    """Return the sharded state of the mutable snapshots, sharded like the model's weights."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
         name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
@@ -228,7 +231,8 @@ def _sharded_snapshots(
 
 
 def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Return the tensor sharded like the model's parameter, under the parameter's key with the prefix."""
+    """Return a sharded tensor with the sharding of a model parameter, stored under the parameter's key with the
+    prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype
         changes["dtype"] = tensor.dtype

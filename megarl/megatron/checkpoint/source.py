@@ -31,7 +31,7 @@ from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
 
 DESCRIPTION = "huggingface"
-"""The folder in a checkpoint with the model's config.json and tokenizer."""
+"""Name of the folder in a checkpoint that contains the model's config.json and tokenizer."""
 
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
@@ -41,10 +41,11 @@ class CheckpointSource:
     """The weights in a checkpoint.
 
     Attributes:
-        files: folder with the non-weight files of a Hugging Face folder.
+        files: folder with the files that a Hugging Face folder has besides weights, such as the tokenizer.
         companions: key prefixes of tensors sharded like the parameters, such as optimizer.state.exp_avg. or a saved
             reference.
-        sealed: the run checkpoint that contains it and records the SHA-256 of its files; None outside of runs.
+        sealed: the run checkpoint that contains this one and records the SHA-256 of its files; None for a standalone
+            checkpoint.
     """
 
     path: Path
@@ -71,8 +72,11 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Verify the files of a run's checkpoint. Raises UserError that names a file which differs from what the run
-        wrote."""
+        """Verify the files in a run's checkpoint.
+
+        Raises:
+            UserError: a file's content differs from what the run wrote. The message names the file.
+        """
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
             for record in records:
@@ -80,8 +84,8 @@ class CheckpointSource:
                 progress("checked", record.num_bytes, sum(record.num_bytes for record in records))
 
     def dtypes(self, companion: str) -> dict[str, str]:
-        """Return a companion's dtypes by parameter key, for the parameters that have it: only trained ones have
-        optimizer state."""
+        """Return parameter key -> dtype of a companion. Parameters without this companion are omitted: only trained
+        parameters have optimizer state."""
         tensors = self.folder.tensors.items()
         return {key.removeprefix(companion): tensor.dtype for key, tensor in tensors if key.startswith(companion)}
 
@@ -92,10 +96,10 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
 
     Args:
         path: a converted checkpoint, or `checkpoints/step_…` of a run (its actor), or a role's folder in it.
-        huggingface: folder with the model's config.json and tokenizer; None uses those in the checkpoint or of the run.
+        huggingface: folder with the model's config.json and tokenizer; None uses those from the checkpoint or the run.
 
     Raises:
-        UserError: not a complete checkpoint of this model.
+        UserError: the path is not a complete checkpoint of this model.
     """
     path = model_path(path)
     sealed = Checkpoint.open(path.parent) if is_of_a_run(path) else None
@@ -122,7 +126,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
 
 
 def model_path(path: Path) -> Path:
-    """Return the folder of one model: the actor's if `path` is a run's checkpoint, else `path`."""
+    """Return the folder that stores one model: the actor's folder if `path` is a run's checkpoint, else `path`."""
     return path / "actor" if is_checkpoint(path) else path
 
 
@@ -132,12 +136,12 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
-    """Return the records of the files in one model's folder."""
+    """Return the checkpoint's file records for one model's folder."""
     return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
 
 
 def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of the model's description, and its config.json."""
+    """Return the folder with the model's description, and the content of its config.json."""
     description = path / DESCRIPTION
     if huggingface is not None or description.is_dir():
         files = resolve(str(huggingface or description), key="--hf")
@@ -158,7 +162,8 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
 
 
 def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """Return the format that Megatron saved with. Its default stores all layers as slices of one tensor."""
+    """Return the format that Megatron saved the checkpoint in. Megatron's default format stores all layers as slices of
+    one tensor."""
     return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
 
 
@@ -176,7 +181,8 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Return the prefix before a parameter's key in this key, or None if it does not end with a parameter's key."""
+    """Return the part of a key that precedes a parameter's key, or None if the key does not end with a parameter's
+    key."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

@@ -1,4 +1,4 @@
-"""Writer of Megatron checkpoints, for all ranks of a layout in turn, one tensor at a time."""
+"""Writes Megatron checkpoints for all ranks in a layout, one rank after another and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.resharding.piece import ITEM_BYTES, Rectangle
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An extent to write, with its key prefix and dtype."""
+    """An extent to write, and the key prefix and dtype to write it with."""
 
     extent: Extent
     prefix: str
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, Rectangle]:
-        """The key of the checkpoint's tensor, and the entry's rectangle in it."""
+        """The checkpoint tensor's key, and the entry's rectangle in that tensor."""
         return self.prefix + self.extent.key, self.extent.place
 
     @property
@@ -50,11 +50,11 @@ def write_extents(
     tensor: Callable[[Entry], torch.Tensor],
     folder: Path,
 ) -> None:
-    """Write each rank's file of entries and empty objects (by key) into an empty folder, as if the ranks had saved.
+    """Write each rank's entries and empty objects (given by key) into an empty folder, as if the ranks had saved them.
 
     Args:
-        tensor: returns an entry's elements right before they are written. Its result may be overwritten by the next
-            call.
+        tensor: returns an entry's elements; called right before they are written. The next call may overwrite the
+            result.
     """
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)

@@ -1,1 +1,1 @@
-"""LoRA adapters for the linear layers of a model whose own weights are frozen."""
+"""LoRA adapters for linear layers in a model whose base weights are frozen."""

@@ -10,11 +10,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
 Communication = Callable[[torch.Tensor], torch.Tensor]
-"""The communication of tensor-parallel ranks communicate an adapter's two products."""
+"""Communication between tensor-parallel ranks, applied to A's output before the product with B."""
 
 
 class Factor(torch.nn.Module):
-    """One of the two matrices, float32 [rows, columns].
+    """One of an adapter's two matrices, float32 [rows, columns].
 
     Always call the module instead of reading its weight from outside: with overlapped communication, DDP waits for a
     parameter's all-gather when its module is called.
@@ -24,7 +24,7 @@ class Factor(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
         self.partial_over: ProcessGroup | None = None
-        """Ranks that replicate this factor but each compute a part of its gradient, as for sharded experts."""
+        """Ranks that replicate this factor while each computes only a part of its gradient, as for sharded experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.matrix().to(hidden.dtype))
@@ -37,8 +37,8 @@ class Factor(torch.nn.Module):
 
 
 class OuterFactor(Factor):
-    """B. Each of its rows belongs to one projection and multiplies that projection's part of A's output. The full
-    matrix therefore has columns for all projections, with zeros outside of the row's own."""
+    """The matrix B. Each row belongs to one projection and multiplies that projection's part of A's output. The full
+    matrix therefore has columns for all projections, and each row is zero outside its own projection's columns."""
 
     def __init__(self, rows: Sequence[tuple[int, int, int]], num_projections: int, rank: int, device: torch.device):
         """`rows` lists (projection number, start, stop) of all row spans, in order."""
@@ -55,12 +55,12 @@ class OuterFactor(Factor):
 
 
 class Adapter(torch.nn.Module):
-    """Computes scale · B · A · hidden, which is added to a layer's output while the adapter is on."""
+    """Computes scale · B · A · hidden, which is added to a layer's output while the adapter is enabled."""
 
     def __init__(
         self, inner: Factor, outer: Factor, scale: float, communicate: Communication, shared: str | None = None
     ):
-        """`shared` is the factor that belongs to another module, lora_A or lora_B, if any."""
+        """`shared` names the factor, lora_A or lora_B, that belongs to a different module, if any."""
         super().__init__()
         self.is_on = True
         self._scale, self._communicate = scale, communicate
@@ -75,8 +75,8 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor, out: torch.Tensor, chunk_rows: int) -> None:
-        """Write the layer's weight plus the product to `out`, computed in float32 and then rounded, `chunk_rows` rows
-        at a time."""
+        """Write the layer's weight plus the adapter's product to `out`. The sum is computed in float32, `chunk_rows`
+        rows at a time, and then rounded."""
         inner, outer = self.lora_A.weight, self.lora_B.matrix()
         for rows in range(0, len(weight), chunk_rows):
             part = slice(rows, rows + chunk_rows)

@@ -1,4 +1,4 @@
-"""The adapters of one rank: initialization, loading, saving, and merged weights."""
+"""The adapters on one rank: initialization, loading, saving and merged weights."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport, view
 
 CHUNK = 2**24
-"""Elements merged at a time. More would only use memory, 4 bytes each."""
+"""Number of elements merged at a time. A larger number would only use more memory, 4 bytes per element."""
 
 
 class Adapters:
-    """The adapters of a rank's weights.
+    """The adapters for one rank's weights.
 
     Attributes:
-        holder: the holder of this rank's factors.
-        whole: the holder of the unsharded tensors, as in a PEFT folder.
+        holder: the holder for this rank's factors.
+        whole: the holder for the unsharded factors, as in a PEFT folder.
     """
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
-        """`weights` is the holder of the model's weights."""
+        """`weights` is the holder for the base model's weights on this rank."""
         self._lora, self._weights = lora, weights
         self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
@@ -46,13 +46,13 @@ class Adapters:
         self._by_weight: dict[str, Adapter] = {}
 
     def attach(self, models: Sequence[GPTModel]) -> None:
-        """Attach the adapters to this rank's chunks. All factors are zero."""
+        """Attach the adapters to this rank's model chunks. All factors are zero."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()
     def initialise(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
         """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters have no
-        effect at first. Values depend on the seed and the tensor's name only, so they are the same under every
+        effect at first. Values depend only on the seed and the tensor's name, so they are the same under every
         layout."""
         for piece in self.holder.pieces:
             if f".{A}." in piece.canonical:
@@ -63,7 +63,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Load the factors that a PEFT folder has; the others are unchanged."""
+        """Load the factors that a PEFT folder contains; the remaining factors are unchanged."""
         with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
             for piece in self.holder.pieces:
                 values = stored.read(piece.canonical, piece.canonical_rectangle)
@@ -71,11 +71,11 @@ class Adapters:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
     def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
-        """Write all ranks' factors as a PEFT folder. `base` is the path of the base model."""
+        """Write the factors from all ranks as a PEFT folder. `base` is the path to the base model."""
         write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
-        """Return the factors with their sharding in a checkpoint: PEFT's tensors."""
+        """Return factor -> sharding description for a checkpoint, which stores PEFT's tensors."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.holder.pieces:
             pieces.setdefault(piece.local, []).append(piece)
@@ -86,8 +86,8 @@ class Adapters:
 
     @cached_property
     def merged(self) -> dict[str, torch.Tensor]:
-        """The adapted weights with the products added; valid from `merge` until the adapters change. They share one
-        storage, so that another process needs a single handle for all of them."""
+        """The adapted weights with the adapters' products added, valid from `merge` until the adapters change. They
+        share one storage, so a different process needs only a single handle."""
         shapes = {name: self._weights.shapes[name] for name in self._by_weight}
         [dtype] = {getattr(torch, self._weights.dtypes[name]) for name in shapes} or {torch.float32}
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
@@ -96,14 +96,15 @@ class Adapters:
         return {name: part.view(shape) for (name, shape), part in parts}
 
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Recompute the merged weights from the model's own, so that rounding does not accumulate over updates."""
+        """Recompute the merged weights from the model's base weights, so that rounding errors do not accumulate over
+        updates."""
         for name, adapter in self._by_weight.items():
             weight = weights[name]
             adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))
 
 
 def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a factor's replica id. A sharded factor has one replica on each rank of the tensor-parallel ranks."""
+    """Return a factor's replica id. A factor that is not sharded has one replica on each tensor-parallel rank."""
     if factor.tensor_model_parallel and not getattr(factor, "shared", False):
         return (0, 0, 0)
     is_expert = EXPERTS in name and SHARED not in name

@@ -1,7 +1,7 @@
-"""Attaches adapters to the linear layers of a model, before DDP wraps it.
+"""Attaches adapters to a model's linear layers before DDP wraps the model.
 
-Tensor parallelism shards one factor of an adapter as it shards the layer's weight; the other factor is replicated.
-Between the two products the ranks exchange A's output, which has few columns:
+Tensor parallelism shards one adapter factor like the layer's weight; the other factor is replicated. Between the two
+products the ranks exchange A's output, which has few columns:
 
     row shards        (query, key, value; gate, up): each rank has all inputs of a token and needs all of A's output
     column shards     (output and down projections): each rank has a part of the inputs, and the partial outputs of A
@@ -34,10 +34,10 @@ from megarl.resharding.piece import Holder
 
 
 def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
-    """Attach adapters to this rank's chunks and return them by adapted weight. All factors are zero.
+    """Attach adapters to this rank's chunks and return adapted weight -> adapter. All factors are zero.
 
     Args:
-        holder: the holder of the models' weights.
+        holder: the holder for the models' weights.
     """
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
@@ -50,7 +50,7 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
         if name == "weight":
             layer.adapter = adapter
             layer.register_forward_hook(_add_output)
-        else:  # the layer holds the weights of several experts
+        else:  # the layer holds several experts' weights
             if not hasattr(layer, "adapter"):
                 layer.adapter = torch.nn.ModuleList()
                 layer.register_forward_hook(_add_expert_outputs)
@@ -60,7 +60,7 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
 
 @contextmanager
 def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Disable the models' adapters while entered."""
+    """Return a context manager that disables the models' adapters while entered."""
     adapters = [module for model in models for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.is_on = False
@@ -80,7 +80,8 @@ def _add_output(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple 
 
 
 def _add_expert_outputs(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Forward hook for a layer of several experts, whose tokens are consecutive."""
+    """Forward hook that adds the adapters' outputs to a layer with several experts. Each expert's tokens are
+    consecutive."""
     if not layer.adapter[0].is_on:
         return None
     tokens, counts = inputs
@@ -91,7 +92,7 @@ def _add_expert_outputs(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -
 
 
 def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the input of the layer's matrix product. Transformer Engine's layers may include the preceding norm."""
+    """Return the input to the layer's matrix product. Transformer Engine's layers may include the preceding norm."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return hidden
@@ -123,7 +124,7 @@ def _adapter(
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Return the dimension of a layer's weight that tensor parallelism shards, "rows" or "columns"; None if
+    """Return which dimension of a layer's weight tensor parallelism shards, "rows" or "columns"; None if the weight is
     replicated."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
     if "ColumnParallel" in names:
@@ -132,15 +133,15 @@ def _cut(layer: torch.nn.Module) -> str | None:
 
 
 def _process_group(layer: torch.nn.Module) -> ProcessGroup | None:
-    """Return the ranks that shard a layer's weight; None if it is replicated."""
+    """Return the process group whose ranks shard a layer's weight; None if the weight is replicated."""
     if _cut(layer) is None:
         return None
     return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
 
 
 def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGroup | None) -> Communication:
-    """Return the communication between the two products. `in_sequence`: whether sequence parallelism splits tokens
-    outside of the layers."""
+    """Return the communication between an adapter's two products. `in_sequence` is true if sequence parallelism splits
+    tokens outside the layers."""
     if cut is None or process_group is None or process_group.size() == 1:
         return lambda hidden: hidden
     exchanges = {
@@ -153,8 +154,7 @@ def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGro
 
 
 def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGroup, reduced_with_dense: bool) -> None:
-    """Mark which ranks reduce the gradient of an expert's factor, and which of its replicas counts in the gradient
-    norm."""
+    """Mark which ranks reduce the gradient of an expert's factor, and which replica counts in the gradient norm."""
     factor.weight.allreduce = reduced_with_dense
     factor.weight.tensor_model_parallel = is_cut or process_group.rank() == 0
     factor.weight.shared = not factor.weight.tensor_model_parallel
@@ -163,10 +163,10 @@ def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGrou
 
 
 def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:
-    """Return the factor that all experts of the layer share: the existing one, or `new` for the first expert.
+    """Return the factor shared by all experts in the layer: the existing factor, or `new` for the first expert.
 
-    All ranks of a pipeline stage replicate it, and each computes the part of the gradient from its experts and tokens.
-    The parts are summed over data-parallel and tensor-parallel ranks, like the gradients of other replicated
+    All ranks in a pipeline stage replicate the factor, and each computes the part of the gradient that comes from its
+    own experts and tokens. The parts are summed over data-parallel and tensor-parallel ranks, as for all replicated
     parameters.
     """
     path, _, name = adapted.factors[adapted.shared].removesuffix(".weight").partition(".")[2].rpartition(".")

@@ -1,1 +1,1 @@
-"""Megatron-core models built from a Hugging Face config, and their inputs."""
+"""Megatron-core models built from Hugging Face configs, and their inputs."""

@@ -21,12 +21,16 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that define the function a model computes and that not every model sets. With other values, the engine and the
-exported model would compute a different function."""
+"""Fields that define the function that a model computes but that not every model sets. If they were overridden, the
+engine and the exported model would compute a different function."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture fields for a config. Raises UserError for unsupported features."""
+    """Return the architecture fields for a config.
+
+    Raises:
+        UserError: the model has an unsupported feature.
+    """
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),
@@ -42,7 +46,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         qk_layernorm=shape.qk_norm or shape.latent is not None,  # latent attention norms its latents
         gated_linear_unit=True,
         activation_func=F.silu,
-        # This adds a bias to every linear layer; the layer spec removes those that the model lacks.
+        # This field adds a bias to every linear layer; the layer spec removes the biases that the model lacks.
         add_bias_linear=shape.attention_out_bias or shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
@@ -51,7 +55,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a mixture of experts. There is no auxiliary loss unless megatron_overrides requests one,
+    """Return the fields for a mixture of experts. The auxiliary loss is off unless megatron_overrides enables it,
     because it is not linear in microbatches and not part of the objective."""
     if shape.experts is None:
         return {}
@@ -60,15 +64,15 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_ffn_hidden_size=shape.experts.intermediate,
         moe_layer_freq=[int(mixed) for mixed in shape.experts.layers],
         moe_router_topk=shape.experts.active,
-        # Normalizing the top-k weights equals a softmax over the chosen experts only.
+        # Normalizing the top-k weights is equivalent to a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
         **(_deepseek_router(shape, model) if model["model_type"] == "deepseek_v3" else {}),
     )
 
 
 def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of DeepSeek's router: sigmoid scores, with a bias that affects selection only. Groups of
-    experts are selected first, then experts within them (arXiv 2412.19437)."""
+    """Return the fields for DeepSeek's router: sigmoid scores, with a bias that affects only the selection. The router
+    first selects expert groups, then experts within them (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
     return dict(
         moe_router_score_function="sigmoid",
@@ -94,7 +98,7 @@ def _latent_attention(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, 
         v_head_dim=shape.latent.value_dim,
         rope_type="yarn" if yarn else "rope",
         rotary_base=rope["rope_theta"],
-        # Megatron applies this factor to attention for any rope type; 1 disables it.
+        # Megatron applies this factor to attention for every rope type; 1 disables it.
         rotary_scaling_factor=rope["factor"] if yarn else 1.0,
         original_max_position_embeddings=rope["original_max_position_embeddings"],
         beta_fast=rope.get("beta_fast") or 32,

@@ -1,4 +1,4 @@
-"""Construction of GPTModels from a Hugging Face config, wrapped for data parallelism."""
+"""Builds GPTModels from a Hugging Face config and wraps them for data parallelism."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ MODEL_DEFAULTS = (
 )
 DDP_DEFAULTS = (
     *("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp"),
-    # These terminate the rank that finds a non-finite gradient, while its peers wait for it.
+    # These checks terminate the rank that finds a non-finite gradient while its peers wait for it.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
-"""Fields of Megatron's TransformerConfig and DistributedDataParallelConfig whose defaults the loss, head and weights
-rely on."""
+"""Fields in Megatron's TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights
+rely."""
 
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "pipeline_model_parallel_layout"),
 )
-"""Fields of TransformerConfig that would place other layers or tokens on a rank than its layout specifies."""
+"""TransformerConfig fields that would make the layers or tokens on a rank differ from the layout."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
-"""A router bias that follows expert load, as in pretraining, would change the policy without a gradient."""
+"""Router bias updates are off: a bias that follows expert load, as in pretraining, would change the policy without a
+gradient."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
@@ -67,10 +68,10 @@ def build_model(
     """Build this rank's shard of the model, one chunk per virtual pipeline stage. Weights are loaded later.
 
     Args:
-        frozen: names of untrained parameters, as in `named_parameters`. DDP waits for a gradient of each parameter
-            that it knows as trained.
-        attach: adds modules to the chunks before DDP wraps them.
-        logits_dtype: of a language model's head, as in log_prob_and_entropy.
+        frozen: names of untrained parameters, as in `named_parameters`. They must be excluded before DDP wraps the
+            model, because DDP waits for the gradients of all trained parameters.
+        attach: function that adds modules to the chunks before DDP wraps them.
+        logits_dtype: logits dtype in a language model's head, as in log_prob_and_entropy.
     """
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
@@ -82,10 +83,11 @@ def build_model(
         parameter.requires_grad_(name not in frozen)
     attach(chunks)
     if settings.recompute != "none" and chunks[0].pre_process:
-        # Recomputed layers get gradients only if their input requires one; a frozen embedding's output does not.
+        # Recomputed layers get gradients only if their input requires a gradient, but a frozen embedding's output does
+        # not.
         chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     ddp_config = data_parallel_config(settings)
-    # Communication of later chunks already overlaps with the computation of other chunks.
+    # Communication for later chunks already overlaps with computation in earlier chunks.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
@@ -98,22 +100,22 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Return the model's parameters on this rank, by their names in its holder."""
+    """Return holder name -> parameter for the model's parameters on this rank."""
     return parameters_of([chunk.module for chunk in chunks])
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Return the parameters and the other checkpointed tensors: router biases, which have no gradient."""
+    """Return name -> tensor for the parameters and the router biases, which are checkpointed but have no gradient."""
     return tensors_of([chunk.module for chunk in chunks])
 
 
 def named_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Return `named_tensors` detached from their gradients."""
+    """Return `named_tensors`, detached."""
     return {name: tensor.data for name, tensor in named_tensors(chunks).items()}
 
 
 def adapter_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of this rank's adapters."""
+    """Return name -> factor for this rank's adapters."""
     return {name: p for name, p in _all_parameters([chunk.module for chunk in chunks]).items() if is_factor(name)}
 
 
@@ -134,10 +136,11 @@ def tensors_of(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
-    """Build this rank's layers of a virtual stage (0 if a pipeline stage has only one), with Megatron's output layer.
+    """Build this rank's layers for one virtual stage (0 if the pipeline stage is not divided), with Megatron's output
+    layer.
 
     Args:
-        fused: whether to use Transformer Engine's layers; None uses them if installed.
+        fused: whether to use Transformer Engine's layers; None uses them if Transformer Engine is installed.
     """
     if config.gradient_accumulation_fusion:
         kernels.fuse_weight_gradients()
@@ -162,14 +165,14 @@ def build_chunk(
 
 
 def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
-    """Return the functions in the form that Megatron's schedules expect: a list with one per chunk, or the function
-    itself for a single chunk."""
+    """Return the functions in the form that Megatron's schedules expect: a list with one function per chunk, or the
+    function itself for a single chunk."""
     return functions if len(functions) > 1 else functions[0]
 
 
 def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Build the TransformerConfig: architecture from the Hugging Face config, parallelism from the layout, the rest
-    from megatron_overrides."""
+    """Build the TransformerConfig: the architecture comes from the Hugging Face config, the parallelism from the
+    layout, and all remaining fields from megatron_overrides."""
     section = settings.section
     latent = ModelShape.of(hf_config).latent is not None
     config_class = MLATransformerConfig if latent else TransformerConfig
@@ -192,7 +195,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
 
 
 def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
-    """Build DDP's config. Gradients are accumulated and reduced in float32, including those of bfloat16 parameters."""
+    """Build DDP's config. Gradients are accumulated and reduced in float32, even for bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     fixed = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -208,10 +211,11 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         **parallel.sizes(layout),
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=first,
-        # With two stages the first determines the second. Megatron would divide by the zero stages in between.
+        # With two stages, the first determines the second. Megatron would divide by the number of stages in between,
+        # which is 0.
         num_layers_in_last_pipeline_stage=layout.last_stage_layers if first is None or layout.pp > 2 else None,
         variable_seq_lengths=True,  # packs differ in length
-        # The interleaved schedule releases outputs before their sends complete, so the next stage would read garbage.
+        # The interleaved schedule frees outputs before their sends complete, so the next stage would read garbage.
         deallocate_pipeline_outputs=layout.vpp == 1,
         # Batched point-to-point communication is silently wrong with virtual stages and pp=2.
         overlap_p2p_comm=layout.vpp > 1,
@@ -220,10 +224,11 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 
 def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
-    """Return the fields that select recomputed activations.
+    """Return the fields that select which activations are recomputed.
 
-    full: each layer separately, keeping only its input. selective: the MLPs, which hold most activations; attention
-    holds few, since no kernel stores its scores. megatron_overrides may select other units.
+    full: recompute each layer separately and keep only its input. selective: recompute the MLPs, which hold most
+    activations; attention holds few, since no kernel stores attention scores. megatron_overrides can select different
+    modules.
     """
     if settings.recompute == "full":
         return dict(recompute_method="uniform", recompute_num_layers=1)
@@ -231,8 +236,8 @@ def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
 
 
 def _kernels(latent: bool) -> dict[str, Any]:
-    """Return the fields that select kernels. Most fused kernels require Transformer Engine. Weights are initialized
-    with zeros because they are loaded right afterwards."""
+    """Return the fields that select kernels. Most fused kernels require Transformer Engine. Weights are initialized to
+    zeros because they are loaded immediately afterwards."""
     fused = uses_transformer_engine()
     return dict(
         gradient_accumulation_fusion=kernels.fuses_weight_gradients(),

@@ -1,4 +1,4 @@
-"""The dispatcher, which sends tokens to the ranks of their experts and returns the outputs."""
+"""The dispatcher, which sends tokens to the ranks that hold their experts and returns the outputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megarl.core import device
 from megarl.core.errors import UserError
 
 DISPATCHER = dict(moe_token_dispatcher_type="alltoall")
-"""Default of Megatron's field: one all-to-all each way, over NCCL or gloo. Megatron rejects the third option,
-allgather, because packs differ in length."""
+"""Our default for Megatron's field: one all-to-all in each direction, over NCCL or gloo. Megatron rejects allgather,
+the third option, because packs differ in length."""
 
 
 def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
-    """Check that Megatron's flexible dispatcher can work, if selected. It communicates with DeepEP
+    """Check that Megatron's flexible dispatcher, if selected, can work with this layout. It communicates with DeepEP
     (https://github.com/deepseek-ai/DeepEP), whose kernels use NVLink and InfiniBand.
 
     Args:
         key: the config key that holds the fields, for the error message.
-        fields: fields of TransformerConfig.
+        fields: TransformerConfig fields.
 
     Raises:
         UserError: the flexible dispatcher is selected but cannot work.

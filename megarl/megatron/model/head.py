@@ -1,5 +1,5 @@
-"""Output layer of the last stage. For the requested rows of a pack it returns log-prob and entropy of their tokens
-instead of logits, or a classifier's scores."""
+"""Output layer of the last stage. For the requested rows in a pack, it returns log-prob and entropy of the target
+tokens instead of logits, or a classifier's scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeadRequest:
     """The rows that a forward pass requests from the head.
 
     Attributes:
-        rows: int64 [N], rows of the pack.
+        rows: int64 [N], row indices in the pack.
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the whole vocabulary.
     """
@@ -41,10 +41,10 @@ class HeadRequest:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """Language model head. Returns log-prob and entropy, float32. GPTModel transposes its output, so [N, 1, 2] reaches
-    the loss as [1, N, 2].
+    """Language model head. Returns log-prob and entropy, float32 [N, 1, 2]. GPTModel transposes the output, so the loss
+    receives [1, N, 2].
 
-    The request is set right before each call of the model and consumed in it, so that it is never reused.
+    Set the request right before each call to the model. The call consumes it, so a request is never reused.
     """
 
     temperature: float
@@ -78,7 +78,7 @@ class LogProbHead(ColumnParallelLinear):
 
 
 class ScoreLayer(torch.nn.Module):
-    """Classifier head. Returns scores of the requested rows, float32 [N, 1, labels]; a critic's scores are values.
+    """Classifier head. Returns scores for the requested rows, float32 [N, 1, labels]. A critic's scores are values.
 
     It is too small to shard: every tensor-parallel rank has a full copy and computes the same scores.
     """
@@ -115,8 +115,8 @@ class Float32Linear(torch.nn.Linear):
 
 
 class ValueHead(torch.nn.Module):
-    """An MLP on a language model's hidden states that returns values of rows, float32 [N, 1]. Replicated on every
-    rank."""
+    """An MLP that computes a value for each row from a language model's hidden states, float32 [N, 1]. Replicated on
+    every rank."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
@@ -126,8 +126,8 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Initialize the weights identically on every rank. Values start at 0. fc1 is random because with fc1 also at
-        zero its gradient would stay zero."""
+        """Initialize the weights identically on every rank. Values start at 0. fc1 is random because its gradient would
+        stay zero if fc1 were zero as well."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.fc1.weight.shape, generator=generator) / self.fc1.in_features**0.5
         self.fc1.weight.copy_(weight)
@@ -140,10 +140,11 @@ class ValueHead(torch.nn.Module):
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Return rows of the pack, float32 [N, hidden], for a head that is replicated on every tensor-parallel rank.
+    """Return the requested rows in the pack, float32 [N, hidden], for a head that is replicated on every
+    tensor-parallel rank.
 
-    Each rank computes the full gradients of the head's weight and of the hidden states. Under sequence parallelism the
-    rank's part of the latter flows back; nothing is summed over the ranks.
+    Each rank computes the full gradients for the head's weight and the hidden states. Under sequence parallelism, each
+    rank's part of the hidden-state gradient flows back; nothing is summed over the ranks.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
@@ -152,7 +153,8 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
-    """Make language model heads, wrapped or not, use another temperature while entered."""
+    """Return a context manager that makes language model heads use a different temperature while entered. The chunks
+    may be wrapped."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
     before = [head.temperature for head in heads]
     for head in heads:
@@ -167,10 +169,11 @@ def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator
 def replace_output_layer(
     model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
 ) -> None:
-    """Replace a GPTModel's output layer by our head, before DDP wraps it. Only the last stage has one.
+    """Replace a GPTModel's output layer with our head, before DDP wraps the model. Only the last stage has an output
+    layer.
 
     Args:
-        temperature, logits_dtype: of a language model's head, as in log_prob_and_entropy.
+        temperature, logits_dtype: settings for a language model's head, as in log_prob_and_entropy.
     """
     if not model.post_process:
         return

@@ -20,13 +20,13 @@ class ModelInput:
     """The model's input for one microbatch.
 
     Attributes:
-        tokens, positions: int64 [1, T/cp], those of this context-parallel rank.
-        attention: the documents that tokens attend within.
+        tokens, positions: int64 [1, T/cp], token ids and positions on this context-parallel rank.
+        attention: the documents within which tokens attend.
         head: the rows to score among this rank's tokens.
-        routes: the experts of this rank's tokens; unused by dense models.
-        rows: the batch restricted to these N' of its N rows, for the loss.
-        row_numbers: int64 [N'], their indices in the batch.
-        num_rows: N.
+        routes: the experts for this rank's tokens; unused by dense models.
+        rows: the batch for the loss, restricted to the N' of its N rows that this rank holds.
+        row_numbers: int64 [N'], the indices of these rows in the batch.
+        num_rows: N, the number of rows in the unrestricted batch.
     """
 
     tokens: torch.Tensor
@@ -55,18 +55,19 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Assemble values of each context-parallel rank's rows, [N', …], into [N, …] in batch order, on all ranks.
-        Collective."""
+        """Assemble the values from each context-parallel rank's rows, [N', …], into [N, …] in batch order, on all
+        ranks. Collective."""
         assembled = values.new_zeros(self.num_rows, *values.shape[1:])
         assembled[self.row_numbers] = values
         return sum_over_ranks(assembled)
 
 
 def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
-    """Return the attention description.
+    """Return the attention input for a microbatch.
 
-    Transformer Engine attends within boundaries, which requires that no prompt is shared. Otherwise our own attention
-    reads `documents`, and the pack is a single sequence for the rotary embedding, which receives the positions.
+    Transformer Engine attends within document boundaries, which requires that documents share no prompt. Otherwise our
+    own attention reads `documents`, and the rotary embedding treats the pack as a single sequence with explicit
+    positions.
     """
     num_tokens = len(batch.tokens)
     if uses_transformer_engine() and len(batch.document_tokens) == num_tokens:

@@ -1,4 +1,4 @@
-"""Selection of the trainer's kernels from those installed."""
+"""Selects the trainer's kernels from the installed packages."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ TORCH_ADAM = "torch's fused AdamW"
 
 
 def adam() -> str:
-    """Return the AdamW that Megatron uses: Transformer Engine's, else NVIDIA Apex's, else torch's."""
+    """Return the AdamW class that Megatron uses: Transformer Engine's, else NVIDIA Apex's, else torch's."""
     origin = megatron_optimizer.Adam.__module__.partition(".")[0]
     return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
 def fuses_weight_gradients() -> bool:
-    """Return whether the weight-gradient product accumulates into main_grad directly. Transformer Engine's layers do,
-    Megatron's own layers do with Apex's kernel, and on CPU torch's product does."""
+    """Return whether the weight-gradient product accumulates directly into main_grad. It does in Transformer Engine's
+    layers, in Megatron's own layers with Apex's kernel, and on CPU with torch's product."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return not device.on_cuda() or apex or uses_transformer_engine()
 
 
 def fuse_weight_gradients() -> None:
-    """Let Megatron fuse weight gradients without Apex's kernel, which its output layer requires. Our head replaces that
-    layer and does not use the kernel."""
+    """Let Megatron fuse weight gradients without Apex's kernel. Megatron's output layer requires the kernel, but our
+    head replaces that layer and does not use it."""
     layers._grad_accum_fusion_available = True
     if not device.on_cuda():
         layers.fused_weight_gradient_mlp_cuda = TorchWeightGradient
 
 
 class TorchWeightGradient:
-    """The functions of Apex's fused_weight_gradient_mlp_cuda that Megatron calls."""
+    """Implements in torch the functions from Apex's fused_weight_gradient_mlp_cuda that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class TorchWeightGradient:
 
 
 def describe() -> str:
-    """Describe the kernels in one line, for the log and the run summary."""
+    """Return a one-line description of the kernels, for the log and the run summary."""
     maker = "Transformer Engine" if uses_transformer_engine() else "torch"
     gradients = "fused into the products" if fuses_weight_gradients() else "added by torch"
     return f"layers of {maker}, {adam()}, weight gradients {gradients}"

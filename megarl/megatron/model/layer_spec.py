@@ -1,6 +1,6 @@
-"""Layer specs: Transformer Engine's if installed, else plain torch layers.
+"""Layer specs: Transformer Engine's layers if it is installed, else plain torch layers.
 
-The torch layers fill two gaps of megatron-core's local layers: an RMSNorm that supports sequence parallelism, and a
+The torch layers fill two gaps in megatron-core's local layers: an RMSNorm that supports sequence parallelism, and a
 core attention that supports packed documents.
 """
 
@@ -39,12 +39,12 @@ from megarl.resharding.families.canonical import parts_of_layer
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a pack, extended for our layers.
+    """Megatron's packed-sequence parameters, extended for our layers.
 
     Attributes:
-        documents: input of our attention, built once for all layers; None if Transformer Engine's attention is used.
-        positions: int64 [T], for the rotary embedding, in the order in which Megatron splits the pack over
-            context-parallel ranks; None derives them from the document boundaries.
+        documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
+        positions: int64 [T], token positions for the rotary embedding, in the order in which Megatron splits the pack
+            over context-parallel ranks; None derives them from the document boundaries.
     """
 
     documents: Documents | BlockMask | None = None
@@ -52,7 +52,8 @@ class PackedDocuments(PackedSeqParams):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with its weight marked so that Megatron sums its gradient over sequence-parallel ranks."""
+    """torch's RMSNorm, with its weight marked so that Megatron sums the weight's gradient over sequence-parallel
+    ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -60,8 +61,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer replicated on every tensor-parallel rank, like Transformer Engine's, for latent attention.
-    Sharded, as in megatron-core's own spec, it would lose part of the gradient of the keys' rotary channels."""
+    """A linear layer for latent attention that is replicated on every tensor-parallel rank, as in Transformer Engine.
+    If it were sharded, as in megatron-core's own spec, the keys' rotary channels would lose part of their gradient."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
@@ -105,8 +106,8 @@ class DocumentAttention(torch.nn.Module):
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the norms and projections of the spec. Since 0.19, megatron-core requires norms for both
-    queries and key-value latents, or for neither; but queries without a latent have no norm, while key-value latents
-    do."""
+    queries and key-value latents, or for neither. However, queries without a latent have no norm, while key-value
+    latents do."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -114,12 +115,12 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def uses_transformer_engine() -> bool:
-    """Return whether the layers are Transformer Engine's."""
+    """Return whether the model uses Transformer Engine's layers."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def can_share_prompts(context_ranks: int) -> bool:
-    """Return whether documents of a pack may share a prompt. Under context parallelism only Transformer Engine's
+    """Return whether documents in a pack may share a prompt. Under context parallelism only Transformer Engine's
     attention splits documents over ranks, and it requires consecutive documents."""
     return context_ranks == 1 or not uses_transformer_engine()
 
@@ -127,10 +128,10 @@ def can_share_prompts(context_ranks: int) -> bool:
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """Return the decoder's layers on this pipeline stage, or on this virtual stage of it.
+    """Return the spec for the decoder layers in this rank's pipeline stage, or in one of its virtual stages.
 
     Args:
-        virtual: the virtual stage; None if there are none.
+        virtual: the virtual stage; None if the pipeline stage is not divided.
         fused: whether to use Transformer Engine's layers.
     """
     first = get_transformer_layer_offset(config, vp_stage=virtual)
@@ -158,14 +159,14 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
-    """Return our layers' parameter names -> Transformer Engine's names, which checkpoints use, so that both load each
-    other's checkpoints."""
+    """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
+    either implementation can load them."""
     parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
     return {name: fused for part in parts for name, fused in zip(part.megatron, part.transformer_engine, strict=True)}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Remove the biases that the model lacks. TransformerConfig adds them to all linear layers or none."""
+    """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
@@ -176,12 +177,13 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
 
 
 def _submodules(spec: ModuleSpec | partial) -> object:
-    """Return the submodules of a spec. Since megatron-core 0.17 an MLP's spec is a partial call that builds it."""
+    """Return a spec's submodules. Since megatron-core 0.17, an MLP's spec is a functools.partial that builds the
+    MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def without_bias(linear: type) -> type:
-    """Return a subclass of the layer that never has a bias."""
+    """Return a subclass of the linear layer that never has a bias."""
 
     class WithoutBias(linear):
         def __init__(self, *args, bias: bool, **kwargs):
@@ -203,8 +205,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
 
 
 def replace_activations(model: torch.nn.Module) -> None:
-    """Set our activation in all MLPs, including experts. Like Transformer Engine's, it takes gate and up at once; MLPs
-    call it this way under TransformerConfig.use_te_activation_func."""
+    """Set our activation in all MLPs, including experts. Like Transformer Engine's activation, it takes gate and up in
+    one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = swiglu
@@ -214,7 +216,8 @@ def _fused_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class FusedAttention(TEDotProductAttention):
-        """Transformer Engine's attention for packs of consecutive documents, ours for packs with shared prompts."""
+        """Uses Transformer Engine's attention for packs of consecutive documents, and our attention for packs with
+        shared prompts."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
             if packed_seq_params.documents is None:

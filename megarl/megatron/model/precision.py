@@ -1,4 +1,4 @@
-"""Number formats of parameters and activations, and of the matrix products in Transformer Engine's layers."""
+"""Number formats for parameters, activations, and matrix products in Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""Number format of each fp8 recipe. hybrid: e4m3 in the forward pass and e5m2 for gradients, whose range requires it if
-each tensor has a single scale."""
+"""fp8 recipe -> number format. hybrid means e4m3 in the forward pass and e5m2 for gradients, whose range requires e5m2
+if each tensor has a single scale."""
 
 CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Minimum CUDA compute capability of each fp8 recipe: Ada, Hopper, Blackwell."""
+"""fp8 recipe -> minimum CUDA compute capability (Ada, Hopper or Blackwell)."""
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Return the TransformerConfig fields for number formats. Raises UserError if this machine does not support the fp8
-    recipe."""
+    """Return the TransformerConfig fields for number formats.
+
+    Raises:
+        UserError: this machine does not support the fp8 recipe.
+    """
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -51,8 +54,8 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Return the number that the tokens of a pack on one tensor-parallel rank must be a multiple of: the block size of
-    fp8 matrix products."""
+    """Return the required divisor of a pack's token count on one tensor-parallel rank: the block size of fp8 matrix
+    products."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

@@ -16,12 +16,13 @@ from megarl.models.shape import ModelShape
 
 
 class DocumentRotary(RotaryEmbedding):
-    """Rotary angles for token positions within their documents, looked up in a single table that grows on demand.
-    Megatron's own embedding caches one table for each of up to 32 lengths.
+    """Computes rotary angles for token positions within documents, using a single lookup table that grows on demand.
+    Megatron's own embedding caches one table per sequence length, for up to 32 lengths.
 
-    Positions are those of PackedDocuments, set right before each call of the module that reads the angles, because a
-    layer recomputed in the backward pass needs those of its own microbatch. Without positions, the angles of all
-    positions of the longest document are returned, and the rotation kernel finds each document's.
+    The positions come from PackedDocuments and are set right before each call of the module that reads the angles,
+    because a layer recomputed in the backward pass needs the positions from its own microbatch. Without positions, the
+    module returns angles for all positions in the longest document, and the rotation kernel selects the angles for each
+    document.
     """
 
     positions: torch.Tensor | None = None
@@ -34,7 +35,8 @@ class DocumentRotary(RotaryEmbedding):
 
 
 class DocumentYarn(YarnRotaryEmbedding):
-    """A DocumentRotary with YaRN scaling (arXiv 2309.00071). Also returns the factor for the cosines and sines."""
+    """A DocumentRotary with YaRN scaling (arXiv 2309.00071). It additionally returns the factor that multiplies cosines
+    and sines."""
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
@@ -49,17 +51,17 @@ class DocumentYarn(YarnRotaryEmbedding):
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
-    # Truncate: with as many rows as the pack has tokens, they would be read as one angle per token.
+    # Truncate the table: if it had as many rows as the pack has tokens, it would be read as one angle per token.
     return table[:max_seq_len] if positions is None else table[positions]
 
 
 def _power_of_two(least: int) -> int:
-    """Return the smallest power of two that is at least `least`."""
+    """Return the smallest power of two that is greater than or equal to `least`."""
     return 1 << (least - 1).bit_length()
 
 
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
-    """Set the embedding described by config.json as the model's and, with latent attention, as that of all layers."""
+    """Install the rotary embedding described by config.json in the model and, with latent attention, in every layer."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
     readers: list[torch.nn.Module] = [model]
     if shape.latent:
@@ -79,8 +81,8 @@ def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) 
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Return the radians per position of each channel pair, float32 [dim / 2]. `rope` is config.huggingface's
-    rope_parameters."""
+    """Return the rotation per position for each channel pair, in radians, float32 [dim / 2]. `rope` is the
+    rope_parameters from config.huggingface."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:
         case "default":
@@ -93,9 +95,9 @@ def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
 
 
 def _llama3(base: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1 does: stretch long waves by the factor, keep short ones, and interpolate between
-    them by their number of turns within the original context."""
-    # Same order of operations as transformers and vLLM, to round identically.
+    """Scale frequencies as Llama 3.1 does: stretch long wavelengths by the factor, keep short wavelengths, and
+    interpolate in between according to the number of rotations within the original context."""
+    # The order of operations matches transformers and vLLM, so that rounding is identical.
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / base)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
