@@ -1,1 +1,1 @@
-"""Resharding: weights move between trainer, engine and checkpoint, shard to shard, by a plan that is pure data."""
+"""Move weights between trainers, engines and checkpoints, shard to shard, according to a plan that is pure data."""

@@ -1,4 +1,4 @@
-"""Describe a Megatron checkpoint as a holder whose parameters are the extents that ranks wrote."""
+"""Describe a Megatron checkpoint as a holder whose parameters are the extents that its ranks wrote."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, intersect, 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A rectangle of a rank's parameter and its position in a checkpoint tensor.
+    """A rectangle in a rank's parameter and its position in a checkpoint tensor.
 
     key, global_shape  name and shape of the checkpoint tensor
     offset             start of the rectangle in that tensor. The tensor may have leading axes that the parameter lacks,
-                       such as the expert axis; an extent spans one index of each of these
+                       such as the expert axis; an extent spans a single index on each of these axes
     resizable          whether the stored tensor may be longer, because another layout pads the vocabulary differently
     """
 
@@ -28,7 +28,7 @@ class Extent:
 
     @property
     def name(self) -> str:
-        """A name that is unique in the checkpoint."""
+        """The extent's name, unique in the checkpoint."""
         return f"{self.key}[{', '.join(map(str, self.offset))}]"
 
     @property
@@ -41,19 +41,19 @@ class Extent:
         return self.to_global(whole(self.shape))
 
     def to_global(self, rectangle: Rectangle) -> Rectangle:
-        """Convert a rectangle of the extent to coordinates of the checkpoint tensor."""
+        """Convert a rectangle in the extent to coordinates in the checkpoint tensor."""
         num_leading = len(self.offset) - len(rectangle)
         leading = tuple((index, index + 1) for index in self.offset[:num_leading])
         spans = zip(rectangle, self.offset[num_leading:], strict=True)
         return (*leading, *((start + offset, stop + offset) for (start, stop), offset in spans))
 
     def of(self, rectangle: Rectangle) -> Extent | None:
-        """Return the part of the extent inside a rectangle of the parameter, if any."""
+        """Return the part of the extent inside a rectangle of the parameter; None if they are disjoint."""
         common = intersect(self.rectangle, rectangle)
         return None if common is None else self.within(self.to_global(moved(common, self.rectangle, whole(self.shape))))
 
     def within(self, place: Rectangle) -> Extent | None:
-        """Return the part of the extent inside a rectangle of the checkpoint tensor, if any."""
+        """Return the part of the extent inside a rectangle of the checkpoint tensor; None if they are disjoint."""
         common = intersect(self.place, place)
         if common is None:
             return None
@@ -82,7 +82,7 @@ def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]
 
 
 def as_stored(extents: Sequence[Extent], stored: Mapping[str, Sequence[Rectangle]]) -> list[Extent]:
-    """Split the extents along the stored rectangles of their checkpoint tensors."""
+    """Split the extents at the boundaries of the rectangles in which the checkpoint stores their tensors."""
     return [
         part
         for extent in extents

@@ -1,4 +1,4 @@
-"""Execute the part of a plan that writes into one holder."""
+"""Write one holder's parameters according to a plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     """Write the parameters in place and return the number of bytes written.
 
     Args:
-        writes: copies and fills of the holder, plan.into(its name).
-        parameters: the holder's parameters; exactly those that the plan writes.
+        writes: the copies and fills into the holder, from plan.into(name).
+        parameters: the holder's parameters, exactly those that the plan writes.
         transport: delivers the source rectangles.
 
     Raises:
-        ValueError: a parameter is missing, unexpected or of the wrong shape, or dtypes differ without a cast in the
-            plan. Nothing has been written then.
+        ValueError: a parameter is missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has
+            no cast for them. No parameter is modified in this case.
     """
     _check_shapes(writes, parameters)
     for copy in writes.copies:
@@ -31,7 +31,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
         if source is not None:
-            # copy_ would silently broadcast a source of another shape.
+            # copy_ would silently broadcast a source with a different shape.
             assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
             target.copy_(source)
         written += target.nbytes
@@ -43,9 +43,9 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 
 
 class Assembly:
-    """Assembles whole parameters from the copies of a plan, each in newly allocated memory on the holder's device.
+    """Assembles whole parameters from a plan's copies, each in newly allocated memory on the holder's device.
 
-    staging_bytes   peak bytes of incomplete parameters
+    staging_bytes   peak size of the incomplete parameters in bytes
     """
 
     def __init__(self, writes: Writes, transport: Transport, device: torch.device):
@@ -57,7 +57,8 @@ class Assembly:
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter once its last element has arrived; the caller owns the tensor.
 
-        Raises ValueError if dtypes differ without a cast in the plan.
+        Raises:
+            ValueError: two dtypes differ and the plan has no cast for them.
         """
         for copy in self._writes.copies:
             _check_dtypes(copy, copy.move.destination_dtype, self._transport)
@@ -79,7 +80,7 @@ class Assembly:
 
 
 def planned_shapes(writes: Writes) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each written parameter, inferred from the largest index written on each axis."""
+    """Return the shape of each written parameter, inferred from the largest index written along each axis."""
     shapes: dict[str, tuple[int, ...]] = {}
     places = (*(copy.move.destination for copy in writes.copies), *(fill.place for fill in writes.fills))
     for parameter, rectangle in places:
@@ -102,7 +103,7 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
 
 
 def _check_dtypes(copy: Copy, destination_dtype: str, transport: Transport) -> None:
-    """Raise ValueError if the actual dtypes of a copy differ and the plan has no cast for them."""
+    """Raise a ValueError if the actual dtypes of a copy differ and the plan has no cast for them."""
     move = copy.move
     source_dtype = dtype_name(transport.dtype(copy.source, move.source.parameter))
     actual = source_dtype, destination_dtype

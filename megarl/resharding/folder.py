@@ -36,14 +36,14 @@ def write_folder(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> int:
-    """Write the folder with one tensor in memory at a time. Return the number of bytes of weights.
+    """Write the folder with one tensor in memory at a time. Return the size of the weights in bytes.
 
     Args:
-        plan: its only destination is a Hugging Face holder, which also determines the dtypes.
-        source_folder: source of the tokenizer and all other files that are not weights.
-        out: must not exist; it appears once it is complete.
+        plan: a plan whose only destination is a Hugging Face holder; the holder also determines the dtypes.
+        source_folder: folder from which the tokenizer and all other non-weight files are copied.
+        out: folder to create. It must not exist, and becomes visible only when it is complete.
         shard_bytes: maximum size of a weights file; a larger tensor gets its own file.
-        verify: read the files back and compare checksums.
+        verify: whether to read the files back and compare checksums.
     """
     writes = plan.into(*plan.destinations)
     shapes = planned_shapes(writes)
@@ -61,7 +61,7 @@ def write_folder(
         return values
 
     with new_folder(out, total) as folder:
-        # The embedding comes first. Its dtype represents the model: a few small tensors may have higher precision.
+        # Use the dtype of the embedding, the first tensor: a few small tensors may have a higher precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(shapes, dtypes, shard_bytes)
         names = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
@@ -76,12 +76,12 @@ def write_folder(
 
 
 def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
-    """Write config.json with the dtype of the weights, and copy all other files of `source` that are not weights."""
+    """Write config.json with the dtype of the weights, and copy all other non-weight files from `source`."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copy(path, folder / path.name)
-    # transformers < 5 names the key torch_dtype.
+    # transformers < 5 calls the key torch_dtype.
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     config = {**without_untrained_part(hf_config), key: dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -94,7 +94,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _shards(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Assign the tensors, in order, to files of at most `limit` bytes."""
+    """Assign the tensors, in order, to files of at most `limit` bytes. Return the tensor shapes per file."""
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():

@@ -23,13 +23,14 @@ from megarl.resharding.transports.transport import Transport
 
 
 class PeftFolder(AbstractContextManager):
-    """The adapters of a PEFT folder, as a context manager that closes the file."""
+    """The adapters in a PEFT folder, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
         """
-        whole   holder of all adapter tensors of the model
+        whole   holder of all adapter tensors for the model
 
-        Raises UserError if this is not a PEFT folder, or its adapters do not match the config.
+        Raises:
+            UserError: the folder is not a PEFT folder, or its adapters do not match the config.
         """
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
@@ -50,9 +51,10 @@ class PeftFolder(AbstractContextManager):
         self._file.__exit__(None, None, None)
 
     def read(self, tensor: str, rectangle: Rectangle) -> torch.Tensor | None:
-        """Return a rectangle of a tensor, or None if the folder has no adapter for that layer.
+        """Return a rectangle of a tensor, or None if the folder has no adapter for its layer.
 
-        Raises UserError if experts that share an adapter have different weights in the folder.
+        Raises:
+            UserError: experts that share an adapter have different weights in the folder.
         """
         names = [name for name in expert_tensor_names(tensor, self._num_experts) if name in self._names]
         if not names:
@@ -74,8 +76,8 @@ def write_peft_folder(
     """Write adapters as a PEFT folder.
 
     Args:
-        plan: its destination is `whole`.
-        whole: holder of all adapter tensors.
+        plan: a plan with the destination `whole`.
+        whole: holder of all adapter tensors for the model.
         base: path or name of the base model.
     """
     tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}

@@ -1,6 +1,6 @@
-"""Pieces map rectangles of canonical tensors to rectangles of local parameters.
+"""Map rectangles in canonical tensors to rectangles in local parameters.
 
-Canonical space is the Hugging Face checkpoint: its tensor names and shapes.
+Canonical tensors are those in the Hugging Face checkpoint, with its names and shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e
 """Supported weight dtypes and their element size in bytes."""
 
 Rectangle = tuple[tuple[int, int], ...]
-"""A half-open (start, stop) for each dimension."""
+"""A half-open interval (start, stop) for each dimension."""
 
 
 def whole(shape: tuple[int, ...]) -> Rectangle:
@@ -24,14 +24,14 @@ def whole(shape: tuple[int, ...]) -> Rectangle:
 
 
 def span(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Rectangle:
-    """Return the slab start <= index < stop along one axis; the other axes are covered completely."""
+    """Return the rectangle with start <= index < stop along one axis and the full range of all other axes."""
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
 def flat_span(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]:
     """Return the rectangles that cover elements start <= index < stop of a flattened tensor, in order.
 
-    A matrix needs at most three: the end of a row, complete rows, and the start of a row.
+    A matrix needs at most three rectangles: the end of a row, complete rows, and the start of a row.
     """
     if start >= stop:
         return []
@@ -65,7 +65,7 @@ def contains(outer: Rectangle, inner: Rectangle) -> bool:
 
 
 def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    """Return the intersection, or None if it is empty."""
+    """Return the intersection of two rectangles, or None if it is empty."""
     assert len(a) == len(b), f"rectangles of different rank: {a}, {b}"
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
@@ -74,7 +74,7 @@ def intersect(a: Rectangle, b: Rectangle) -> Rectangle | None:
 def cut(rectangle: Rectangle, parts: int) -> list[Rectangle]:
     """Split a rectangle into at most `parts` slabs whose sizes differ by at most one row.
 
-    Splits along the first axis with at least `parts` rows, or along the longest axis if there is none.
+    The split axis is the first with at least `parts` indices or, if there is none, the longest.
     """
     sizes = shape_of(rectangle)
     axis = next((i for i, size in enumerate(sizes) if size >= parts), max(range(len(sizes)), key=sizes.__getitem__))
@@ -89,20 +89,20 @@ def subtract(a: Rectangle, inner: Rectangle) -> list[Rectangle]:
     assert contains(a, inner), f"{a} does not contain {inner}"
     parts = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(a, inner, strict=True)):
-        # Earlier axes are already restricted to `inner`; later axes still span all of `a`.
+        # Earlier axes are already restricted to `inner`; later axes still have the full range of `a`.
         parts += [(*inner[:axis], side, *a[axis + 1 :]) for side in ((start, low), (high, stop)) if side[0] < side[1]]
     return parts
 
 
 def moved(rectangle: Rectangle, origin: Rectangle, target: Rectangle) -> Rectangle:
-    """Translate a rectangle by the offset between the starts of `origin` and `target`."""
+    """Return the rectangle translated by the offset from the start of `origin` to the start of `target`."""
     return tuple(
         (start - o[0] + t[0], stop - o[0] + t[0]) for (start, stop), o, t in zip(rectangle, origin, target, strict=True)
     )
 
 
 class Place(NamedTuple):
-    """A rectangle of a local parameter."""
+    """A rectangle in a local parameter."""
 
     parameter: str
     rectangle: Rectangle
@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of a canonical tensor and the rectangle of a local parameter that holds it.
+    """A rectangle in a canonical tensor and the rectangle in a local parameter that holds its elements.
 
     Both rectangles have the same shape and element order. `canonical` is None for vocabulary padding: its elements have
     no canonical counterpart and are zero.
@@ -125,16 +125,16 @@ class Piece:
         assert shape_of(self.canonical_rectangle) == shape_of(self.local_rectangle), f"shapes differ: {self}"
 
     def to_canonical(self, rectangle: Rectangle) -> Rectangle:
-        """Convert part of the local rectangle to the canonical rectangle that it holds."""
+        """Convert a part of the local rectangle to the canonical rectangle whose elements it holds."""
         return moved(rectangle, self.local_rectangle, self.canonical_rectangle)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """The weights of one holder. Replicas share the object, so that work per shard is done once.
+    """The layout of one holder's weights. Replicas share the object, so work per shard is done once.
 
     shapes    local parameter name -> shape
-    pieces    tile every local parameter exactly, padding included
+    pieces    pieces that tile every local parameter exactly, including its padding
     dtypes    local parameter name -> dtype, such as "bfloat16"
     """
 
@@ -147,7 +147,7 @@ class Shard:
         return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
     def mismatched_params(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
-        """Compare a model's parameters (name -> shape and dtype) with this shard. Return one line per mismatch."""
+        """Compare a model's parameters (name -> shape and dtype) with this shard. Return one message per mismatch."""
         lines = []
         for name in dict.fromkeys((*parameters, *self.shapes)):
             shape, dtype = parameters.get(name, (None, ""))
@@ -161,14 +161,14 @@ class Shard:
         return lines
 
     def zeroed(self, canonical: Container[str]) -> Shard:
-        """Return a copy of the shard that zeroes its elements of these canonical tensors."""
+        """Return a copy of the shard in which the elements from these canonical tensors are zero."""
         pieces = tuple(
             replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
         )
         return replace(self, pieces=pieces)
 
     def only(self, names: Container[str], dtype: str) -> Shard:
-        """Return a shard with only these parameters, in another dtype."""
+        """Return a copy of the shard with only these parameters, in the given dtype."""
         shapes = {name: shape for name, shape in self.shapes.items() if name in names}
         pieces = tuple(piece for piece in self.pieces if piece.local in names)
         return Shard(shapes, pieces, dict.fromkeys(shapes, dtype))
@@ -176,12 +176,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One process (or folder) that holds weights.
+    """A process or folder that holds weights.
 
-    name      unique among the sources or destinations of a plan, e.g. "megatron:3", "vllm:0.1", "huggingface"
-    node      index of its machine; sources and destinations share one numbering
-    device    index of its device if sources and destinations are colocated: a source and a destination on one device
-              have the same index. None: the holder does not share its device
+    name      unique among a plan's sources or among its destinations, e.g. "megatron:3", "vllm:0.1", "huggingface"
+    node      index of its node; sources and destinations use the same numbering
+    device    index of its device if sources and destinations are colocated; a source and a destination on the same
+              device have the same index. None: the holder does not share its device
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Quantise weights to fp8 blocks as vLLM does.
+"""Quantize weights to fp8 blocks as vLLM does.
 
-Each trainer rank quantises its own shard. Where a shard boundary splits a block, the ranks all-reduce its scale.
+Each trainer rank quantizes its own shard. Where a shard boundary splits a block, the ranks all-reduce its scale.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megarl.resharding.transports.transport import view
 
 LARGEST = torch.finfo(getattr(torch, FP8)).max
 SMALLEST = 1e-4
-"""Lower bound of a block's magnitude, as in vLLM, so that a block of zeros has a nonzero scale."""
+"""Lower bound of a block's largest magnitude, as in vLLM, so that a block of zeros has a nonzero scale."""
 
 CHUNK = 2**24
-"""Elements quantised at once, which bounds temporary memory to 4 bytes each."""
+"""Number of elements that are quantized at once. Limits temporary memory to 4 bytes per element."""
 
 G = TypeVar("G", bound=Hashable)
 """A process group."""
 
 
 class QuantisedCopy(Generic[G]):
-    """The quantised weights and scales that a source sends instead of its own parameters.
+    """The quantized weights and scales that a source sends instead of its own parameters.
 
-    tensors   parameter name of the quantised shard -> tensor; valid after `fill` until the weights change
+    tensors   parameter name in the quantized shard -> tensor; valid after `fill` until the weights change
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class QuantisedCopy(Generic[G]):
         """
         Args:
             source: shard of the holder.
-            quantised: shard of its quantised copy.
+            quantised: shard of its quantized copy.
             shapes: canonical tensor -> full shape.
-            group_of: returns the process group that shards a parameter; its ranks hold parts of the same tensors, in
-                the same order.
+            group_of: returns the process group over which a parameter is sharded; its ranks hold parts of the same
+                tensors, in the same order.
         """
         self._pieces = [piece for piece in source.pieces if quantised.dtypes[piece.local] == FP8]
         self._scales = [piece for piece in quantised.pieces if piece.local not in source.shapes]
@@ -66,16 +66,16 @@ class QuantisedCopy(Generic[G]):
             group: torch.empty(sum(map(prod, grids.values())), device=device) for group, grids in groups.items()
         }
         self._grids: dict[str, torch.Tensor] = {}
-        """Views of _largest, float32 per block: first the largest magnitudes, then the scales."""
+        """Views of _largest with one float32 per block: first its largest magnitude, later its scale."""
         for group, grids in groups.items():
             parts = self._largest[group].split([prod(grid) for grid in grids.values()])
             self._grids |= {name: part.view(grid) for (name, grid), part in zip(grids.items(), parts, strict=True)}
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
-        """Quantise the source's parameters.
+        """Quantize the source's parameters.
 
-        reduce_max   all-reduces a float32 tensor in place to its maximum over a process group
+        reduce_max   function that all-reduces a float32 tensor in place to its maximum over a process group
         """
         for largest in self._largest.values():
             largest.zero_()
@@ -102,7 +102,7 @@ class QuantisedCopy(Generic[G]):
 
 
 def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None:
-    """Update the grid of per-block maxima with the magnitudes of a piece."""
+    """Update the grid of per-block maxima with the magnitudes in a piece."""
     (top, _), (left, right) = piece.canonical_rectangle
     for start, part in _chunks(values):
         rectangle: Rectangle = ((top + start, top + start + len(part)), (left, right))
@@ -118,7 +118,7 @@ def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None
 
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the index of the first row of each chunk, and the chunk."""
+    """Yield the index of the first row in each chunk, and the chunk."""
     rows = max(1, CHUNK // values.shape[1])
     for start in range(0, len(values), rows):
         yield start, values[start : start + rows]

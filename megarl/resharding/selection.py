@@ -1,4 +1,4 @@
-"""Select parameters with glob patterns over the tensor names of the Hugging Face checkpoint."""
+"""Select parameters with glob patterns over the tensor names in the Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> None:
-    """Checks the selections of all models that the run trains. hf_configs: their config.json, with their heads."""
+    """Check the tensor patterns for all models that the run trains. hf_configs: their configs, including heads."""
     for role, hf_config in hf_configs.items():
         check_selections(config.placed(role), hf_config)
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
-    """Check the tensor patterns of a section (frozen, no_weight_decay) against its model.
+    """Check the tensor patterns in a config section (frozen, no_weight_decay) against its model.
 
-    Raises UserError for an invalid selection, or if it leaves no parameter to train.
+    Raises:
+        UserError: a pattern is invalid, or all parameters are frozen.
     """
     names = huggingface_holder(hf_config).shapes
     whole = trained.layout.model_copy(update=ONE_PROCESS)
@@ -46,9 +47,9 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
 
 
 def _refuse_single_experts(key: str, selected: Collection[str], names: Collection[str]) -> None:
-    """Refuse to freeze only some experts of a layer.
+    """Raise a UserError if only some experts in a layer are selected.
 
-    A Megatron checkpoint stores the weights of all experts in one tensor, either with optimizer state or without it.
+    A Megatron checkpoint stores the weights of all experts in one tensor, either with or without optimizer state.
     """
     experts: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -66,7 +67,8 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:
     """Return the names that match any of the glob patterns (`*`, `?`, `[…]`).
 
-    Raises UserError, naming the config key, for a pattern without a match.
+    Raises:
+        UserError: a pattern matches no name. The message contains the config key.
     """
     selected: set[str] = set()
     for pattern in patterns:
@@ -81,7 +83,8 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
 def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> list[str]:
     """Return the local names of the holder's parameters that consist of selected tensors.
 
-    Raises UserError for a parameter that mixes selected and other tensors.
+    Raises:
+        UserError: a parameter contains both selected and unselected tensors.
     """
     parts: dict[str, dict[str, None]] = {name: {} for name in holder.shapes}
     for piece in holder.pieces:

@@ -1,7 +1,7 @@
-"""Checksum weights per region of canonical space, independently on trainers and engines.
+"""Compute checksums of weights per canonical region, independently on trainers and engines.
 
-The checksum of a region is a sum over its elements: each rank sums its own part, and nothing is gathered. The expected
-values follow from the checkpoint layout and the export plan, not from the plan of the refit that they verify.
+The checksum of a region is a sum over its elements: each rank sums its own part, and no weights are gathered. The
+expected values are derived from the checkpoint layout and the export plan, not from the refit plan that they verify.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
-"""Elements processed at once, which bounds temporary memory."""
+"""Number of elements that are processed at once. Limits temporary memory."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Region(NamedTuple):
-    """A rectangle of a canonical tensor in one engine dtype."""
+    """A rectangle in a canonical tensor, cast to one of the engines' dtypes."""
 
     tensor: str
     rectangle: Rectangle
@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """A sum modulo 2⁶⁴ and the places (holder and parameter) that contributed to it."""
+    """A sum modulo 2⁶⁴, and the holders and parameters that contribute to it."""
 
     value: int
     places: tuple[str, ...]
@@ -52,7 +52,7 @@ NOTHING = Checksum(0, ())
 
 
 def regions(holders: Iterable[Holder]) -> list[Region]:
-    """Return the distinct regions of the holders."""
+    """Return the distinct regions that the holders store."""
     shards = dict.fromkeys(holder.shard for holder in holders)
     found = [
         Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
@@ -70,7 +70,7 @@ def sample(whole: Sequence[Region], num_regions: int, num_elements: int) -> list
 
 
 def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
-    """Return the leading corner of a rectangle with at most num_elements elements, of complete rows if they fit."""
+    """Return a leading corner of the rectangle with at most num_elements elements; it has complete rows if they fit."""
     spans: list[tuple[int, int]] = []
     for start, stop in reversed(rectangle):
         size = max(1, min(stop - start, num_elements))
@@ -85,7 +85,7 @@ def source_checksums(
 ) -> dict[Region, Checksum]:
     """Return one source's contribution to the checksums of the regions.
 
-    plan   an export plan into a Hugging Face folder, which assigns each element to exactly one source
+    plan   plan for an export to a Hugging Face folder, which assigns each element to exactly one source
     """
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
@@ -106,9 +106,10 @@ def source_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Verify the parameters of a destination that lie in expected regions.
+    """Verify a destination's parameters in the expected regions.
 
-    Raises RuntimeError with the first mismatch: its region and the checksums of both sides.
+    Raises:
+        RuntimeError: a checksum differs. The message contains the first such region and both of its checksums.
     """
     if wrong := differing_regions(holder, parameters, expected):
         raise RuntimeError(f"engine and trainer weights differ in {len(wrong)} regions; the first: {wrong[0]}")
@@ -118,7 +119,7 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
 def differing_regions(
     holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
 ) -> list[str]:
-    """Return one line per expected region with a wrong checksum, and per padding that is not zero."""
+    """Return one message per expected region with a wrong checksum and per padded parameter with nonzero padding."""
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in expected:
         tensor_regions[region.tensor].append(region)
@@ -143,7 +144,7 @@ def differing_regions(
 def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
     """Return the checksum of the elements of a canonical rectangle.
 
-    Checksums of disjoint rectangles add up modulo 2⁶⁴. Each element is hashed together with its position, so that a
+    Checksums of disjoint rectangles add up modulo 2⁶⁴. Each element is hashed together with its position, so a
     changed or misplaced value changes the sum.
     """
     (start, _), *others = rectangle
@@ -156,8 +157,11 @@ def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:
 
 
 def _sum(values: torch.Tensor, rectangle: Rectangle) -> int:
-    """Return the sum of the hashed elements. int64 arithmetic wraps identically on every device; the multipliers are
-    large odd constants, which makes each multiplication a bijection."""
+    """Return the sum of the hashed elements.
+
+    int64 arithmetic wraps identically on every device. The multipliers are large odd constants, so each multiplication
+    is a bijection.
+    """
     place = torch.zeros((), dtype=torch.int64, device=values.device)
     for start, stop in rectangle:
         place = place.unsqueeze(-1) * -0x61C8864680B583EB + torch.arange(start, stop, device=values.device)

@@ -1,7 +1,7 @@
-"""Describe LoRA adapters of the decoder's linear layers as pieces of the tensors of a PEFT folder.
+"""Describe LoRA adapters for the decoder's linear layers as pieces of the tensors in a PEFT folder.
 
-A projection of the checkpoint, W [out, in], has the factors A [rank, in] and B [out, rank]. A local weight may fuse
-several projections, such as query, key and value. Its adapter then has the A factors of all projections, concatenated,
+A projection W [out, in] in the checkpoint has the factors A [rank, in] and B [out, rank]. A local weight may fuse
+several projections, such as query, key and value. Its adapter then has the concatenated A factors of all projections,
 and one row of B per row of the weight. B is split like the rows of the weight, and A like its columns.
 """
 
@@ -17,21 +17,21 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
 A, B = "lora_A", "lora_B"
 PREFIX = "base_model.model."
-"""Prefix of tensor names in PEFT files."""
+"""Prefix of the tensor names in PEFT files."""
 
 DTYPE = "float32"
-"""The dtype of adapters, independently of the model's."""
+"""The dtype of adapter weights, regardless of the model's dtype."""
 
 EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
-"""Parts of local names of expert parameters, and of factors shared by experts."""
+"""Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
 _LAYER, _ROUTER = ".layers.", ".mlp.router."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
-"""Parts of the names of expert down-projections."""
+"""Substrings of the names of expert down-projections."""
 
 _GROUPED = re.compile(r"(.*)\.weight(\d+)")
-"""Weights of Transformer Engine's grouped linear layers, one per expert."""
+"""Matches the names of weights in Transformer Engine's grouped linear layers, which have one weight per expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class AdaptedWeight:
     """A local weight with an adapter.
 
     weight        name of the weight
-    projections   the canonical tensors that it fuses, in the order of their A factors
-    rows          spans of its rows: (index of the projection, start, stop)
+    projections   canonical tensors fused into the weight, in the order of their A factors
+    rows          the projection rows that form the weight's rows: (index of the projection, start, stop)
     factors       "lora_A" and "lora_B" -> local parameter name
-    shared        the factor that all experts of a layer share, if any
+    shared        the factor that all experts in a layer share; None if there is none
     """
 
     weight: str
@@ -58,10 +58,10 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the holder's weights that have adapters: all linear layers of the decoder except routers.
+    """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers.
 
-    share_experts   whether the experts of a layer share the factor next to the hidden states: A of gate and up
-                    projections, B of down projections
+    share_experts   whether the experts in a layer share the factor next to the hidden states: A for gate and up
+                    projections, B for down projections
     """
     pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:
@@ -87,7 +87,7 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
 
 
 def adapter_holder(holder: Holder, rank: int, share_experts: bool) -> Holder:
-    """Return a holder of the adapters of a holder's weights, under the same name. `rank` is the LoRA rank."""
+    """Return a holder with the same name for the adapters of the holder's weights. `rank` is the LoRA rank."""
     pieces: dict[str, tuple[Piece, ...]] = {}
     weight_pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:
@@ -129,14 +129,14 @@ def _shape(rectangles: Iterable[Rectangle]) -> tuple[int, ...]:
 
 
 def _shared_factor(projection: str) -> str | None:
-    """Return the factor that the experts of a layer may share, the one next to the hidden states; None if no expert."""
+    """Return the factor that experts may share, the one next to the hidden states; None if this is not an expert."""
     if not _EXPERT.search(projection):
         return None
     return B if any(part in projection for part in _DOWN) else A
 
 
 def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) -> Holder:
-    """Return the holder of all adapter tensors of a model, named "peft"."""
+    """Return the holder of all adapter tensors for a model, named "peft"."""
     canonical = Canonical(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(canonical.model.num_layers):
@@ -151,7 +151,7 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
 
 
 def expert_tensor_names(tensor: str, num_experts: int) -> list[str]:
-    """Return the names of a tensor in a PEFT folder: one per expert for a shared factor, otherwise only its own."""
+    """Return the names under which a PEFT folder stores the tensor: one per expert for a shared factor, else one."""
     prefix, separator, suffix = tensor.partition(".experts.")
     if not separator or suffix.partition(".")[0].isdecimal():
         return [tensor]

@@ -1,4 +1,4 @@
-"""The tensors of a model's Hugging Face checkpoint."""
+"""Describe the tensors in a model's Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 
 class Canonical:
-    """Names and shapes of a checkpoint's tensors: `outer_shapes` outside the layers, `layer_shapes` of one layer.
+    """Names and shapes of the tensors in a checkpoint.
 
-    Names in a layer omit its prefix.
+    `outer_shapes` has the tensors outside the layers, and `layer_shapes` those in one layer. Names in a layer omit the
+    layer's prefix.
     """
 
     def __init__(self, hf_config: Mapping[str, Any]):
@@ -42,7 +43,7 @@ class Canonical:
 
     @property
     def head(self) -> str:
-        """The tensor that is the weight of a language model's output layer."""
+        """Name of the tensor that a language model's output layer uses as its weight."""
         return EMBEDDING if self.model.tied else HEAD
 
     def layer_prefix(self, layer: int) -> str:
@@ -55,11 +56,11 @@ class Canonical:
         return self._layer(layer).shapes
 
     def float32(self, layer: int) -> frozenset[str]:
-        """Return the layer's tensors that are float32, whatever the dtype of the model."""
+        """Return the names of the layer's tensors that are float32 regardless of the model's dtype."""
         return self._layer(layer).float32
 
     def quantised(self, layer: int) -> frozenset[str]:
-        """Return the layer's tensors that quantising engines quantise."""
+        """Return the names of the layer's tensors that are quantized for engines with quantized weights."""
         return self._layer(layer).quantised
 
     def _layer(self, layer: int) -> _Layer:
@@ -70,7 +71,7 @@ class Canonical:
 
 
 class _Layer(NamedTuple):
-    """The parts and tensors that all layers with experts, or all layers without, have in common."""
+    """The parts and tensors in a layer. All layers with experts are identical, and so are all dense layers."""
 
     parts: list[Part]
     shapes: dict[str, Shape]

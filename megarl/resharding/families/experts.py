@@ -1,4 +1,4 @@
-"""Mixture of experts: Mixtral, Qwen3 and DeepSeek-V3."""
+"""Mixture-of-experts layers in Mixtral, Qwen3 and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NORM = replace(mlp.NORM, transformer_engine=None)
 
 
 def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
-    """Return the parts of the router and of the experts, given the names of their projections."""
+    """Return the parts for the router and the experts, given the names of their projections."""
     router = Part(
         tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
         megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},

@@ -1,4 +1,4 @@
-"""Describe the weights in a Hugging Face folder: canonical space itself."""
+"""Describe the weights in a Hugging Face folder. Its tensors are the canonical tensors themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
 def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -> Holder:
-    """Return the holder of all tensors of the checkpoint, named "huggingface".
+    """Return the holder of all checkpoint tensors, named "huggingface".
 
     A tied output layer has no tensor of its own. `dtype` overrides the dtype in config.json.
     """

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek-V3."""
+"""Multi-head latent attention in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.resharding.families.tiling import Split, Tiling, Whole
 
 
 def _renamed(canonical: str, dims: tuple[str, ...], megatron: str, tiling: Tiling) -> Part:
-    """Declare one tensor that has the checkpoint's name in vLLM and another name in Megatron."""
+    """Declare one tensor that has the same name in vLLM as in the checkpoint, and a different name in Megatron."""
     return Part(tensors={canonical: dims}, megatron={megatron: tiling}, vllm={canonical: tiling})
 
 
 def _norm(canonical: str, dim: str, megatron: str, linear: str) -> Part:
-    """Declare the norm of a latent, which Transformer Engine fuses into the following linear layer."""
+    """Declare the norm for a latent, which Transformer Engine fuses into the following linear layer."""
     whole = Whole((canonical,))
     separate = _renamed(canonical, (dim,), f"self_attention.{megatron}.weight", whole)
     return replace(separate, transformer_engine={f"self_attention.{linear}.layer_norm_weight": whole})

@@ -1,4 +1,4 @@
-"""Describe the weights of a Megatron-core rank: its shard of a GPTModel."""
+"""Describe the weights on a Megatron-core rank: its shard of a GPTModel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from megarl.config.model_schema import Layout
 
 VOCABULARY_MULTIPLE = 128
-"""Megatron pads the vocabulary to a multiple of this times tp."""
+"""Megatron pads the vocabulary size to a multiple of this value times tp."""
 
 
 class Coordinates(NamedTuple):
     """A rank's coordinates in the layout. Ranks with equal coordinates are replicas.
 
-    Experts use a separate decomposition of a pipeline stage's ranks: expert tensor parallel is innermost, then expert
+    Experts decompose the ranks in a pipeline stage differently: expert tensor parallel is innermost, then expert
     parallel, then expert data parallel.
     """
 
@@ -52,14 +52,14 @@ def megatron_holder(
     """Return the holder of global rank `rank`, named "megatron:{rank}".
 
     Args:
-        dtype: dtype of the weights, such as "bfloat16" (None: the checkpoint's).
+        dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         transformer_engine: whether the model uses Transformer Engine layers, which fuse norms into the following linear
             layers.
-        vocab_multiple: the vocabulary is padded to a multiple of this times tp.
+        vocab_multiple: the vocabulary size is padded to a multiple of vocab_multiple · tp.
 
     Raises:
-        UserError: the layout does not divide the model. In a run, the config rules have already refused such a layout,
-            naming its role.
+        UserError: the model cannot be split evenly over the layout. In a run, the config rules reject such a layout
+            earlier, with an error that names its role.
     """
     return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
 
@@ -71,7 +71,7 @@ def megatron_holders(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> list[Holder]:
-    """Return the holders of all ranks. See `megatron_holder` for the arguments."""
+    """Return the holders for all ranks. See `megatron_holder` for the arguments."""
     return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
 
 
@@ -134,10 +134,12 @@ def _shard(
 
 
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
-    """Return the layers of each model chunk, as [virtual stage][pipeline stage].
+    """Return the layers in each model chunk, as [virtual stage][pipeline stage].
 
-    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order. Raises
-    UserError if the layers do not divide evenly.
+    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order.
+
+    Raises:
+        UserError: the layers cannot be split evenly.
     """
     chunks: list[list[range]] = []
     start = 0
@@ -155,7 +157,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers of each pipeline stage. Raises UserError if they do not divide evenly."""
+    """Return the number of layers in each pipeline stage. Raise a UserError if they cannot be split evenly."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     fixed = {0: first, layout.pp - 1: last}
     counts = [fixed.get(stage) for stage in range(layout.pp)]

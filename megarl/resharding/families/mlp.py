@@ -1,4 +1,4 @@
-"""The dense gated MLP and its input norm."""
+"""Dense gated MLP layers and their input norm."""
 
 from __future__ import annotations
 

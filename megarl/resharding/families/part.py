@@ -1,4 +1,4 @@
-"""Declare parts of a decoder layer: their canonical tensors and how Megatron's and vLLM's parameters tile them."""
+"""Declare the parts of a decoder layer: their canonical tensors, and how Megatron and vLLM parameters tile them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megarl.resharding.families.tiling import Tiling
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a decoder layer. All names are relative to the prefix of the layer.
+    """One part of a decoder layer. All names are relative to the layer's prefix.
 
-    tensors             canonical tensor -> shape, as names of ModelShape attributes (a tuple of names: their sum)
+    tensors             canonical tensor -> shape, given as names of ModelShape attributes (a tuple of names is a sum)
     megatron, vllm      local parameter -> its tiling
-    transformer_engine  Megatron tilings for Transformer Engine layers (None: as in `megatron`)
-    float32             canonical tensors that stay in float32, whatever the dtype of the model
-    quantised           whether quantising engines quantise its matrices
-    per_expert          whether it describes a single expert. {} in canonical names is the expert's index, in Megatron's
-                        names its index on the rank. A vLLM parameter stacks all experts of the worker
+    transformer_engine  Megatron tilings for Transformer Engine layers (None: same as `megatron`)
+    float32             canonical tensors that stay in float32 regardless of the model's dtype
+    quantised           whether its matrices are quantized for engines with quantized weights
+    per_expert          whether it describes a single expert. {} is the expert's global index in canonical names and its
+                        index on the rank in Megatron names. A vLLM parameter stacks all experts of the worker
     """
 
     tensors: Mapping[str, tuple[str | tuple[str, ...], ...]]
@@ -49,7 +49,7 @@ class Part:
     def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
         """Return local parameter -> tiling for a worker with these experts (global indices).
 
-        padded   size to which the worker pads its share of their intermediate size
+        padded   size to which the worker pads its share of the experts' intermediate size
         """
         if not self.per_expert:
             return dict(self.vllm)

@@ -1,8 +1,8 @@
 """Describe weights in vLLM's fp8 checkpoint format: float8_e4m3fn matrices with a float32 scale per 128 × 128 block.
 
-A source describes the fp8 copy that it sends instead of its weights; a destination describes the parameters of a
-quantised engine. Planning needs no special case, because scales are ordinary tensors. If a source shard boundary splits
-a block, every rank with part of the block holds the same scale.
+A source holder describes the fp8 copy that it sends instead of its weights; a destination holder describes the
+parameters of an engine with quantized weights. Planning needs no special case, because scales are ordinary tensors. If
+a source shard boundary splits a block, every rank with part of the block holds the same scale.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, shape_of, w
 
 FP8 = "float8_e4m3fn"
 SCALES = "_scale_inv"
-"""Name suffix of the scales of a tensor. Dequantising multiplies the elements of a block by its scale."""
+"""Name suffix of a tensor's scales. Dequantization multiplies the elements in a block by the block's scale."""
 
 
 def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that are quantised: all matrices in layers except routers."""
+    """Return the names of the quantized tensors: all matrices in the decoder layers except routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
@@ -32,7 +32,7 @@ def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It excludes routers; vLLM quantises them in some families."""
+    """Return the quantization_config for config.json. It excludes routers, because vLLM would quantize some of them."""
     canonical = Canonical(hf_config)
     routers = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
@@ -50,22 +50,23 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantised_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Replace the weights of source holders by their fp8 copies."""
+    """Return the source holders with their weights replaced with fp8 copies."""
     tensors = quantised_tensors(hf_config)
     return _with_shards(holders, lambda shard: _source(shard, tensors))
 
 
 def quantised_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Replace the weights of destination holders (engine workers or a folder) by fp8 weights.
+    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights.
 
-    Raises UserError if a shard boundary splits a block.
+    Raises:
+        UserError: a shard boundary splits a block.
     """
     tensors = quantised_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))
 
 
 def blocks_of(rectangle: Rectangle) -> Rectangle:
-    """Return the rectangle of the block grid that covers a rectangle of elements."""
+    """Return the rectangle in the block grid that covers a rectangle of elements."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in rectangle)
 
 
@@ -78,7 +79,7 @@ def _with_shards(holders: Sequence[Holder], change: Callable[[Shard], Shard]) ->
 
 
 def _source(shard: Shard, tensors: Collection[str]) -> Shard:
-    """Add one scale parameter per tensor, which covers all blocks that the shard overlaps."""
+    """Add one scale parameter per tensor. It covers all blocks that overlap the shard."""
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
     blocks: dict[str, list[Rectangle]] = {}
     for piece in _quantised(shard, tensors):
@@ -111,7 +112,7 @@ def _quantised(shard: Shard, tensors: Collection[str]) -> list[Piece]:
 
 
 def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
-    """Check that the piece is aligned with blocks in its canonical tensor and in its parameter."""
+    """Check that the piece starts and ends at block boundaries, both in its canonical tensor and in its parameter."""
     sides = zip(piece.canonical_rectangle, piece.local_rectangle, shape, strict=True)
     if not all(
         start % BLOCK == local % BLOCK == 0 and (end == size or end % BLOCK == 0)

@@ -1,4 +1,4 @@
-"""Build the shard of a holder from tilings."""
+"""Build a holder's shard from tilings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of, span
 
 
 class Share(NamedTuple):
-    """The tensor-parallel size and rank for which a parameter is split."""
+    """The tensor-parallel size and rank that determine a rank's share of a parameter."""
 
     tp: int
     rank: int
 
 
 class ShardBuilder:
-    """Collects the parameters of one rank.
+    """Builds the shard of one rank, parameter by parameter.
 
-    dtype     dtype of the model; tensors that a family keeps in float32 are exempt
+    dtype     dtype of the model's tensors, except those that its family keeps in float32
     """
 
     def __init__(self, canonical: Canonical, dtype: str):
@@ -35,7 +35,7 @@ class ShardBuilder:
         self._dtypes[local] = self._dtype
 
     def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
-        """Add parameters of the layer with global index `layer`."""
+        """Add parameters from the layer with global index `layer`."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():

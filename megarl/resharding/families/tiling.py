@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """The span start <= index < stop of the tiling's tensor with index `tensor` (None: zero padding of this length)."""
+    """The span start <= index < stop in tensor number `tensor` of the tiling (None: zero padding of this length)."""
 
     tensor: int | None
     start: int
@@ -25,9 +25,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The composition of a local parameter.
+    """Describes which canonical tensors form a local parameter.
 
-    tensors  canonical names; within a layer, relative to its prefix
+    tensors  canonical names; in a layer, relative to its prefix
     axis     the axis that is split
     along    the axis along which the blocks are concatenated (None: `axis`)
     """
@@ -37,11 +37,11 @@ class Tiling:
     along: int | None = None
 
     def for_experts(self, numbers: Iterable[int]) -> Self:
-        """Return the tiling with the tensors of each of these experts; {} in their names is the expert's index."""
+        """Return the tiling with the tensors repeated for each expert; {} in their names becomes the expert's index."""
         return replace(self, tensors=tuple(name.format(number) for number in numbers for name in self.tensors))
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        """Return the blocks of a rank, in order. `sizes` has the size of each tensor along `axis`."""
+        """Return the blocks that a rank holds, in order. `sizes` contains the size of each tensor along `axis`."""
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class Heads(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Padded(Tiling):
-    """The rank's share of one tensor that is zero-padded to `padded` rows before it is split."""
+    """The rank's share of one tensor, which is zero-padded to `padded` rows before it is split."""
 
     padded: int = 0
 
@@ -111,9 +111,9 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a tensor.
+    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor.
 
-    parts     rows of each part, as names of ModelShape attributes
+    parts     number of rows in each part, given as names of ModelShape attributes
     """
 
     tiling: Tiling

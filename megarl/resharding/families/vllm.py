@@ -1,4 +1,4 @@
-"""Describe the weights of a vLLM worker."""
+"""Describe the weights in a vLLM worker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this, independently of tp."""
+"""vLLM pads the vocabulary size to a multiple of this value, regardless of tp."""
 
 DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
-"""Name suffix of the stacked down-projections of experts; their last axis is the intermediate size."""
+"""Name suffix of the stacked expert down-projections; their last axis is the intermediate size."""
 
 
 def vllm_holder(
@@ -33,13 +33,13 @@ def vllm_holder(
     """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
 
     Args:
-        dtype: dtype of the weights, such as "bfloat16" (None: the checkpoint's).
+        dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         expert_parallel: whether each worker holds whole experts, evenly distributed, instead of a share of each expert.
         padded_experts: size to which a worker zero-pads its share of the experts' intermediate size (None: no padding).
             See `padded_experts`.
 
     Raises:
-        UserError: tp does not divide the model.
+        UserError: the model cannot be split evenly over tp workers.
     """
     return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts))
 
@@ -52,16 +52,16 @@ def vllm_holders(
     expert_parallel: bool = False,
     padded_experts: int | None = None,
 ) -> list[Holder]:
-    """Return the holders of all workers of all engines. See `vllm_holder` for the arguments."""
+    """Return the holders for all workers in all engines. See `vllm_holder` for the arguments."""
     shards = [_shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts) for rank in range(tp)]
     return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
 
 
 def padded_experts(parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> int | None:
-    """Return the size to which a worker pads its share of the experts' intermediate size; None without experts.
+    """Return the size to which a worker pads its share of the experts' intermediate size; None for a dense model.
 
-    The kernels of vLLM's CPU build require particular multiples, so the size is read from the parameters of a running
-    worker (name -> shape and dtype).
+    vLLM's CPU kernels require certain multiples, so the size is inferred from the parameters of a running worker
+    (name -> shape and dtype).
     """
     return next((shape[-1] for name, (shape, _) in parameters.items() if name.endswith(DOWN_PROJECTIONS)), None)
 
@@ -95,7 +95,7 @@ def _shard(
 
 
 def _expert_range(count: int, parts: int, part: int) -> range:
-    """Return the indices in part `part` of `parts`; the first `count % parts` parts have one more than the others."""
+    """Return the expert indices in part `part` of `parts`; the first `count % parts` parts have one expert more."""
     each, remainder = divmod(count, parts)
     start = part * each + min(part, remainder)
     return range(start, start + each + (part < remainder))

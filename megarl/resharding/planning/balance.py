@@ -1,4 +1,4 @@
-"""Choose the links of a plan: spread the load over replicas, and let each byte enter a node once."""
+"""Choose the links in a plan: balance the load over replicas, and send each byte to a node only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Route(NamedTuple):
     """The links over which a rectangle is sent.
 
     links      from sources to destinations
-    forwards   from destinations to other destinations on their node
+    forwards   from destinations to different destinations on the same node
     """
 
     links: tuple[Link, ...]
@@ -23,14 +23,15 @@ class Route(NamedTuple):
 
 
 class Balance:
-    """Chooses links and balances the bytes that replicas send.
+    """Chooses links and balances the number of bytes that replicas send.
 
-    A destination receives from a source on its own device or, failing that, on its own node. If its node has no source,
-    one destination of the node receives from another node and forwards to the others: a byte enters a node once.
+    A destination receives from a source on its own device or, if there is none, from one on its own node. If the node
+    has no source, one of its destinations receives from a different node and forwards to the rest, so each byte enters
+    a node once.
 
-    The next sender is the replica that is least ahead of its fair share, which is an equal part for all replicas that
-    could have sent. Copies on one device do not count. The destinations that receive for their node take turns in the
-    same way.
+    The next sender is the replica that has sent the fewest bytes relative to its fair share. The fair share of a
+    transfer is equal for all replicas that could send it. Copies within one device do not count. The destinations that
+    receive for their node are chosen in the same way.
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
@@ -39,13 +40,13 @@ class Balance:
         """
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
-        """Bytes that each holder has sent, minus its fair share."""
+        """Number of bytes that each holder has sent, minus its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._holders_by_node: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}
 
     def even_parts(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> int:
-        """Return the number of equal parts that a rectangle must be split into so that all sources can send equally."""
+        """Return the number of equal parts into which to split a rectangle so that all sources can send equally."""
         if len(sources) == 1:
             return 1
         receivers = self.by_node(destinations)
@@ -55,7 +56,7 @@ class Balance:
         return len(sources) // gcd(len(sources), len(receivers))
 
     def route(self, sources: tuple[int, ...], destinations: tuple[int, ...], num_bytes: int) -> Route:
-        """Return the route from sources to destinations and add its bytes to their load."""
+        """Return the route from the sources to the destinations, and add its bytes to the load of the senders."""
         order = sources if len(sources) == 1 else tuple(sorted(sources, key=self._ahead.__getitem__))
         key = order, destinations, self._turn(destinations, num_bytes)
         if key not in self._routes:
@@ -79,7 +80,7 @@ class Balance:
         return self._holders_by_node[holders]
 
     def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
-        """Return the index, within each node's holders, of the one that receives for the node."""
+        """Return the index, among the destinations on each node, of the one that receives for its node."""
         size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0
@@ -89,7 +90,7 @@ class Balance:
         return turn
 
     def _make_route(self, order: tuple[int, ...], destinations: tuple[int, ...], turn: int) -> Route:
-        """Build the route. `order` lists the sources, the next sender first."""
+        """Build the route. `order` lists the sources, starting with the next sender."""
         links, forwards = [], []
         remote_nodes = 0
         for receivers in self.by_node(destinations):

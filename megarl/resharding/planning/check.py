@@ -1,4 +1,4 @@
-"""Prove that a plan writes every destination element exactly once, with the right value.
+"""Prove that a plan writes every destination element exactly once, with the correct value.
 
 The proof is independent of the planner.
 """
@@ -30,13 +30,13 @@ class PlanError(ValueError):
 
 
 def check_plan(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
-    """Raise PlanError unless all of these hold:
+    """Raise a PlanError unless all of these conditions hold:
 
     - Buckets and padding tile every parameter of every destination: each element is written exactly once.
     - Nothing else is written: every byte that is sent is stored.
-    - Each move has the same canonical coordinates at both ends of each link; padding has none.
-    - Each move states the dtypes of its two ends.
-    - A destination forwards only what it has received before.
+    - Each move has the same canonical coordinates at both ends of each link; padding has no canonical coordinates.
+    - Each move has the dtypes of the parameters at its two ends.
+    - A destination forwards only elements that it has already received.
     - The order, if the plan has one, contains every hop exactly once.
 
     Holders with the same shard and the same moves are checked once.
@@ -114,7 +114,7 @@ class _Check:
         return canonical
 
     def _check_coverage(self) -> None:
-        """Check one destination of each kind: those with the same shard that receive the same places."""
+        """Check one representative of all destinations that have the same shard and receive the same places."""
         written = self._written()
         received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for receivers in written:
@@ -128,7 +128,7 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Return receivers -> places written at each of them. A holder that receives a bucket twice appears twice."""
+        """Return receivers -> places written at each receiver. A holder that receives a bucket twice is listed twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))
@@ -152,7 +152,7 @@ class _Check:
                 yield Hop(number, link)
 
     def _check_forwards(self) -> None:
-        """Check the links that start at a destination, within a bucket it has received or in a later bucket."""
+        """Check the links from destinations: the elements must come from the same bucket or from an earlier one."""
         received: dict[int, list[Place]] = {
             link.source: []
             for bucket in self._plan.buckets
@@ -174,13 +174,13 @@ class _Check:
     def _check_received(self, link: Link, move: Move, received: Iterable[Place]) -> None:
         parameter, rectangle = move.source
         common = [intersect(place.rectangle, rectangle) for place in received if place.parameter == parameter]
-        # No element is written twice, so the common parts are disjoint.
+        # No element is written twice, so the intersections are disjoint.
         if sum(num_elements(part) for part in common if part is not None) != num_elements(rectangle):
             raise PlanError(f"{self._plan.holders[link.source]} forwards elements that it has not received: {move}")
 
 
 class _Parameters:
-    """Maps places of a shard's parameters to canonical coordinates."""
+    """Maps places in a shard's parameters to canonical coordinates."""
 
     def __init__(self, shard: Shard):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -190,7 +190,7 @@ class _Parameters:
             pieces.sort(key=_start)
 
     def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
-        """Return the canonical coordinates of a place, or None for padding and for elements outside all pieces."""
+        """Return the canonical coordinates of a place, or None for padding and for elements that no piece covers."""
         piece = self._piece(place)
         if piece is None or piece.canonical is None:
             return None
@@ -203,7 +203,7 @@ class _Parameters:
     def _piece(self, place: Place) -> Piece | None:
         pieces = self._pieces.get(place.parameter, [])
         start = tuple(low for low, _ in place.rectangle)
-        # Pieces usually follow each other along one axis. Then the last piece that starts at or before the place
+        # Pieces are usually consecutive along one axis. The last piece that starts at or before the place then
         # contains it.
         near = bisect_right(pieces, start, key=_start)
         for piece in chain(pieces[max(0, near - 1) : near], pieces):
@@ -234,9 +234,9 @@ def _check_tiling(name: str, shard: Shard, places: Iterable[Place]) -> None:
 
 
 def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None:
-    """Return a rectangle that two of the rectangles share, if any.
+    """Return the intersection of two of the rectangles, or None if all are disjoint.
 
-    Avoids comparing all pairs: axis by axis, only rectangles with overlapping spans are compared.
+    Does not compare all pairs: axis by axis, only rectangles whose spans overlap are compared.
     """
     if len(rectangles) < 2:
         return None

@@ -1,12 +1,12 @@
-"""Choose the NCCL communicators for a plan. Their number does not grow with a rank's number of neighbours.
+"""Choose the NCCL communicators for a plan. Their number does not depend on how many neighbors a rank has.
 
-A rank executes the batches of a communicator one by one. Transfers between nodes and forwarding inside a node therefore
-use separate communicators, so that the slow ones do not delay the fast ones. Between nodes, trainers only send and
-engines only receive; one communicator suffices there, since a rank's port carries one batch at a time anyway.
+A rank executes the batches in a communicator one by one. Transfers between nodes and forwarding inside a node therefore
+use separate communicators, so that slow transfers do not delay fast ones. Between nodes, trainers only send and engines
+only receive; one communicator is enough, because a rank's port carries only one batch at a time.
 
-NCCL does not allow two ranks of a communicator on one GPU. If trainers and engines share GPUs, links between nodes are
-therefore divided by the lowest bit in which their two node numbers differ: a communicator contains the trainers of all
-nodes with one value of that bit, and the engines of all nodes with the other value.
+NCCL does not allow two ranks in a communicator to use the same GPU. If trainers and engines share GPUs, links between
+nodes are therefore grouped by the lowest bit in which the two node numbers differ: a communicator contains the trainers
+on all nodes with one value of that bit, and the engines on all nodes with the opposite value.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from megarl.resharding.planning.plan import Communicator, Link, Plan
 MIB = 2**20
 
 CONNECTION = (10 + 2) * MIB
-"""Bytes of NCCL buffers per channel and peer inside a node: receive FIFOs of three protocols (8 steps: LL 0.5 MiB,
+"""Bytes of NCCL buffers per channel per peer inside a node: receive FIFOs for three protocols (8 steps: LL 0.5 MiB,
 LL128 4.69 MiB, Simple NCCL_BUFFSIZE = 4 MiB) and a send header, each rounded up to multiples of 2 MiB (init.cc:
 computeBuffSizes; p2p.cc: CUDA_IPC_MIN). NVIDIA/nccl issue 1685 shows allocations of these two sizes."""
 
 EXCHANGE_CHANNELS = 32
-"""Channels between two ranks of a node, in a communicator that does not leave the node (NVIDIA/nccl issue 1685)."""
+"""Number of channels between two ranks on one node, for a communicator inside the node (NVIDIA/nccl issue 1685)."""
 
 NETWORK_BUFFERS = 2 * 32 * 16 * 128 * 1024
-"""Bytes of a rank's send and receive buffers for other nodes: 32 channels with 16 steps of NCCL_P2P_NET_CHUNKSIZE each
-(net.cc: sharedBuffersInit)."""
+"""Bytes of a rank's send and receive buffers for transfers between nodes: 32 channels, each with 16 steps of
+NCCL_P2P_NET_CHUNKSIZE (net.cc: sharedBuffersInit)."""
 
 
 class _Key(NamedTuple):
     """Identifies a communicator: links with the same key share it.
 
-    node    the node of a link inside a node; None between nodes
+    node    the node, for links inside a node; None for links between nodes
     bit     lowest bit in which the two node numbers differ, if GPUs are shared
     value   value of that bit at the source node
     """
@@ -45,9 +45,10 @@ class _Key(NamedTuple):
 
 
 def communicators(plan: Plan) -> tuple[Communicator, ...]:
-    """Return the communicators of a plan, each with the ranks that send or receive over it.
+    """Return the communicators for a plan, each with the ranks that send or receive over it.
 
-    If both sides share devices, links from sources on the same node are excluded: destinations read those directly.
+    If both sides share devices, links from sources on the same node are excluded: destinations read these sources
+    directly.
     """
     links: dict[_Key, set[Link]] = defaultdict(set)
     for bucket in plan.buckets:
@@ -72,9 +73,9 @@ def _key(plan: Plan, link: Link) -> _Key:
 
 
 def buffer_bytes(between: int, near: int) -> int:
-    """Estimate the GPU memory of a rank's communicator buffers in bytes (not measured).
+    """Estimate the GPU memory for a rank's communicator buffers in bytes (not measured).
 
-    between   number of its communicators between nodes; each has one set of buffers
-    near      number of its neighbours inside the node; each has its own buffers
+    between   number of the rank's communicators between nodes; each has one set of buffers
+    near      number of the rank's neighbors inside the node; each has separate buffers
     """
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

@@ -1,6 +1,7 @@
-"""Encode a plan as a few arrays, which are cheap to send; each process then decodes its own part.
+"""Encode a plan as a few arrays, which are cheap to send. Each process decodes only its own part.
 
-Pickling a large plan as objects is slow: its moves contain a million names and rectangles, most of them repeated.
+Pickling a large plan as objects is slow, because its moves contain a million names and rectangles, most of them
+repeated.
 
 Plans are not cached on disk. Planning DeepSeek-V3 from 512 to 256 ranks takes 13 s of a startup of several minutes, and
 a cache lookup would take 6 s to describe and hash all holders.
@@ -21,10 +22,10 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Padding, Pl
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompactPlan:
-    """A plan as integer arrays, one row per item.
+    """A plan encoded as integer arrays with one row per item.
 
-    bare     the plan without buckets and order
-    buckets  [B, 2]  bytes of the bucket, cumulative number of moves
+    bare     the plan without its buckets and order
+    buckets  [B, 2]  size of the bucket in bytes, cumulative number of moves
     links    [L, 4]  bucket, 1 if forwarding, source, destination; sorted by bucket
     moves    [M, 6]  source parameter, source rectangle, destination parameter, destination rectangle, source dtype,
                      destination dtype, as indices into `terms`; sorted by bucket
@@ -66,7 +67,7 @@ class CompactPlan:
         )
 
     def part(self, names: Collection[str]) -> Plan:
-        """Decode the part of the plan with links that start or end at these holders. It still lists all holders."""
+        """Decode the links that start or end at these holders. The returned plan still lists all holders."""
         members = [number for number, name in enumerate(self.bare.holders) if name in names]
         links = self.links[np.isin(self.links[:, 2:], members).any(axis=1)]
         hops = self.order[np.isin(self.order[:, 1:], members).any(axis=1)]
@@ -94,5 +95,5 @@ class CompactPlan:
 
 
 def _rows(rows: Iterable[tuple[int, ...]], width: int, dtype: type = np.int32) -> np.ndarray:
-    """Return the rows as an array [num_rows, width], which also works for no rows."""
+    """Return the rows as an array [num_rows, width], even if there are no rows."""
     return np.array([*rows], dtype).reshape(-1, width)

@@ -18,23 +18,24 @@ from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, sc
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a plan.
+    """The cost figures of a plan.
 
-    bytes_total           bytes over all links, copies on one device included
-    bytes_wasted          bytes that a destination does not store, or that enter a node more than once
-    bytes_by_link         "inter": between nodes, "intra": inside a node, "local": on a device that both sides share
+    bytes_total           bytes transferred over all links, including copies within one device
+    bytes_wasted          transferred bytes that a destination does not store, or that enter a node more than once
+    bytes_by_link         bytes per kind of link: "inter" between nodes, "intra" inside a node, "local" within a device
     written_once          whether the plan is proven to write every destination element exactly once
-    source_balance        bytes sent by the busiest source, relative to the mean of its replicas. If sets of replicas
-                          overlap (experts and other layers), their means add up. Copies on one device do not count
-    predicted_seconds     simulated duration of the refit over the network
-    floor_seconds         lower bound: bytes in or out of the busiest rank, divided by the bandwidth of that link
-    communicators         maximum number of NCCL communicators of a rank
-    communicator_bytes    estimated maximum memory of communicators on a GPU
-    neighbours            maximum number of ranks with which a rank exchanges messages
-    operations            maximum number of NCCL messages that a rank sends and receives
-    peak_staging_bytes    maximum bytes of buckets that a rank buffers: the current one to or from another node, and the
-                          next
-    ranks_source, ranks_destination    number of processes of each side
+    source_balance        bytes sent by the busiest source, relative to the mean over its replicas. If sets of replicas
+                          overlap (expert and non-expert weights), their means add up. Copies within one device do
+                          not count
+    predicted_seconds     simulated duration of the refit on the network
+    floor_seconds         lower bound for the duration: bytes through the busiest port, divided by its bandwidth
+    communicators         maximum number of NCCL communicators per rank
+    communicator_bytes    estimated maximum memory for communicators per GPU, in bytes
+    neighbours            maximum number of ranks with which one rank exchanges messages
+    operations            maximum number of NCCL messages that one rank sends and receives
+    peak_staging_bytes    maximum size of a rank's staging buffers in bytes: the bucket in transfer between nodes, and the
+                          next bucket
+    ranks_source, ranks_destination    number of processes on each side
     plan_hash             Plan.plan_hash
     """
 
@@ -59,7 +60,7 @@ class Figures:
 
 
 def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder], bandwidth: Bandwidth) -> Figures:
-    """Check the plan and return its figures. Raises PlanError if the check fails."""
+    """Check the plan and return its figures. Raise a PlanError if the check fails."""
     plan = ordered(plan)
     check_plan(plan, sources, destinations)
     demand = _demand(sources, destinations)
@@ -87,11 +88,11 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Demand(NamedTuple):
-    """The bytes that any plan for these holders must move.
+    """The number of bytes that every plan for these holders must move.
 
     stored    bytes that the destinations store, without padding
-    entering  bytes that must enter nodes that do not have them yet, each once per node
-    fair      bytes that each source sends if replicas share the load equally
+    entering  bytes that must enter nodes without a source for them, counted once per node
+    fair      bytes that each source sends if all replicas send equally
     """
 
     stored: int
@@ -129,7 +130,7 @@ def _shares(
 ) -> tuple[int, dict[int, float]]:
     """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average.
 
-    places   node and device of each holder
+    places   (node, device) of each holder
     """
     senders_by_node: dict[int, list[int]] = defaultdict(list)
     for holder in senders:
@@ -155,14 +156,14 @@ def _bytes_by_link(plan: Plan) -> dict[str, int]:
 
 
 class _Traffic(NamedTuple):
-    """The neighbours of each rank and its number of messages."""
+    """The neighbors and the number of messages of each rank."""
 
     neighbours: list[set[int]]
     operations: list[int]
 
 
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
-    """Count the messages of each rank; `messages` is the number per link of each bucket.
+    """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link.
 
     If both sides share devices, destinations read the sources on their own node directly, without messages.
     """
@@ -177,7 +178,7 @@ def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
 
 
 def _communicator_bytes(plan: Plan, traffic: _Traffic) -> list[int]:
-    """Return the bytes of communicators on each GPU, summed over the ranks that share it."""
+    """Return the bytes used by communicators on each GPU, summed over the ranks that share the GPU."""
     between = Counter(member for members, is_inside in plan.communicators if not is_inside for member in members)
     num_bytes: dict[tuple[int, int], int] = defaultdict(int)
     for rank, neighbours in enumerate(traffic.neighbours):
@@ -197,8 +198,10 @@ def _source_balance(plan: Plan, fair: Sequence[float]) -> float:
 
 
 def _peak_staging(plan: Plan, simulated: Schedule) -> int:
-    """Return the peak of staged bytes. Only transfers between nodes are staged; inside a node a process can read
-    another one's memory."""
+    """Return the maximum number of bytes that one rank stages.
+
+    Only transfers between nodes are staged; inside a node, a process reads the memory of the source process directly.
+    """
     last_sizes: dict[tuple[int, bool], int] = defaultdict(int)
     peak = 0
     for number, (source, destination), _, _ in simulated.transfers:

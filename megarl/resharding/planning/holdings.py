@@ -1,4 +1,4 @@
-"""Index holders by canonical tensor and rectangle, and divide rectangles among them."""
+"""Index holders by canonical tensor and rectangle, and divide wanted rectangles among the sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.resharding.piece import (
 
 
 class Held(NamedTuple):
-    """A canonical rectangle that one or more holders store at the same place."""
+    """A canonical rectangle and the holders that all store it at the same place."""
 
     canonical: Rectangle
     place: Place
@@ -29,16 +29,16 @@ class Held(NamedTuple):
     holders: tuple[int, ...]
 
     def part(self, rectangle: Rectangle) -> Place:
-        """Return the place of a sub-rectangle of the canonical rectangle."""
+        """Return the place of a part of the canonical rectangle."""
         return Place(self.place.parameter, moved(rectangle, self.canonical, self.place.rectangle))
 
 
 Holdings = dict[str, dict[Rectangle, list[Held]]]
-"""canonical tensor -> rectangle that some holder stores as one piece -> its places and holders."""
+"""canonical tensor -> rectangle that a holder stores as one piece -> places and holders of the rectangle."""
 
 
 def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[int, ...]]:
-    """Return each shard with the numbers of its holders, counted from `first`."""
+    """Return each shard with the indices of its holders; indices start at `first`."""
     numbers: dict[Shard, list[int]] = defaultdict(list)
     for number, holder in enumerate(holders, start=first):
         numbers[holder.shard].append(number)
@@ -46,7 +46,7 @@ def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[in
 
 
 def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
-    """Build the index of these holders, numbered from `first`."""
+    """Build the index for these holders; their own indices start at `first`."""
     shards = shards_of(holders, first)
     members = list(shards.values())
     shards_at: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}
@@ -77,9 +77,9 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 class Division:
     """How the sources cover a wanted rectangle.
 
-    parts     disjoint parts of it, as large as one source can send, each with the indices of the held rectangles that
-              contain it
-    missing   a part that no source holds, if any
+    parts     disjoint parts of the rectangle, each as large as a single source can send, with the indices of the held
+              rectangles that contain the part
+    missing   a part of the rectangle that no source holds; None if the sources cover it
     """
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]
@@ -88,7 +88,7 @@ class Division:
 
 @lru_cache(maxsize=4096)  # layers, experts and replicas repeat the same divisions
 def divide(held: tuple[Rectangle, ...], wanted: Rectangle) -> Division:
-    """Divide a wanted rectangle among `held`, the rectangles of the tensor that sources store as one piece each."""
+    """Divide a wanted rectangle among `held`, the rectangles in its tensor that sources store as single pieces."""
     overlapping = [(i, rectangle) for i, rectangle in enumerate(held) if intersect(rectangle, wanted)]
     parts, missing = [], [wanted]
     for _, rectangle in overlapping:

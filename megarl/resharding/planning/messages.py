@@ -1,4 +1,4 @@
-"""Divide a bucket into messages: large moves are sent unpacked, directly between parameters; the rest is packed."""
+"""Divide a bucket into messages: large moves are sent directly between parameters; small moves are packed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from megarl.resharding.piece import ITEM_BYTES, num_elements
 from megarl.resharding.planning.plan import Bucket, Move
 
 ALIGNMENT = 8
-"""Alignment in bytes within a bucket. A move of any other size is packed, so that it does not misalign later moves."""
+"""Alignment within a bucket in bytes. A move whose size is not a multiple is packed at the end of the bucket."""
 
 UNPACKED_BYTES, UNPACKED_BYTES_NCCL = 128 * 2**10, 8 * 2**20
-"""Minimum bytes of a move that is sent unpacked, over gloo and NCCL. Below it, an extra message costs more than
-packing: a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
+"""Minimum size in bytes of a move that is sent unpacked, over gloo and NCCL. For smaller moves, an extra message costs
+more than packing: a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
 
 LATENCY_S = 30e-6
 """Fixed cost of an NCCL operation in seconds. An estimate, not measured."""
 
 
 def move_bytes(move: Move) -> int:
-    """Return the bytes of a move on the wire."""
+    """Return the number of bytes that are sent for a move."""
     return num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
 
 
@@ -27,6 +27,6 @@ def is_unpacked(move: Move, min_bytes: int) -> bool:
 
 
 def num_messages(bucket: Bucket, min_bytes: int = UNPACKED_BYTES_NCCL) -> int:
-    """Return the number of messages of a bucket per link."""
+    """Return the number of messages that a bucket needs per link."""
     unpacked = sum(is_unpacked(move, min_bytes) for move in bucket.moves)
     return unpacked + (unpacked < len(bucket.moves))
