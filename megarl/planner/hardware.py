@@ -1,4 +1,4 @@
-"""Nominal figures of GPUs and their links, and the share of them that a step achieves."""
+"""Nominal specifications of GPUs and their links, and the fraction of them that a training step achieves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU in its usual server of eight, with its manufacturer's figures. Links are given per direction.
+    """A GPU in its standard eight-GPU server, with the manufacturer's specifications.
+
+    Link bandwidths are per direction, in GB/s.
 
     Attributes:
-        memory_gib: memory available to processes as the driver reports it, without ECC and firmware.
+        memory_gib: memory available to processes, as reported by the driver (excludes ECC and firmware).
         tflops: dense bfloat16 throughput in TFLOP/s.
-        memory_gb_s: bandwidth of its memory.
-        nvlink_gb_s: bandwidth to the other GPUs of the server.
-        network_gb_s: bandwidth to other servers: its share of the server's network cards.
+        memory_gb_s: GPU memory bandwidth.
+        nvlink_gb_s: bandwidth to the other GPUs in the server.
+        network_gb_s: bandwidth to other servers, which is this GPU's share of the server's network cards.
         host_gb_s: bandwidth to host memory over PCIe.
-        host_gib: its share of the server's host memory.
-        source: where the figures are published.
+        host_gib: this GPU's share of the server's host memory.
+        source: publication of the specifications.
     """
 
     memory_gib: float
@@ -46,31 +48,32 @@ GPUS: dict[str, Gpu] = {
     ),
     "B200-180GB": Gpu(179.1, 2250, 7700, 900, 50, 64, 512, "DGX B200 datasheet (1.44 TB of GPU memory, 62 TB/s, 4 TB)"),
 }
-"""The supported GPUs by the names that --gpus accepts."""
+"""Maps each GPU name that --gpus accepts to its specifications."""
 
 DENSE_SHARE = 0.55
-"""Share of a GPU's nominal throughput that dense layers achieve, without waiting for other ranks, which is modelled
-separately. Megatron-LM reports up to 47 % for whole training steps on H100, waiting included."""
+"""Fraction of a GPU's nominal throughput that dense layers achieve. It excludes time spent waiting for other ranks,
+which is modeled separately. Megatron-LM reports up to 47 % for full training steps on H100, including waiting."""
 
 EXPERT_SHARE = 0.48
 EXPERT_ROWS = 256
-"""Experts with r rows on a rank achieve EXPERT_SHARE · r / (r + EXPERT_ROWS), because their products are small. The
-form and EXPERT_ROWS are assumptions; 14,336 rows give the 468 TFLOP/s (47 %) that Megatron-core reports for Mixtral
-8x7B."""
+"""An expert that processes r rows on a rank achieves the fraction EXPERT_SHARE · r / (r + EXPERT_ROWS) of the nominal
+throughput, because its matrix products are small. The formula and EXPERT_ROWS are assumptions. With 14,336 rows, the
+formula gives the 468 TFLOP/s (47 %) that Megatron-core reports for Mixtral 8x7B."""
 
 MEMORY_SHARE = 0.7
-"""Share of the nominal memory bandwidth that an engine step achieves. An assumption."""
+"""Fraction of the nominal memory bandwidth that an engine step achieves. This value is an assumption."""
 
 LINK_SHARE = 0.75
-"""Share of a link's nominal bandwidth that a collective of large messages achieves. An assumption."""
+"""Fraction of a link's nominal bandwidth that collectives with large messages achieve. This value is an assumption."""
 
 STORAGE_GB_S = 4
-"""GB/s that each node writes to the shared file system while all nodes write. An assumption."""
+"""Write bandwidth of each node to the shared file system while all nodes write, in GB/s. This value is an
+assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The GPUs of a run, in servers that are filled one after another."""
+    """The GPUs for a run. Nodes are filled one after another."""
 
     name: str
     gpu: Gpu
@@ -86,9 +89,13 @@ class Cluster:
         return -(-self.num_gpus // self.gpus_per_node)
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Return the bandwidth of each rank in a process group of `ranks` ranks that are `stride` ranks apart.
+        """Return the bandwidth of each rank in a process group, in bytes per second.
 
         A ring over several nodes leaves each node once and uses the network cards of all its ranks on that node.
+
+        Args:
+            ranks: number of ranks in the process group.
+            stride: distance between neighboring ranks of the group.
         """
         if ranks * stride <= self.gpus_per_node:
             return LINK_SHARE * 1e9 * self.gpu.nvlink_gb_s
@@ -105,7 +112,11 @@ class Cluster:
 
 
 def read_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
-    """Parse a cluster such as "64xH100-80GB". Raises UserError if it is malformed or the GPU is unknown."""
+    """Parse a cluster description such as "64xH100-80GB".
+
+    Raises:
+        UserError: the description is malformed or names an unknown GPU.
+    """
     match = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
     if match is None:
         raise UserError(f"--gpus {text}: expected a number and a GPU. Fix: use a form such as 64xH100-80GB")

@@ -1,4 +1,4 @@
-"""Layouts that a model and a number of GPUs allow, and the reasons against the others."""
+"""Candidate layouts for a model on a given number of GPUs, and the rules that exclude invalid layouts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from megarl.planner.hardware import Cluster
 MOST_STAGES = 32
 LARGEST_ENGINE = 32
 SHORTEST_SHARE = 2048
-"""Minimum tokens of the longest sample per context-parallel rank. Smaller shares gain nothing."""
+"""Minimum number of tokens that each context-parallel rank receives from the longest sample. Splitting the sample
+further does not speed up training."""
 
 
 def with_layout(config: Config, **sizes: Any) -> Config:
-    """Return the recipe with these keys of actor.layout replaced."""
+    """Return the recipe with the given keys replaced in actor.layout."""
     layout = config.actor.layout.model_copy(update=sizes)
     return config.model_copy(update={"actor": config.actor.model_copy(update={"layout": layout})})
 
 
 def with_engine(config: Config, **keys: Any) -> Config:
-    """Return the recipe with these keys of rollout replaced."""
+    """Return the recipe with the given keys replaced in the rollout section."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
 
 
 def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each rule that the layout of the actor or of its engines breaks."""
+    """Return an error line for each rule that the actor's layout or the engines' layout breaks."""
     lines = [rule("actor.layout.", config.actor.layout) for rule in layout_rules.RULES]
     lines += [rule(config, config.actor) for rule in placed_rules.RULES]
     try:
@@ -45,14 +46,18 @@ def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 class Sizes:
-    """The powers of two that the model divides by, for each kind of parallelism.
+    """Powers of two into which the model can be split evenly, for each kind of parallelism.
 
     Attributes:
-        refused: a line for each size up to the cluster's maximum that the model does not divide by.
+        refused: an error line for each power of two, up to the cluster's maximum, into which the model cannot be split.
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
-        """Find the sizes. Raises UserError if the recipe breaks a rule in every layout."""
+        """Find the valid sizes.
+
+        Raises:
+            UserError: the recipe breaks a rule in every layout.
+        """
         self._config, self._hf_config = config, hf_config
         self.refused: list[str] = []
         raise_all(self._broken("actor.layout.tp", 1))
@@ -88,9 +93,9 @@ class Sizes:
 def training_layouts(
     config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
 ) -> Iterator[Layout]:
-    """Yield the layouts of this many GPUs whose weights and gradients alone may fit.
+    """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit.
 
-    The rules are not checked here, as they need the whole recipe: see `broken_rules`.
+    Layout rules are not checked here because they need the full recipe. Use `broken_rules` to check them.
     """
     context = config.context_of(config.actor)[1]
     for tp in sizes.tp:
@@ -122,7 +127,7 @@ def training_layouts(
 
 
 def _expert_sizes(sizes: Sizes, ranks: int, tp: int) -> list[tuple[int, int | None]]:
-    """Return (ep, etp) that tile the ranks of a pipeline stage."""
+    """Return the (ep, etp) pairs whose product divides the number of ranks in a pipeline stage."""
     pairs: list[tuple[int, int | None]] = [(1, None)]
     for ep in sizes.ep[1:]:
         pairs += [(ep, etp) for etp in sorted({1, tp}) if ranks % (ep * etp) == 0]
@@ -130,7 +135,7 @@ def _expert_sizes(sizes: Sizes, ranks: int, tp: int) -> list[tuple[int, int | No
 
 
 def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory_bytes: float) -> bool:
-    """Return whether bfloat16 weights and float32 gradients fit, without those of the embedding and the head."""
+    """Return whether bfloat16 weights and float32 gradients fit, excluding the embedding and the output head."""
     shape = model.shape
     experts = 0
     if shape.experts is not None:
@@ -140,7 +145,10 @@ def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory
 
 
 def _stages(num_layers: int, pp: int) -> int | None:
-    """Return the number of layers of the last stage: 0 if the layers divide evenly, None if none are left for it."""
+    """Return the number of layers in the last pipeline stage.
+
+    Return 0 if the layers can be split evenly, and None if the earlier stages leave no layers for the last one.
+    """
     per_stage = -(-num_layers // pp)
     last = num_layers - (pp - 1) * per_stage
     if num_layers % pp == 0:

@@ -1,6 +1,6 @@
-"""Memory of a GPU in each phase of a step, and of a node's host, in closed form.
+"""Closed-form estimates of GPU memory in each phase of a step, and of host memory on a node.
 
-Phases follow one another, so their peaks are never added: a layout fits if its fullest phase does.
+Phases run one after another, so their peaks are never added: a layout fits if its most memory-intensive phase fits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from megarl.planner.workload import Workload
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
-    """Return the load of the fullest GPU in each phase, in the order of a step.
+    """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases.
 
-    Besides the model that computes, the GPU holds the largest rank of every model that shares devices with it.
+    In addition to the computing model, the GPU is assumed to hold the largest rank of every model that shares its
+    devices.
     """
     stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
     states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
@@ -36,7 +37,7 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
             resident = held if workload.is_offline else staying(config, role, held)
-            # An implicit reward model scores and trains in one turn; a KL reward is computed with all states loaded.
+            # An implicit reward model scores and trains in one phase. KL rewards are computed with all states loaded.
             has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
             in_passes = held if has_all else {"parameters": held["parameters"], **resident}
             reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)
@@ -54,7 +55,7 @@ def _named(role: Role, parts: Mapping[str, float]) -> dict[str, float]:
 def _stages(
     config: Config, settings: Trained, model: ModelParameters, workload: Workload
 ) -> list[tuple[RankMemory, int]]:
-    """Return, for a rank of each pipeline stage, its memory in training and the bytes of a forward-only pass."""
+    """Return each pipeline stage's memory per rank: the training memory, and the bytes for a forward-only pass."""
     layout, num_bytes = settings.layout, item_bytes(config)
     tokens = settings.tokens_per_microbatch * layout.cp
     packed = workload.packed(settings)
@@ -68,26 +69,27 @@ def _stages(
 
 
 def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
-    """Return the bytes of a model's states on the GPU, by their names in the key `offload`."""
+    """Return the GPU bytes of each model state, keyed by the name that `offload` uses for the state."""
     on_gpu = memory.optimizer * (1 - optimizer_share_in_host(settings, memory))
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": on_gpu}
 
 
 def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
-    """Return the share of the optimizer state that Megatron keeps and steps in host memory.
+    """Return the fraction of the optimizer state that Megatron stores and updates in host memory.
 
-    megatron_overrides.optimizer sets it. Main weights leave the GPU only with use_precision_aware_optimizer.
+    The fraction is set in megatron_overrides.optimizer. Main weights are offloaded only if
+    use_precision_aware_optimizer is set.
     """
     overrides = settings.megatron_overrides.optimizer
     if not overrides.get("optimizer_cpu_offload"):
         return 0.0
-    has_main_weights = memory.weights < memory.gradients  # weights of 2 bytes
+    has_main_weights = memory.weights < memory.gradients  # weights have 2 bytes per parameter
     moments = 2 / 3 if has_main_weights and not overrides.get("use_precision_aware_optimizer") else 1.0
     return moments * overrides.get("optimizer_offload_fraction", 0.0)
 
 
 def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Return the bytes of the other models' states that stay on the same GPU."""
+    """Return the bytes that the other models' states occupy on the same GPU because they are not offloaded."""
     spans = device_spans(config)
     role_span = spans.pop(NAMES[role])
     others = {
@@ -101,10 +103,11 @@ def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[s
 def _reserve(
     config: Config, models: Models, name: str, stages: Mapping[Role, int], gpus_per_node: int
 ) -> dict[str, float]:
-    """Return the bytes besides tensors that processes hold on a GPU of the processes called `name`.
+    """Return the bytes that processes reserve on a GPU in addition to their tensors.
 
     Args:
-        stages: pipeline stage on that GPU, by role; for roles that are missing, the largest stage is assumed.
+        name: processes whose GPU is considered; see `device_spans`.
+        stages: the pipeline stage on that GPU for each role. The largest stage is assumed for missing roles.
     """
     spans = device_spans(config)
     span = spans[name]
@@ -120,7 +123,7 @@ def _reserve(
 
 
 def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
-    """Return what the reward model holds on a GPU that it shares with the processes called `name`."""
+    """Return the reward model's bytes on a GPU that it shares with the processes called `name`."""
     spans = device_spans(config)
     if models.reward is None or not overlap(spans[name], spans[NAMES["reward_model"]]):
         return {}
@@ -135,12 +138,13 @@ def _training(
     memory: RankMemory,
     passing: int,
 ) -> list[Load]:
-    """Return the loads of the phases in which the model computes.
+    """Return the memory loads of the phases in which the model computes.
 
     Args:
-        resident: bytes on the GPU during updates, without activations.
-        in_passes: bytes on the GPU during forward-only passes, without those of the pass itself.
-        passing: bytes of a forward-only pass.
+        where: suffix of the phase name that identifies the pipeline stage.
+        resident: bytes on the GPU during updates, excluding activations.
+        in_passes: bytes on the GPU during forward-only passes, excluding the pass's own memory.
+        passing: bytes that a forward-only pass needs.
     """
     role = settings.section
     kept = {"activations": memory.activations, "head": memory.head}
@@ -159,9 +163,10 @@ def _training(
 def _engine(
     config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]], cluster: Cluster
 ) -> list[Load]:
-    """Return the loads of the phases in which the engine is awake.
+    """Return the memory loads of the phases in which the engine is awake.
 
-    Colocated engines share GPUs with the actor's ranks, so there are loads for each of its pipeline stages.
+    Colocated engines share GPUs with the actor's ranks, so the result contains loads for each pipeline stage of the
+    actor.
     """
     actor = models.actor
     weights = actor.engine_bytes(config)
@@ -183,7 +188,7 @@ def _engine(
 
 
 def _fullest(loads: list[Load]) -> list[Load]:
-    """Return the fullest load of each phase over all pipeline stages."""
+    """Return the largest load in each phase over all pipeline stages."""
     fullest: dict[str, Load] = {}
     for load in loads:
         phase = load.phase.partition(",")[0]
@@ -193,7 +198,10 @@ def _fullest(loads: list[Load]) -> list[Load]:
 
 
 def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
-    """Return the first phase of a step that does not fit, None if all fit. Its fix may also help the later ones."""
+    """Return the load of the first phase that does not fit, or None if all phases fit.
+
+    Only the first is returned because its fix may also help the later phases.
+    """
     return next((load for load in loads if load.total > cluster.memory_bytes), None)
 
 
@@ -206,11 +214,11 @@ def refusal(load: Load, cluster: Cluster) -> str:
 
 
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Return the bytes in a node's host memory by purpose.
+    """Return the bytes in a node's host memory, keyed by purpose.
 
-    These are offloaded states, optimizer states that are stepped on the host, the reference's weights, the copy that a
-    background save writes from, weights that sleeping engines need again, and the samples of a step. Every rank of the
-    node is assumed to hold as much as the fullest one.
+    The host stores offloaded states, optimizer states that are updated on the CPU, the reference model's weights, the
+    copy for background saves, the weights of sleeping engines, and the samples of a step. Every rank on the node is
+    assumed to need as much as the largest rank.
     """
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
@@ -234,14 +242,14 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
 
 
 def _engines_keep_weights(config: Config) -> bool:
-    """Return whether sleeping engines keep their weights in host memory: see EngineGroup.sleep."""
+    """Return whether sleeping engines keep their weights in host memory. See `EngineGroup.sleep`."""
     rollout = config.rollout
     between_rounds = config.batch.sampling_rounds > 1 and reward_model_is_beside_engines(config)
     return between_rounds or rollout.vllm_overrides.get("quantization") is not None
 
 
 def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
-    """Return the bytes that the rank with the most to write saves."""
+    """Return the largest number of bytes that any rank writes to a checkpoint."""
     stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
     return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)
 

@@ -1,4 +1,4 @@
-"""Plans of a recipe on GPUs that this machine does not have: layouts that fit, step time and bottlenecks."""
+"""Plans for running a recipe on GPUs that this machine does not have: layouts that fit, step times and bottlenecks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Planned:
     """The result of `megarl plan`.
 
     Attributes:
-        best: the fastest recipe that fits, or the given one.
-        found: the result of the search, None with --as-it-is.
+        best: the fastest recipe that fits, or the given recipe.
+        found: the search result, or None with --as-it-is.
     """
 
     best: StepPlan
@@ -52,15 +52,16 @@ def plan_recipe(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Return the plans of a recipe.
+    """Return the plans for running a recipe on a cluster.
 
     Args:
-        as_it_is: plan only the recipe's own layout instead of searching all layouts.
-        prompt_tokens: mean tokens of a prompt, see Workload.of.
-        response_tokens: mean tokens of a response, see Workload.of.
+        as_it_is: whether to plan only the recipe's own layout instead of searching all layouts.
+        prompt_tokens: mean number of tokens per prompt; see `Workload.of` for the default.
+        response_tokens: mean number of tokens per response; see `Workload.of` for the default.
 
     Raises:
-        UserError: no layout fits, or the recipe's own one does not. The message has the arithmetic and the fix.
+        UserError: no layout fits, or the recipe's own layout does not fit. The message includes the arithmetic and a
+            fix.
     """
     actor = _config_json("model.path", config.model.path, config.model.revision)
     models = _models(config, actor)
@@ -81,15 +82,19 @@ def plan_recipe(
 
 
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
-    """Simulate runs of the first plan for its recipe's rollout.max_staleness and the values in `ahead`.
+    """Simulate runs of the first plan with different values of rollout.max_staleness.
 
-    Shared GPUs always recompute the KV cache after a refit, because it does not survive training.
+    On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training.
 
     Args:
-        lengths: recorded response lengths; if empty, lengths are drawn by log_normal_lengths.
+        lengths: recorded response lengths in tokens. If empty, lengths are drawn with `log_normal_lengths`.
+        ahead: values of rollout.max_staleness to simulate in addition to the recipe's own value.
 
     Returns:
         The simulated run for each value of rollout.max_staleness.
+
+    Raises:
+        UserError: the recipe trains on offline data.
     """
     best, config = planned.best, planned.best.config
     if config.is_offline:
@@ -119,10 +124,10 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
 
 def recorded(file: Path | None) -> list[int]:
-    """Return the response lengths in a rollouts file, such as rollouts/step_000010.jsonl in a run's folder.
+    """Return the response lengths that a rollout file records, such as rollouts/step_000010.jsonl in a run folder.
 
     Raises:
-        UserError: the file is not a rollouts file or is empty.
+        UserError: the file is empty or is not a rollout file.
     """
     if file is None:
         return []
@@ -152,7 +157,7 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
 
 
 def _models(config: Config, actor: Mapping[str, Any]) -> Models:
-    """Return the run's models from their config.json files; a section without a path uses the actor's."""
+    """Read the config.json files of the run's models. Sections without a path use the actor's model."""
     paths: dict[Role, str | None] = {"actor": None}
     if config.has_critic:
         paths["critic"] = config.critic.path
@@ -166,7 +171,8 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a model's config.json without its quantization: trainers and engines hold unquantized weights."""
+    """Return a model's config.json with its quantization removed, because trainers and engines hold unquantized
+    weights."""
     try:
         return {**read_local_config(path, key=key, revision=revision), "quantization_config": None}
     except ModelNotLocal as reason:
@@ -174,7 +180,10 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
 
 
 def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
-    """Return the error of a search that found nothing: the problem of the nearest layout, or the bytes of any."""
+    """Return the error message for a search that found no plan.
+
+    The message describes why the nearest layout does not fit, or the minimum memory if no valid layout exists.
+    """
     if found.nearest is not None:
         layout = found.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())
@@ -189,7 +198,7 @@ def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
 
 
 def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
-    """Return the fix if nothing fits: the number of GPUs that suffices, if two or four times as many do."""
+    """Return the suggested fix if no layout fits. It names a sufficient number of GPUs: twice or four times as many."""
     for times in (2, 4):
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
@@ -198,7 +207,7 @@ def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: 
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a layout that differ from the layout of one process, and etp if ep > 1."""
+    """Return the layout keys that differ from a single-process layout, plus etp if ep > 1."""
     changed = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if sizes[name] > 1} or {"dp": 1}
     if sizes["ep"] > 1:
         changed["etp"] = sizes["tp"] if sizes["etp"] is None else sizes["etp"]

@@ -1,4 +1,4 @@
-"""A plan as one HTML file: placement on GPUs, memory of each phase, timeline of a step."""
+"""Renders a plan as a single HTML file: GPU placement, memory in each phase, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg
 from megarl.resharding.families.megatron import Coordinates
 
 WIDTH = 10.4
-"""Width of a chart in inches, equal to the report's."""
+"""Chart width in inches, equal to the width of charts in the report."""
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Write the page. Raises UserError if the file already exists or cannot be written."""
+    """Write the plan page.
+
+    Raises:
+        UserError: the file already exists or cannot be written.
+    """
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(render(planned))
@@ -41,7 +45,7 @@ def write(planned: Planned, path: Path) -> None:
 
 
 def render(planned: Planned) -> str:
-    """Return the page, which loads no external resources and runs no scripts."""
+    """Return the plan page as HTML. The page loads no external resources and runs no scripts."""
     best = planned.best
     config, times = best.config, best.times
     charts = (
@@ -74,7 +78,7 @@ def render(planned: Planned) -> str:
 
 
 def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
-    """Draw a stacked bar for each phase, with its parts in order."""
+    """Draw one stacked memory bar for each phase."""
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(loads)), facecolor="none", layout="constrained")
         axes = picture.add_subplot(facecolor="none")
@@ -98,7 +102,7 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
 
 
 def draw_timeline(plan: StepPlan) -> str:
-    """Draw the phases of a step over time, each on its own line and labelled with its largest part."""
+    """Draw the phases of a step over time. Each phase has its own row and is labeled with its largest part."""
     spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
@@ -126,7 +130,7 @@ def _placement(config: Config) -> str:
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
-    """Yield a table row for each node, with a cell for each of its GPUs."""
+    """Yield one table row for each node, with one cell for each GPU on the node."""
     spans = device_spans(config)
     for first in range(0, cluster.num_gpus, cluster.gpus_per_node):
         cells = []
@@ -139,7 +143,8 @@ def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
 
 
 def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str], int | None]:
-    """Return a line for each rank on a GPU, and the pipeline stage of the actor's rank, None without one."""
+    """Return a line for each rank on a GPU, and the pipeline stage of the actor's rank (None if the GPU has no actor
+    rank)."""
     lines, stage = [], None
     for placed in config.all_placed:
         name = NAMES[placed.section]
@@ -154,7 +159,7 @@ def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str
 
 
 def _describe_rank(layout: Layout, coordinates: Coordinates, rank: int) -> str:
-    """Return the rank's coordinate in each kind of parallelism of the layout."""
+    """Describe a rank by its coordinate in each kind of parallelism that the layout uses."""
     stage_rank = rank % (layout.tp * layout.cp * layout.dp)
     context, replica = stage_rank // layout.tp % layout.cp, stage_rank // (layout.tp * layout.cp)
     sizes = {

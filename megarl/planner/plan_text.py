@@ -1,4 +1,4 @@
-"""Plans of a recipe as text, as JSON values, and as an overlay of the recipe."""
+"""Formats plans as text, as JSON values, and as an overlay for the recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 5
 
 
 def table(planned: Planned) -> str:
-    """Return the ranking of the plans, followed by the details of the first."""
+    """Return a table that ranks the plans, followed by the details of the first plan."""
     best, found = planned.best, planned.found
     config, cluster = best.config, best.cluster
     used = num_devices(config)
@@ -47,7 +47,11 @@ def table(planned: Planned) -> str:
 
 
 def simulated_table(runs: Mapping[int, Simulated]) -> str:
-    """Return a table of simulated runs. runs: by rollout.max_staleness, with 0 among its keys."""
+    """Return a table that compares simulated runs.
+
+    Args:
+        runs: the simulated run for each value of rollout.max_staleness. The value 0 must be present.
+    """
     synchronous = runs[0].step_seconds
     lines = [
         "simulated, by rollout.max_staleness:",
@@ -62,7 +66,7 @@ def simulated_table(runs: Mapping[int, Simulated]) -> str:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """Return the plans as JSON values: seconds, bytes and recipe keys."""
+    """Return the plans as JSON values. Times are in seconds and sizes in bytes."""
     plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
     return {
         "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
@@ -186,10 +190,14 @@ def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
 
 
 def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config, path: Path, gpus: str) -> None:
-    """Write the first plan as an overlay of the recipe, with the overrides and the keys that the plan changes.
+    """Write the first plan as an overlay for the recipe. It contains the overrides and the keys that the plan changes.
 
     Args:
-        given: the recipe with the overrides.
+        recipe: recipe file that the overlay extends.
+        overrides: command-line overrides of the recipe.
+        given: the recipe with the overrides applied.
+        path: file to write.
+        gpus: value of --gpus.
 
     Raises:
         UserError: the file already exists or cannot be written.
@@ -220,13 +228,13 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
 
 
 def _on_nodes(plan: StepPlan) -> Config:
-    """Return the plan's config with cluster.nodes set to the number of nodes that its ranks fill."""
+    """Return the plan's config with cluster.nodes set to the number of nodes that its ranks occupy."""
     nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
     return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the keys below `key` whose values differ."""
+    """Return the keys under `key` whose values differ between `old` and `new`."""
     keys = []
     for name, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(name), dict) and value:
@@ -237,7 +245,7 @@ def _changed(key: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any
 
 
 def _put(values: dict[str, Any], key: Sequence[str], target: Mapping[str, Any]) -> None:
-    """Copy the target's value of a key into the nested values."""
+    """Copy the value of `key` from `target` into `values`. Both are nested mappings."""
     value: Any = target
     for part in key:
         value = value[part]

@@ -1,4 +1,4 @@
-"""The refit plan of a recipe, made and verified without its machines: bytes that stay on a device or cross links."""
+"""Builds and verifies a recipe's refit plan without its machines, and reports the bytes that each link carries."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megarl.resharding.planning.preview import plan_figures, read_speeds
 
 
 def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Return the figures of the plan that moves the actor's weights into the recipe's engines.
+    """Return the figures for the plan that copies the actor's weights into the recipe's engines.
 
-    Ranks are on the GPUs that the recipe's placement assigns. Every ranks_per_node consecutive GPUs are one node.
+    Ranks run on the GPUs that the recipe's placement assigns to them. Each node has ranks_per_node consecutive GPUs.
 
     Raises:
-        UserError: the recipe has no engines, or its model does not fit it or is not on this machine.
+        UserError: the recipe has no engines, or its model is incompatible with the recipe or is not on this machine.
     """
     if config.is_offline:
         raise UserError(
@@ -74,7 +74,11 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
 
 
 def transport_of(config: Config, figures: Figures) -> str:
-    """Return a line that names the transport of the recipe's weights. figures: those of their plan."""
+    """Return a line that names the transport for the recipe's weights.
+
+    Args:
+        figures: the figures that `preview_refit` returned.
+    """
     transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
     if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
         transport += "; sent between nodes over NCCL or gloo if an engine's node lacks them"

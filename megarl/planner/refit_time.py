@@ -1,4 +1,4 @@
-"""Lower bound on the time of a refit, in closed form. `megarl reshard` makes the plan itself and simulates it."""
+"""Closed-form lower bound on the refit time. `megarl reshard` builds the actual refit plan and simulates it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.resharding.planning.schedule import Bandwidth
 
 @dataclass(frozen=True, slots=True)
 class RefitTime:
-    """Time and bytes of a refit.
+    """Time and traffic of a refit.
 
     Attributes:
-        parts: seconds of each potential bottleneck; all of them overlap.
-        entering: bytes that each node with engines receives.
+        parts: seconds that each potential bottleneck takes. All of them overlap.
+        entering: bytes that each engine node receives.
     """
 
     parts: dict[str, float]
@@ -30,8 +30,8 @@ class RefitTime:
 
 
 def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> RefitTime:
-    """Return the minimum time to bring the actor's weights into every engine, over links at LINK_SHARE of their nominal
-    bandwidth."""
+    """Return the minimum time to copy the actor's weights into every engine. Links are assumed to achieve the fraction
+    LINK_SHARE of their nominal bandwidth."""
     return least_refit(
         config.actor.layout,
         (config.rollout.tp, config.rollout.replicas),
@@ -44,7 +44,7 @@ def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> Refi
 
 
 def _speeds(config: Config, cluster: Cluster) -> Bandwidth:
-    """Return the bandwidths of the links. If trainer and engines are on one node, NVLink connects them."""
+    """Return the link bandwidths. NVLink is used if the trainer and the engines are on the same node."""
     network, nvlink = (1e9 * LINK_SHARE * speed for speed in (cluster.gpu.network_gb_s, cluster.gpu.nvlink_gb_s))
     return Bandwidth(inter=nvlink if num_devices(config) <= cluster.gpus_per_node else network, intra=nvlink)
 
@@ -60,13 +60,13 @@ def least_refit(
 ) -> RefitTime:
     """Return the minimum time of a refit.
 
-    The bytes that a node's engines need enter it once, over the network cards of all its GPUs, and are forwarded inside
-    the node. Colocated engines receive nothing that their node's trainer ranks already hold. The load is spread evenly
-    over the sources.
+    The weights that a node's engines need enter the node once, over the network cards of all its GPUs, and are then
+    forwarded within the node. Colocated engines receive only the weights that the trainer ranks on their node do not
+    hold. The load is assumed to be balanced over the source ranks.
 
     Args:
-        engines: tp of an engine, and the number of engines.
-        rank_bytes: bytes of each engine rank's weights.
+        engines: tensor-parallel size of each engine, and the number of engines.
+        rank_bytes: size of each engine rank's weights in bytes.
     """
     tp, replicas = engines
     workers = tp * replicas
@@ -89,7 +89,7 @@ def least_refit(
 
 
 def _share_on_node(layout: Layout, model: ModelParameters, gpus_per_node: int) -> float:
-    """Return the share of the weights that the trainer ranks of one node hold in total."""
+    """Return the fraction of the weights that the trainer ranks on one node hold together."""
     stage_ranks = layout.tp * layout.cp * layout.dp
     stages = max(1, gpus_per_node // stage_ranks)
     within = min(gpus_per_node, stage_ranks)

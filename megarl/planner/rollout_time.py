@@ -1,4 +1,4 @@
-"""Time of a step's rollout in closed form."""
+"""Closed-form estimate of the rollout time in a step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
 from megarl.planner.workload import Workload
 
 STEP_SECONDS = 1.5e-3
-"""Overhead of an engine step outside its kernels: scheduling and launches. An assumption."""
-
-SEQUENCE_SECONDS = 2.6e-3 / 1024
-"""Overhead per sequence: vLLM's output processing took 2.6 ms for 1,024 sequences on a CPU."""
-
-LAYER_SECONDS, EXPERTS_SECONDS = 40e-6, 40e-6
-"""Minimum latency of a layer's kernels, and of its experts' kernels: about eight kernels of 5 µs each. An
+"""Overhead of an engine step in addition to its kernels: scheduling and kernel launches. This value is an
 assumption."""
 
+SEQUENCE_SECONDS = 2.6e-3 / 1024
+"""Overhead of an engine step per sequence. vLLM's output processing took 2.6 ms for 1,024 sequences on a CPU."""
+
+LAYER_SECONDS, EXPERTS_SECONDS = 40e-6, 40e-6
+"""Minimum latency of a layer's kernels and of its experts' kernels: about eight kernels of 5 µs each. These values are
+assumptions."""
+
 REDUCE_SECONDS = {True: 15e-6, False: 100e-6}
-"""Latency of an all-reduce over an engine's ranks, by whether they are on one node. An assumption."""
+"""Latency of an all-reduce over an engine's ranks, keyed by whether all ranks are on one node. These values are
+assumptions."""
 
 POINTS = 48
-"""Number of points at which the shrinking batch is evaluated."""
+"""Number of batch sizes at which the engine step time is evaluated while the batch shrinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,10 @@ class RolloutTime:
 
     Attributes:
         parts: seconds by cause.
-        full: seconds if the engines always ran full batches, as they do if the next step's prompts may start before the
-            last response has finished.
-        concurrent: sequences of average length that fit into an engine's KV cache at once.
-        guaranteed: sequences of maximum length that fit into it.
+        full: seconds if the engines always run full batches, which requires that the next step's prompts may start
+            before the last response has finished.
+        concurrent: number of average-length sequences that fit into an engine's KV cache at once.
+        guaranteed: number of maximum-length sequences that fit into an engine's KV cache at once.
     """
 
     parts: dict[str, float]
@@ -55,10 +57,10 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Return the bytes of a token in the KV cache of an engine rank.
+    """Return the number of KV cache bytes per token on an engine rank.
 
-    KV heads are split over the ranks, and replicated if there are more ranks than heads. Every rank holds the whole
-    latent of latent attention.
+    KV heads are split over the ranks, and replicated if there are more ranks than heads. With latent attention, every
+    rank holds the full latent vector.
     """
     shape = model.shape
     if shape.latent is not None:
@@ -69,9 +71,9 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
     """Return the time until the longest response has finished.
 
-    The share of responses longer than t is assumed to be (1 − t / L)^(L / r − 1), where L is the maximum and r the mean
-    length. An engine with more samples than fit at once runs full batches until the last one has started; from then on
-    its batch shrinks by that law.
+    The fraction of responses longer than t is assumed to be (1 − t / L)^(L / r − 1). L is the maximum length and r the
+    mean length. An engine whose samples do not all fit at once runs full batches until its last sample has started. Its
+    batch then shrinks according to this formula.
     """
     step = _Step(config, model, cluster)
     samples = workload.samples / config.rollout.replicas
@@ -100,10 +102,10 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
 def engine_step_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, context: float
 ) -> Callable[[int], float]:
-    """Return a function of the batch size that returns the seconds of an engine step.
+    """Return a function that maps a batch size to the duration of an engine step in seconds.
 
     Args:
-        context: tokens of each sequence.
+        context: number of tokens in each sequence.
     """
     step = _Step(config, model, cluster)
     return cache(lambda batch: sum(step.parts(batch, context).values()))
@@ -112,7 +114,8 @@ def engine_step_seconds(
 def recompute_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, prompt_tokens: float
 ) -> Callable[[float], float]:
-    """Return a function of a response's tokens that returns the seconds to recompute its KV cache and its prompt's."""
+    """Return a function that maps a response's length in tokens to the seconds for recomputing the KV cache of its
+    prompt and response."""
     flops_per_second = _Step(config, model, cluster).flops_per_second * config.rollout.tp
 
     def seconds(response_tokens: float) -> float:
@@ -128,7 +131,7 @@ def _add(parts: dict[str, float], step: dict[str, float], steps: float) -> None:
 
 
 class _Step:
-    """One decoding step of an engine, which generates one token for each sequence of the batch."""
+    """One decoding step of an engine. It generates one token for each sequence in the batch."""
 
     def __init__(self, config: Config, model: ModelParameters, cluster: Cluster):
         rollout, shape = config.rollout, model.shape
@@ -149,14 +152,14 @@ class _Step:
         self.latency = REDUCE_SECONDS[rollout.tp <= cluster.gpus_per_node]
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Return the seconds of a step by cause.
+        """Return the duration of a step in seconds, split by cause.
 
-        The step reads all weights, but only the experts that a token of the batch is routed to. With a of E experts
-        active per token, these are E (1 − (1 − a / E)^batch) per layer.
+        The step reads all weights except for experts to which no token in the batch is routed. If a of E experts are
+        active per token, the step reads E (1 − (1 − a / E)^batch) experts per layer.
 
         Args:
             batch: number of sequences.
-            context: tokens of each sequence.
+            context: number of tokens in each sequence.
         """
         experts = self.shape.experts
         touched = 1 - (1 - experts.active / experts.count) ** batch if experts else 0.0

@@ -1,4 +1,4 @@
-"""Time of saving a checkpoint in closed form."""
+"""Closed-form estimate of the time to save a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.planner.phases import most_saved
 
 @dataclass(frozen=True, slots=True)
 class SaveTime:
-    """Time and bytes of a save.
+    """Time and size of a checkpoint save.
 
     Attributes:
-        node_bytes: bytes that the node with the most to write writes.
-        copying: minimum seconds of the copy to host memory, during which training waits.
-        writing: seconds to write the files. Training continues meanwhile if checkpoint.background is set.
+        node_bytes: largest number of bytes that any node writes.
+        copying: minimum seconds for the copy to host memory. Training is blocked during the copy.
+        writing: seconds for writing the files. Training continues during the write if checkpoint.background is set.
     """
 
     node_bytes: float
@@ -27,9 +27,9 @@ class SaveTime:
 
 
 def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:
-    """Return the time of a save, None if the recipe saves nothing.
+    """Return the time of a checkpoint save, or None if the recipe saves no checkpoints.
 
-    All ranks write their own ranges at once. Every rank of a node is assumed to write as much as the largest one.
+    All ranks write their own ranges concurrently. Every rank on a node is assumed to write as much as the largest rank.
     """
     if not config.checkpoint.may_be_saved:
         return None

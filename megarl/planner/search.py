@@ -1,4 +1,4 @@
-"""Search for recipes that fit on a cluster, ranked by the predicted time of a step."""
+"""Searches for recipes that fit on a cluster and ranks them by predicted step time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from megarl.planner.workload import Workload
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
 FASTEST, SMALLEST = 16, 8
-"""Number of training layouts to try with engines: those that train fastest, and those that leave the most memory."""
+"""Number of training layouts to combine with engines: the fastest layouts, and the layouts that need the least
+memory."""
 
 SMALLEST_CACHE_GIB = 0.5
 SPARE_GIB = 1.0
-"""Memory that stays free next to a KV cache sized by the planner."""
+"""GPU memory in GiB that the planner leaves free when it chooses the size of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Found:
     """The result of a search.
 
     Attributes:
-        plans: recipes that fit, fastest first.
-        nearest: if none fits, the recipe that exceeds the memory the least.
-        refused: a line for each size that the model does not divide by.
+        plans: plans that fit, fastest first.
+        nearest: the plan that exceeds the GPU memory by the smallest amount, if no plan fits.
+        refused: an error line for each parallel size into which the model cannot be split evenly.
         tried: number of valid training layouts.
     """
 
@@ -44,9 +45,9 @@ class Found:
 
 
 def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
-    """Return the layouts of training and engines that fit.
+    """Search for combinations of training layout and engine layout that fit.
 
-    The other trained models use the actor's layout; a reward model keeps its own.
+    All trained models use the actor's layout. A reward model keeps its own layout.
     """
     sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
@@ -75,10 +76,10 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Return the numbers of GPUs to try for a trained model.
+    """Return the GPU counts to try for each trained model.
 
-    Colocated models use all GPUs. Otherwise all trained models together use a quarter, a half or three quarters of
-    them, in whole nodes if there are several.
+    Colocated models use all GPUs. Otherwise the trained models together use one quarter, one half or three quarters of
+    the GPUs. On several nodes, each model uses whole nodes.
     """
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
@@ -98,14 +99,14 @@ def _training_plan(
     cluster: Cluster,
     layout: Layout,
 ) -> StepPlan | None:
-    """Return the plan of a layout with the least recomputation that fits during training.
+    """Return the plan for a layout with the least activation recomputation that fits during training.
 
-    If none fits, the plan has full recomputation. If the layout breaks a rule, return None.
+    If no plan fits, return the plan with full recomputation. If the layout breaks a rule, return None.
     """
     budget = _budget(config, layout)
     best = None
     for recompute in RECOMPUTE:
-        # Assume maximum offloading here; the choice of what to offload is made later, together with the engines.
+        # Assume maximum offloading here. The states to offload are chosen later, together with the engines.
         offload = config.actor.offload if config.is_offline or not config.is_colocated else list(OFFLOADS[-1])
         changed = _for_roles(
             config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget, offload=offload
@@ -127,7 +128,7 @@ def _offline(workload: Workload) -> Workload:
 
 
 def _budget(config: Config, layout: Layout) -> int:
-    """Return the recipe's tokens_per_microbatch, raised if a rank's share of the longest sample needs more."""
+    """Return the recipe's tokens_per_microbatch, increased if the longest sample needs more tokens per rank."""
     context = config.context_of(config.actor)[1]
     needed = context if layout.cp == 1 else -(-context // (2 * layout.cp)) * 2
     samples = 2 if config.algorithm.objective.spec.is_pairwise else 1
@@ -135,13 +136,13 @@ def _budget(config: Config, layout: Layout) -> int:
 
 
 def _for_roles(config: Config, models: Models, **keys: Any) -> Config:
-    """Return the recipe with these keys replaced in the section of every trained model."""
+    """Return the recipe with the given keys replaced in the section of each trained model."""
     sections: dict[Role, Any] = {role: config.placed(role).model_copy(update=keys) for role in models.trained}
     return config.model_copy(update=sections)
 
 
 def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
-    """Return, for each number of GPUs, the plans that train fastest and those that take the least memory."""
+    """Return the plans with the fastest training and the plans with the least memory, for each number of GPUs."""
     shortlist: list[StepPlan] = []
     for gpus in dict.fromkeys(plan.config.actor.layout.world_size for plan in trained):
         same_size = [plan for plan in trained if plan.config.actor.layout.world_size == gpus]
@@ -154,7 +155,12 @@ def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
 def _with_engines(
     plan: StepPlan, models: Models, workload: Workload, cluster: Cluster, sizes: Sizes
 ) -> tuple[list[StepPlan], StepPlan | None]:
-    """Return the plan with the fastest engines that fit, and the plan with the smallest load that does not fit."""
+    """Combine a training plan with engines.
+
+    Returns:
+        The plan with the fastest engines that fit, in a list that is empty if no engines fit.
+        The plan with the smallest memory load among the plans that do not fit, or None.
+    """
     if workload.is_offline:
         return [plan], None
     config = plan.config
@@ -183,7 +189,8 @@ def _with_engine(
     replicas: int,
     offload: tuple[str, ...],
 ) -> StepPlan:
-    """Return the plan with these engines. Their KV cache takes the free memory, up to what a step's samples can use."""
+    """Return the plan with the given engines. Their KV cache uses the free GPU memory, up to the size that a step's
+    samples need."""
     config = _for_roles(config, models, offload=list(offload))
     sleep = config.is_colocated
     smallest = with_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)

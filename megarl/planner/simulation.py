@@ -1,6 +1,6 @@
-"""Simulation of a run's steps under a virtual clock.
+"""Simulates the steps of a run with a virtual clock.
 
-Engines and trainers wait for each other according to the schedule of real runs (`rollout/schedule.py`).
+Engines and trainers wait for each other according to the schedule that real runs use (`rollout/schedule.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from megarl.rollout.schedule import RolloutSchedule
 
 DEVIATION = 1.0
-"""Standard deviation of the logarithm of drawn response lengths. The longest of 512 responses is then about 12 times
-the mean, before truncation. An assumption."""
+"""Standard deviation of the logarithm of drawn response lengths. With this value, the longest of 512 responses is about
+12 times the mean, before truncation. This value is an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Speeds:
 
     Attributes:
         replicas: number of engines.
-        concurrent: sequences that an engine processes at once; others are queued.
-        token_seconds: seconds of an engine step, by its batch size.
-        train_seconds: seconds of all passes and updates of a step.
-        refit_seconds: seconds of a refit, during which engines do not sample.
-        recompute: seconds to recompute a sequence's KV cache after a refit, by its response tokens; None if the cache
-            of older weights is kept.
+        concurrent: maximum number of sequences that an engine processes at once. Additional sequences are queued.
+        token_seconds: maps a batch size to the seconds per engine step.
+        train_seconds: seconds for all passes and updates in a step.
+        refit_seconds: seconds for a refit. Engines do not sample during a refit.
+        recompute: maps the number of tokens generated so far to the seconds for recomputing a sequence's KV cache after
+            a refit. None if the cache from older weights is kept.
     """
 
     replicas: int
@@ -46,10 +46,10 @@ class Simulated:
 
     Attributes:
         step_seconds: mean seconds of a step.
-        engines_idle: share of the time that an engine had no work or waited for weights.
-        trainers_idle: share of the time that the trainers did not train.
-        mean_age: mean number of weight versions between the start of a rollout and the training on it.
-        largest_age: maximum of that number.
+        engines_idle: fraction of the time in which an engine was idle or waited for weights.
+        trainers_idle: fraction of the time in which the trainers were idle.
+        mean_age: mean number of weight versions between the start of a rollout and its use in training.
+        largest_age: maximum number of weight versions between the start of a rollout and its use in training.
     """
 
     step_seconds: float
@@ -61,8 +61,8 @@ class Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The rollouts of one prompt: their response lengths, their first weight version, and the number of unfinished
-    ones."""
+    """The rollouts of one prompt: their response lengths, the weight version at their start, and the number of
+    unfinished rollouts."""
 
     lengths: Sequence[int]
     version: int
@@ -71,11 +71,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine that generates one token per sequence and step.
+    """An engine that generates one token per sequence per step.
 
     Attributes:
-        active: a heap of (last step, number, first step, group) for each running sequence.
-        recomputing: seconds left until the KV cache is recomputed.
+        active: a heap with an entry (last step, sequence number, first step, group) for each running sequence.
+        waiting: an entry (response length, group) for each queued sequence.
+        steps: number of engine steps so far.
+        busy: seconds in which the engine had running sequences.
+        recomputing: remaining seconds until the KV cache is recomputed.
     """
 
     speeds: Speeds
@@ -100,7 +103,7 @@ class _Engine:
 
     @property
     def seconds_to_next(self) -> float:
-        """Seconds until the next sequence finishes."""
+        """Seconds until the next sequence finishes, or infinity if the engine is idle."""
         if not self.active:
             return math.inf
         steps = self.active[0][0] - self.steps
@@ -112,7 +115,7 @@ class _Engine:
             self.recomputing = sum(self.speeds.recompute(self.steps - first) for _, _, first, _ in self.active)
 
     def advance(self, seconds: float, numbers: Iterator[int]) -> list[_Group]:
-        """Sample for this long, at most until the next sequence finishes. Return the groups that have finished."""
+        """Sample for the given time, at most until the next sequence finishes. Return the groups that have finished."""
         if not self.active:
             return []
         self.busy += seconds
@@ -132,7 +135,7 @@ class _Engine:
 
 
 class _Clock:
-    """The virtual clock of a run, with its schedule and engines."""
+    """The virtual clock of a run, together with the run's schedule and engines."""
 
     def __init__(self, speeds: Speeds, per_step: int, max_staleness: int):
         self.schedule: RolloutSchedule[_Group] = RolloutSchedule(per_step, max_staleness)
@@ -146,7 +149,7 @@ class _Clock:
         min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
 
     def sample(self, seconds: float) -> None:
-        """Let the engines sample for this long."""
+        """Let the engines sample for the given time."""
         until = self.now + seconds
         while self.now < until:
             self._advance(min(until - self.now, self._seconds_to_next))
@@ -183,8 +186,11 @@ def simulate(
     """Simulate a run.
 
     Args:
-        lengths: draws the response lengths of the next prompt.
-        steps: number of simulated steps.
+        speeds: the speeds of engines and trainers.
+        prompts_per_step: number of prompts per step.
+        max_staleness: the value of rollout.max_staleness.
+        lengths: draws the response lengths for the next prompt.
+        steps: number of steps to simulate.
         is_colocated: whether engines pause while the models train, as they do on shared devices.
     """
     clock = _Clock(speeds, prompts_per_step, max_staleness)
@@ -192,7 +198,7 @@ def simulate(
     for version in range(steps):
         if version == steps // 2:
             start, busy, ages = clock.now, clock.busy, []
-        # Claim that more steps follow, so that rollouts do not run dry as they do at the end of a run.
+        # Pretend that more steps follow. Otherwise fewer rollouts would start near the end of the simulation.
         for _ in range(clock.schedule.num_to_begin(prompts_per_step, steps)):
             clock.begin(lengths(), version)
         for missing in range(prompts_per_step, 0, -1):
@@ -223,9 +229,11 @@ def log_normal_lengths(
     """Return a function that draws a prompt's response lengths from a log-normal distribution.
 
     Args:
-        mean: mean of the distribution before truncation.
-        longest: maximum length; longer draws are truncated.
-        samples: lengths per draw.
+        mean: mean length before truncation, in tokens.
+        longest: maximum length in tokens. Longer draws are truncated.
+        samples: number of lengths per draw.
+        seed: seed of the random number generator.
+        deviation: standard deviation of the logarithm of the lengths.
     """
     source = random.Random(seed)
     location = math.log(mean) - deviation**2 / 2
@@ -233,6 +241,12 @@ def log_normal_lengths(
 
 
 def recorded_lengths(lengths: Sequence[int], samples: int, seed: int = 0) -> Callable[[], list[int]]:
-    """Return a function that draws a prompt's response lengths from recorded ones."""
+    """Return a function that draws a prompt's response lengths from recorded lengths.
+
+    Args:
+        lengths: the recorded response lengths in tokens.
+        samples: number of lengths per draw.
+        seed: seed of the random number generator.
+    """
     source = random.Random(seed)
     return lambda: source.choices(lengths, k=samples)

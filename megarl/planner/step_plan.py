@@ -1,4 +1,4 @@
-"""Memory, time and bottlenecks of one recipe's step on a cluster."""
+"""Predicts the memory, time and bottlenecks of a step for one recipe on a cluster."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megarl.planner.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of a step's phases.
+    """Durations of the phases in a step.
 
     Attributes:
-        rollout: None for offline data.
-        training: time of each trained model.
-        refit: None for offline data.
-        moving: seconds of offloading states to host memory and back.
-        side_by_side: whether models on separate devices are trained at the same time.
+        rollout: rollout time, or None for offline data.
+        training: training time of each trained model.
+        refit: refit time, or None for offline data.
+        moving: seconds for moving states to host memory and back.
+        side_by_side: whether models on separate devices train at the same time.
     """
 
     rollout: RolloutTime | None
@@ -46,7 +46,7 @@ class StepTimes:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase, in the order of a step."""
+        """Duration of each phase in seconds, in the order in which a step runs the phases."""
         phases = {} if self.rollout is None else {"rollout": self.rollout.seconds}
         for role, time in self.training.items():
             phases |= {f"{role}: passes": sum(time.passes.values()), f"{role}: update": sum(time.update.values())}
@@ -56,7 +56,8 @@ class StepTimes:
 
     @property
     def spans(self) -> dict[str, tuple[float, float]]:
-        """Start and end of each phase in seconds. If models train side by side, all passes precede all updates."""
+        """Start and end time of each phase in seconds. If models train side by side, all forward-only passes finish
+        before the first update starts."""
         spans: dict[str, tuple[float, float]] = {}
         now, batch, until = 0.0, "", 0.0
         for name, seconds in self._in_order():
@@ -69,7 +70,7 @@ class StepTimes:
         return spans
 
     def _in_order(self) -> list[tuple[str, float]]:
-        """Return the phases in the order of their starts."""
+        """Return the phases and their durations, ordered by start time."""
         order = {"passes": 1, "update": 2}
         phases = list(self.phases.items())
         if not self.side_by_side:
@@ -85,13 +86,14 @@ class StepTimes:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds from the first pass to the last update."""
+        """Seconds from the start of the first forward-only pass to the end of the last update."""
         ends = [span for name, span in self.spans.items() if ": " in name]
         return max(end for _, end in ends) - min(start for start, _ in ends)
 
     @property
     def bounds(self) -> dict[str, str]:
-        """The largest part of each phase, with its share."""
+        """The bottleneck of each phase: the part that takes the most time, with its share of the time unless the parts
+        overlap."""
         parts: dict[str, Mapping[str, float]] = {} if self.rollout is None else {"rollout": self.rollout.parts}
         for role, time in self.training.items():
             parts |= {f"{role}: passes": time.passes, f"{role}: update": time.update}
@@ -101,10 +103,10 @@ class StepTimes:
         return bounds
 
     def overlapped(self, is_colocated: bool) -> float | None:
-        """Return the minimum seconds of a step whose rollout overlaps training, None for offline data.
+        """Return the minimum duration of a step in seconds if rollout and training overlap, or None for offline data.
 
-        On separate devices the slower of rollout and training counts, as in one-step-off training. On shared GPUs the
-        overlap only saves the time in which engines wait for the last responses.
+        On separate devices, the slower of rollout and training determines the duration, as in one-step-off training. On
+        shared GPUs, the overlap only saves the time in which engines wait for the last responses.
         """
         if self.rollout is None or self.refit is None:
             return None
@@ -121,12 +123,12 @@ def _largest(parts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of a recipe on a cluster.
+    """The plan for running a recipe on a cluster.
 
     Attributes:
-        loads: load of the fullest GPU in each phase.
-        host: bytes in a node's host memory by purpose.
-        save: time of a save, None if the recipe saves nothing.
+        loads: memory load of the fullest GPU in each phase.
+        host: bytes in a node's host memory, keyed by purpose.
+        save: time of a checkpoint save, or None if the recipe saves no checkpoints.
     """
 
     config: Config
@@ -139,7 +141,7 @@ class StepPlan:
 
     @property
     def problem(self) -> str | None:
-        """Why the recipe cannot run, with the arithmetic and the fix; None if it fits."""
+        """The reason why the recipe does not fit, with the arithmetic and a fix, or None if it fits."""
         if load := overfull(self.loads, self.cluster):
             return refusal(load, self.cluster)
         needed, available = sum(self.host.values()), host_memory(self.cluster)
@@ -162,7 +164,7 @@ def host_memory(cluster: Cluster) -> float:
 
 
 def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
-    """Return the plan of a recipe whose layouts keep the rules."""
+    """Return the plan for a recipe. The recipe's layouts must satisfy all layout rules."""
     return StepPlan(
         config=config,
         cluster=cluster,
@@ -185,12 +187,12 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
         if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
-            # TRPO takes one trial pass, and two forward passes and one gradient for each product.
+            # TRPO runs one trial pass. Each Fisher-vector product takes two forward passes and one gradient.
             products = config.algorithm.trust_region.iterations
             passes, epochs = passes + 2 * products + 1, 1 + products
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
-        # Gradients are freed, not moved. The actor's weights move twice if the critic runs between its passes and its
-        # update.
+        # Gradients are freed instead of moved. The actor's weights move twice if the critic runs between the actor's
+        # passes and its update.
         times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1
         sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)

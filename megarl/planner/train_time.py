@@ -1,4 +1,4 @@
-"""Time of forward passes and updates in Megatron, and bytes that each GPU sends, in closed form."""
+"""Closed-form estimates of training time in Megatron, and of the bytes that each GPU sends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.planner.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK
 from megarl.planner.workload import Packed, Workload
 
 HOST_ADAM_BYTES = 10e9
-"""Bytes of optimizer state per second that a rank's CPU cores step in host memory: half of an eighth of a server's
-memory bandwidth. An assumption."""
+"""Bytes of optimizer state per second that a rank's CPU cores can update in host memory. The value assumes that a rank
+achieves half of one eighth of the server's memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class TrainTime:
     """Time of one model's forward-only passes and updates in a step.
 
     Attributes:
-        passes: seconds of the forward-only passes by cause.
-        update: seconds of the updates by cause.
-        microbatches: microbatches of a replica per update.
-        bubble: share of an update in which a pipeline stage waits for others.
-        volume: bytes that a GPU sends in a step, by kind of communication.
+        passes: duration of the forward-only passes in seconds, split by cause.
+        update: duration of the updates in seconds, split by cause.
+        microbatches: number of microbatches per update on each replica.
+        bubble: fraction of an update in which a pipeline stage is idle because it waits for the other stages.
+        volume: bytes that a GPU sends in a step, keyed by kind of communication.
     """
 
     passes: dict[str, float]
@@ -51,17 +51,18 @@ def train_time(
     epochs: int,
     host_share: float = 0.0,
 ) -> TrainTime:
-    """Return the time of a model's passes and updates.
+    """Return the time of a model's forward-only passes and updates in a step.
 
     A pipeline with p stages and v virtual stages processes m microbatches in (m + (p − 1) / v) times the time that its
-    slowest stage takes for one (Narayanan et al., arXiv:2104.04473). Communication inside a layer is exposed. With
-    overlap_communication, communication between replicas is hidden behind the backward pass of one microbatch.
+    slowest stage takes for one microbatch (Narayanan et al., arXiv:2104.04473). Communication within a layer is not
+    overlapped with computation. With overlap_communication, communication between replicas overlaps with the backward
+    pass of one microbatch.
 
     Args:
-        num_bytes: bytes of a parameter and of an activation.
-        num_passes: forward-only passes before the updates.
-        epochs: number of times that the model trains on the samples.
-        host_share: share of the optimizer state that is stepped in host memory.
+        num_bytes: bytes per parameter and per activation element.
+        num_passes: number of forward-only passes before the updates.
+        epochs: number of times that the model trains on each sample.
+        host_share: fraction of the optimizer state that is updated in host memory.
     """
     layout = settings.layout
     packed = workload.packed(settings)
@@ -71,7 +72,7 @@ def train_time(
     ]
     slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
     waiting = (layout.pp - 1) / layout.vpp
-    # With adapters, the frozen weights need no gradient.
+    # With adapters, the frozen weights need no gradients.
     work = 3.0 if settings.adapters is None else 2.0  # relative to a forward pass
     total_work = work + (settings.recompute == "full")
     update: dict[str, float] = defaultdict(float)
@@ -105,12 +106,12 @@ def train_time(
 
 
 class _Stage:
-    """The forward pass of a pipeline stage on one microbatch of a replica.
+    """The forward pass of one microbatch through a pipeline stage.
 
     Attributes:
-        forward: seconds by cause.
-        mlp: seconds of its MLPs.
-        volume: bytes that a rank sends, by kind of communication.
+        forward: duration in seconds, split by cause.
+        mlp: duration of the MLPs in seconds.
+        volume: bytes that a rank sends, keyed by kind of communication.
     """
 
     def __init__(
@@ -145,13 +146,16 @@ def _expert_share(layout: Layout, shape: ModelShape) -> float:
 def _layers(
     layout: Layout, model: ModelParameters, held: RankParameters, tokens: float, cluster: Cluster, num_bytes: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes that a rank sends in the forward pass of its layers, and the seconds that this takes.
+    """Return the bytes that a rank sends in the forward pass through its layers, and the seconds for sending them.
+
+    Both are keyed by kind of communication. h is the hidden size, k the size of a token's keys, and b the bytes per
+    element.
 
     tensor    all-gather and reduce-scatter around attention and MLP: tokens · h · b · (tp − 1) / tp each
     context   all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b
-    expert    all-to-all of each token to its active experts and back; ranks that share an expert gather its tokens:
-              2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1)
-    pipeline  hidden states to the next stage, once per virtual stage
+    expert    all-to-all that sends each token to its active experts and back. Ranks that share an expert gather its
+              tokens: 2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1)
+    pipeline  hidden states sent to the next stage, once per virtual stage
     """
     shape, tp = model.shape, layout.tp
     hidden = tokens * shape.hidden * num_bytes
@@ -189,9 +193,9 @@ def _replica_bytes(settings: Trained, held: RankParameters, num_bytes: int) -> f
 
 
 def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_bytes: int) -> dict[str, float]:
-    """Return the seconds to reduce-scatter float32 gradients and all-gather parameters over replicas.
+    """Return the seconds for reduce-scattering float32 gradients and all-gathering parameters over the replicas.
 
-    Expert parameters are reduced over the ranks that hold the same experts.
+    Gradients of expert parameters are reduced over the ranks that hold the same experts.
     """
     return {
         str(number): size / cluster.link_bytes_per_second(ranks, stride)
@@ -200,7 +204,8 @@ def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_byt
 
 
 def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
-    """Return (bytes that a rank sends, ranks, stride) of both process groups: for dense and for expert parameters."""
+    """Return (bytes that a rank sends, number of ranks, stride) for each of two process groups: the group for dense
+    parameters and the group for expert parameters."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
         (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
@@ -210,10 +215,11 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
 
 
 def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
-    """Return the seconds of Adam's step, which reads and writes 30 bytes for each parameter of the rank's shard.
+    """Return the duration of an Adam step in seconds.
 
-    The share in host memory receives gradients over PCIe, is stepped there (28 bytes per parameter), and sends weights
-    back.
+    On the GPU, the step reads and writes 30 bytes for each parameter in the rank's shard. For the part of the optimizer
+    state in host memory, gradients are copied over PCIe, the CPU reads and writes 28 bytes per parameter, and the
+    updated weights are copied back.
     """
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)

@@ -1,4 +1,4 @@
-"""The samples and tokens of a recipe's step."""
+"""The number of samples and tokens that a recipe processes per step."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from megarl.config.schema import Config
 from megarl.step.needed_passes import passes
 
 USUAL_PROMPT = 512
-"""Default mean tokens of a prompt, if they fit into the context."""
+"""Default mean number of tokens per prompt. A lower value is used if the context is shorter."""
 
 USUAL_SHARE = 0.5
-"""Default mean length of a response relative to the maximum."""
+"""Default mean response length as a fraction of the maximum response length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of one step.
+    """The work in one step.
 
     Attributes:
-        samples: rollouts of a step, or the samples of a step on offline data.
-        prompts: their prompts, each of which an engine computes once.
-        prompt_tokens: mean tokens of a prompt.
-        response_tokens: mean tokens of a response.
-        longest_response: tokens of the longest response, which the step waits for.
-        trained: samples that the models train on.
-        sharing: number of trained samples per prompt; a microbatch computes their prompt only once.
-        updates: optimizer steps per epoch.
-        epochs: number of times that actor and critic train on the samples.
-        passes: forward-only passes of the actor before its updates.
-        is_offline: whether the run trains on offline data and samples nothing.
+        samples: number of rollouts per step, or number of samples per step for offline data.
+        prompts: number of prompts per step. An engine processes each prompt once.
+        prompt_tokens: mean number of tokens per prompt.
+        response_tokens: mean number of tokens per response.
+        longest_response: number of tokens in the longest response, for which the step waits.
+        trained: number of samples that the models train on.
+        sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
+        updates: number of optimizer steps per epoch.
+        epochs: number of times that actor and critic train on each sample.
+        passes: number of forward-only passes through the actor before its updates.
+        is_offline: whether the run trains on offline data and therefore samples no rollouts.
     """
 
     samples: int
@@ -47,11 +47,12 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-        """Return the work of a recipe's step, without further rounds of dynamic sampling.
+        """Return the work in one step of a recipe, excluding additional rounds of dynamic sampling.
 
         Args:
-            prompt_tokens: mean tokens of a prompt; default: USUAL_PROMPT.
-            response_tokens: mean tokens of a response; default: USUAL_SHARE of the maximum.
+            config: the recipe.
+            prompt_tokens: mean number of tokens per prompt. Default: USUAL_PROMPT.
+            response_tokens: mean number of tokens per response. Default: the fraction USUAL_SHARE of the maximum.
         """
         batch, context = config.batch, config.rollout.context_length
         longest = min(config.rollout.max_new_tokens, context - 1)
@@ -83,11 +84,11 @@ class Workload:
         return self.trained * self.sample_tokens
 
     def packed(self, settings: Trained) -> Packed:
-        """Return how a model packs the samples of an update, assuming full microbatches."""
+        """Return the microbatches into which a model packs the samples of an update, assuming full microbatches."""
         layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
         replica_samples = self.trained / self.updates / layout.dp
         capacity = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
-        # Under context parallelism, Transformer Engine's attention needs a copy of the prompt for each sample.
+        # With context parallelism, attention in Transformer Engine needs a copy of the prompt for each sample.
         per_prompt = max(1.0, min(self.sharing, capacity, replica_samples)) if layout.cp == 1 else 1.0
         prompt, response = self.prompt_tokens, self.response_tokens
         tokens = prompt / per_prompt + response
@@ -111,13 +112,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The microbatches of a replica in one update.
+    """The microbatches that one replica processes in one update.
 
     Attributes:
         microbatches: number of microbatches.
-        tokens: mean tokens of a microbatch.
-        scored_share: share of response tokens.
-        pairs_per_token: mean number of tokens that a token attends to.
+        tokens: mean number of tokens per microbatch.
+        scored_share: fraction of tokens that belong to responses.
+        pairs_per_token: mean number of tokens to which a token attends.
     """
 
     microbatches: int

@@ -1,1 +1,1 @@
-"""Checks of a machine: installed packages, hardware and limits, each with a fix for what a run cannot use."""
+"""Checks a machine's installed packages, hardware and limits, and suggests a fix for each problem."""

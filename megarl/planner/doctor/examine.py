@@ -1,4 +1,4 @@
-"""All checks of `megarl doctor`, and the table that it prints."""
+"""Runs all checks for `megarl doctor` and formats the table that it prints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ MARKS = {"ok": " ", "note": "·", "problem": "!"}
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Return the findings of all checks, in display order. folder: where runs are kept."""
+    """Run all checks and return their findings in display order.
+
+    Args:
+        folder: folder that contains the run folders.
+    """
     gpus = check_gpus(installed(("torch",)), installed(CUDA_RUNTIME))
     has_gpu = gpus[0].state == "ok"
     return [*check_packages(has_gpu), *gpus, *check_machine(folder)]
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return a line for each finding, followed by a line with its fix if it has one."""
+    """Return a table with a line for each finding, followed by a line with the fix if there is one."""
     name_width, found_width = (max(len(getattr(each, part)) for each in findings) for part in ("name", "found"))
     lines = []
     for each in findings:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "note", "problem"]
-"""`ok`: usable; `note`: usable, with a limitation; `problem`: has to be fixed before a run."""
+"""`ok`: usable. `note`: usable with a limitation. `problem`: must be fixed before a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class Finding:
 
     Attributes:
         found: the value on this machine.
-        wanted: the tested range, or the minimum that a run needs.
-        fix: one line that says how to fix it; empty if nothing has to change.
+        wanted: the tested range, or the minimum value that a run needs.
+        fix: one line that describes the fix, or an empty string if no change is needed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Checks of the GPUs, their driver and their links, from the output of nvidia-smi."""
+"""Checks the GPUs, their driver and their links, based on the output of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 
 RunCommand = Callable[[Sequence[str]], str | None]
-"""Returns a command's output, or None if the command does not exist or fails."""
+"""A function that runs a command and returns its output, or None if the command does not exist or fails."""
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Return the command's output, or None if it does not exist, fails, or takes longer than TIMEOUT_S."""
+    """Run a command and return its output, or None if it does not exist, fails, or takes longer than TIMEOUT_S."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -30,8 +30,9 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
     """Check the GPUs, their driver and their links.
 
     Args:
-        torch: installed version of torch, None without it.
-        runtime: installed version of the CUDA runtime, None without it.
+        torch: installed version of torch, or None if torch is not installed.
+        runtime: installed version of the CUDA runtime, or None if it is not installed.
+        run: function that runs nvidia-smi commands.
     """
     output = run(QUERY)
     gpus = [[part.strip() for part in line.split(",")] for line in (output or "").splitlines() if line.strip()]
@@ -43,10 +44,10 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
 
 
 def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
-    """Compare the driver with the CUDA version that torch is built for.
+    """Check that the driver supports the CUDA version for which torch was built.
 
-    That version is the local part of torch's version (+cu130). PyPI's builds have none; for them it is the version of
-    the installed CUDA runtime.
+    The CUDA version is the local part of torch's version, such as +cu130. PyPI builds have no local part. For them, the
+    version of the installed CUDA runtime is used.
     """
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
@@ -61,7 +62,12 @@ def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
 
 
 def links(num_gpus: int, topology: str | None) -> Finding:
-    """Count the pairs of GPUs that NVLink connects. topology: output of `nvidia-smi topo -m`."""
+    """Count the GPU pairs that are connected by NVLink.
+
+    Args:
+        num_gpus: number of GPUs on this machine.
+        topology: output of `nvidia-smi topo -m`, or None if it is not available.
+    """
     rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
     cells = [cell for row in rows for cell in row[1 : num_gpus + 1] if cell != "X"]
     if not cells:

@@ -1,4 +1,4 @@
-"""Checks of processors, memory, disk, ports and limits, from the kernel's own files."""
+"""Checks processors, memory, disk, ports and limits, based on files that the kernel provides."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from megarl.planner.doctor.finding import Finding
 
 GIB = 2**30
 LEAST_SHARED_GIB = 1
-"""Ray's object store and weights in transit to engines use shared memory. Containers often have only 64 MiB of it."""
+"""Minimum shared memory. It stores Ray objects and weights that are sent to engines. Containers often have only
+64 MiB."""
 
 LEAST_DISK_GIB, FULL_GIB = 10, 1
-"""Free disk space below which a run may fill the disk, and below which it cannot start (logs and Ray's files)."""
+"""Free disk space below which a run may fill the disk, and below which a run cannot start because logs and Ray's files
+need space."""
 
 RUN_DISK = "disk of runs"
 
 LEAST_FILES = 65536
-"""Each Ray process and each pair of ranks keeps sockets open."""
+"""Minimum limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
 
 LEAST_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")
@@ -31,7 +33,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_machine(folder: Path) -> list[Finding]:
-    """Check the resources of this machine. folder: where runs are kept."""
+    """Check the resources of this machine.
+
+    Args:
+        folder: folder that contains the run folders.
+    """
     return [
         processors(len(os.sched_getaffinity(0)), cgroup_cores(), os.cpu_count() or 1),
         memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_bytes(CGROUP)),
@@ -45,11 +51,12 @@ def check_machine(folder: Path) -> list[Finding]:
 
 
 def processors(allowed: int, quota: float | None, installed: int) -> Finding:
-    """Compare the cores that this process may use with the installed ones.
+    """Compare the number of cores that this process may use with the number of installed cores.
 
     Args:
-        allowed: cores in the process's affinity mask.
-        quota: CPU quota of its cgroup in cores, None without one.
+        allowed: number of cores in the process's affinity mask.
+        quota: CPU quota of the process's cgroup in cores, or None if there is no quota.
+        installed: number of cores in this machine.
     """
     if quota is not None and quota < allowed:
         found = f"cgroup quota of {quota:g} cores, on {allowed} of {installed}"
@@ -93,11 +100,11 @@ def disk(name: str, folder: Path) -> Finding:
 
 
 def ports(local_range: str, listening: bool) -> Finding:
-    """Check the ephemeral ports.
+    """Check the range of ephemeral ports.
 
     Args:
-        local_range: contents of the kernel's ip_local_port_range.
-        listening: whether this process may listen on a port.
+        local_range: contents of the kernel file ip_local_port_range.
+        listening: whether this process is able to listen on a port.
     """
     if not listening:
         fix = "allow programs to listen on ports: a sandbox or a firewall forbids it"

@@ -1,4 +1,4 @@
-"""Checks of installed packages, from their metadata. None of them is imported."""
+"""Checks installed packages based on their metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.planner.doctor.ranges import APEX_FIX, PACKAGES, PYTHON, Package
 
 APEX = "apex (NVIDIA)"
 NVIDIA_APEX_FOLDER = "optimizers"
-"""A folder of NVIDIA Apex that PyPI's package of the same name lacks."""
+"""A folder that exists in NVIDIA Apex but not in the PyPI package of the same name."""
 
 
 def check_packages(has_gpu: bool) -> list[Finding]:
@@ -34,7 +34,7 @@ def check_package(tested: Package, has_gpu: bool) -> Finding:
         if needed:
             return Finding(tested.name, "problem", "not installed", tested.versions, tested.fix)
         return Finding(tested.name, "note", "not installed; needed on GPUs", tested.versions)
-    # A local version such as 2.13.0+cpu belongs to the release before the plus; development versions count as they are.
+    # Ignore the local part of versions such as 2.13.0+cpu. Development versions are compared unchanged.
     if found.partition("+")[0] in SpecifierSet(tested.versions, prereleases=True):
         if tested.compiled is not None and not is_compiled(*tested.compiled):
             state = "problem" if needed else "note"
@@ -44,14 +44,14 @@ def check_package(tested: Package, has_gpu: bool) -> Finding:
 
 
 def is_compiled(module: str, compiled: str) -> bool:
-    """Return whether the compiled module exists, as a top-level module or in the folder of `module`."""
+    """Return whether the compiled extension exists, either as a top-level module or in the folder of `module`."""
     spec = find_spec(module)
     folders = spec.submodule_search_locations or () if spec else ()
     return find_spec(compiled) is not None or any([*Path(folder).rglob(f"{compiled}*.so")] for folder in folders)
 
 
 def installed(distributions: tuple[str, ...]) -> str | None:
-    """Return the version of the first of these distributions that is installed, None if none is."""
+    """Return the version of the first installed distribution in `distributions`, or None if none is installed."""
     for name in distributions:
         try:
             return version(name)

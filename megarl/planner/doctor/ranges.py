@@ -1,4 +1,4 @@
-"""Package versions that megarl is tested with; `megarl doctor` compares the installed packages with them."""
+"""Package versions with which megarl is tested. `megarl doctor` compares the installed packages with them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Package:
     """A package and its tested versions.
 
     Attributes:
-        versions: a version specifier, as in a requirement.
-        distributions: distribution names to look for; the first that is installed counts.
-        fix: one line that says how to install a tested version.
-        on_gpu: whether the package is needed on GPUs only.
-        compiled: its module, and the compiled extension that the module imports and that may be missing.
+        versions: version specifier of the tested versions, in the syntax of requirements.
+        distributions: distribution names to look for. The first installed distribution is checked.
+        fix: one line that describes how to install a tested version.
+        on_gpu: whether the package is needed on GPU machines only.
+        compiled: the package's module, and a compiled extension that the module imports and that may be missing.
     """
 
     name: str
@@ -59,10 +59,10 @@ APEX_FIX = (
     "pip uninstall apex; build NVIDIA's from source: https://github.com/NVIDIA/apex (without it, Transformer Engine's "
     "Adam is used)"
 )
-"""Fix for PyPI's `apex`, an unrelated web toolkit, installed in place of NVIDIA Apex."""
+"""Fix if PyPI's `apex`, an unrelated web toolkit, is installed instead of NVIDIA Apex."""
 
 CUDA_RUNTIME = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 DRIVERS = {13: 580, 12: 525}
-"""Major version of CUDA -> minimum major version of NVIDIA's driver (CUDA release notes, table of minor version
-compatibility)."""
+"""Maps each CUDA major version to the minimum major version of the NVIDIA driver. Source: CUDA release notes, table on
+minor version compatibility."""
