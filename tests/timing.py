@@ -33,7 +33,7 @@ LIMIT_S = 10
 """A timeout that hanging calls exceed while other calls, which are immediate, do not."""
 
 LIGHT_CPU_S = 3
-"""CPU seconds of a command without heavy imports: half a second alone, twice as much on a core that is shared with other
+"""CPU seconds of a command without heavy imports: about one alone, twice as much on a core that is shared with other
 processes. Importing torch takes more."""
 
 RANKS_S = 480
