@@ -201,7 +201,8 @@ class HostPool:
         return host
 
     async def give_back(self, host: HostProcess) -> None:
-        """Release a process at the end of a rollout. Kill a process that has been replaced after its last rollout."""
+        """Release a process at the end of a rollout. If the process has been replaced, kill it after its last
+        rollout."""
         host.num_rollouts -= 1
         if host not in self._hosts and not host.num_rollouts:
             await host.kill()

@@ -23,10 +23,11 @@ class ModelReward:
     """A reward model's result for one sample.
 
     Attributes:
-        value: the reward, not finite if the model's scores are not; None if the model could not score the sample.
-        by_token: R rewards of the response tokens, which sum to `value`, NaN for tokens without one; None if rewards
-            are not assigned to single tokens.
-        failure: the reason why there is no value, or None.
+        value: the reward, which is not finite if the model's scores are not. None if the model could not score the
+            sample.
+        by_token: rewards for the R response tokens, which sum to `value`. NaN for tokens without a reward. None if
+            rewards are not assigned to individual tokens.
+        failure: the reason why `value` is None, or None.
     """
 
     value: float | None
@@ -45,7 +46,7 @@ class ClassifierReward:
         reader: Reader | None,
         rewards_tokens: bool,
     ):
-        """Create a converter from the settings of a reward model.
+        """Create a converter from a reward model's settings.
 
         Args:
             kind: the kind of classifier.
@@ -59,8 +60,8 @@ class ClassifierReward:
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
         """Return the sample's reward.
 
-        `scores` are those of the sampled response tokens, or of the reading's tokens. The last score of a sequence
-        classifier is the score of the sample.
+        `scores` has one score per sampled response token, or per token of the reading if there is one. A sequence
+        classifier's last score is the sample's score.
         """
         if self._kind == "sequence":
             return ModelReward(scores[-1])
@@ -90,5 +91,5 @@ class ClassifierReward:
             return range(last + 1)
         ends, stops = reading.ends, step_stops(sample.text, self._settings.step_end)
         reached = (ends[min(bisect_left(ends, stop), last)] for stop in stops)
-        # If a character consists of several tokens, the last of them counts.
+        # If a character consists of several tokens, use the last one.
         return sorted({*(bisect_right(ends, end) - 1 for end in reached), last})

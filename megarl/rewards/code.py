@@ -19,7 +19,7 @@ _PYTHON = ("", "python", "python3", "py")
 
 PROGRAM = "solution.py"
 
-# The tests are read before the program runs, which therefore sees an empty stdin. The random word proves that the last
+# The tests are read before the program runs, so the program sees an empty stdin. The random word proves that the last
 # test was reached; an exit status of 0 does not, since the program may exit early.
 _RUN_TESTS = f"""
 import os, sys, types
@@ -45,13 +45,13 @@ async def code_tests(
 ) -> bool:
     """Return whether the response's program passes all tests.
 
-    The answer contains the tests as Python source, a text or a list of texts, such as `assert` lines (as in MBPP). They
-    run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that names
-    a function, the tests define `check`, which is called with that function (as in HumanEval). Code under
-    `if __name__ == "__main__"` does not run.
+    The answer contains the tests as Python source, a string or a list of strings, such as `assert` lines (as in MBPP).
+    They run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that
+    names a function, the tests define `check`, which is called with that function (as in HumanEval). Code under a
+    `__name__ == "__main__"` guard does not run.
 
     Raises:
-        ValueError: there are no tests.
+        ValueError: the answer has no tests.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
@@ -90,7 +90,8 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
 
 
 def last_code_block(response: str) -> str | None:
-    """Return the last closed fenced block that is marked as Python or has no language; None if there is none."""
+    """Return the last closed fenced block that is marked as Python or has no language, or None if there is no such
+    block."""
     block, opened, lines = None, None, []
     for line in response.splitlines():
         fence = _FENCE.fullmatch(line)
@@ -121,7 +122,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 def _pairs(answer: Any) -> list[tuple[str, str]]:
-    """Return pairs of input and output. Raises ValueError if the answer has none."""
+    """Return (input, output) pairs. Raise ValueError if the answer has none."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -146,7 +147,7 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text; it may be given as a list of lines."""
+    """Return an input or output as text. The value may be a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

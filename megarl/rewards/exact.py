@@ -11,7 +11,7 @@ def exact_match(prompt: str, response: str, answer: Any) -> bool:
     Nothing else is normalized: case, punctuation and number formats ("12" and "12.0") matter.
 
     Raises:
-        ValueError: there is no answer.
+        ValueError: the prompt has no answer.
     """
     if answer is None:
         raise ValueError("exact_match: the prompt has no answer (null)")

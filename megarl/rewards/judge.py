@@ -1,4 +1,4 @@
-"""Rewards from pairwise comparison: a judge decides which of two responses to a prompt is better."""
+"""Rewards from pairwise comparisons: a judge decides which of two responses to a prompt is better."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megarl.core.types import Sample
 from megarl.rewards.result import Result
 
 NAME = "judge"
-"""Name of the judge's part of the reward and of its function. f(prompt, first, second, answer) returns whether the
-first response is better, or the probability of that, and raises if it cannot decide."""
+"""Name of the judge's reward component and of its function. The function f(prompt, first, second, answer) returns
+whether the first response is better, or the probability of that. It raises an exception if it cannot decide."""
 
 Order = Literal["both", "seeded"]
-"""Orders in which each pair of responses is compared, since judges tend to prefer the first: `both`, or one drawn at
-random for each pair."""
+"""Order in which the responses in a pair are compared, since judges tend to prefer the first one: in both orders
+(`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the other responses to the prompt that a response beats, with ties counted as half; or the reason why
-there is none."""
+"""Fraction of the other responses to the prompt that a response beats, with ties counted as half. A string is the
+reason why there is no such fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:
-    """Return the comparisons of every pair of responses to a prompt. Random orders depend on the run's seed."""
+    """Return the comparisons for every pair of responses to the same prompt. Random orders depend on the run's seed."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
@@ -57,7 +57,7 @@ def _is_swapped(pair: tuple[Sample, Sample], seed: int) -> bool:
 
 
 def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Result]]) -> dict[str, Verdict]:
-    """Return the verdicts by sample id. If a comparison fails, both of its samples fail."""
+    """Return the verdicts, keyed by sample id. If a comparison fails, both of its samples fail."""
     wins: dict[str, list[float]] = {sample.id: [] for sample in samples}
     failures: dict[str, Verdict] = {}
     for comparison, result in results:

@@ -19,7 +19,7 @@ _STATEMENT = re.compile(
 def knights_knaves(
     prompt: str, response: str, answer: Any, right: float = 2.0, wrong: float = -1.5, unparseable: float = -2.0
 ) -> float:
-    """Score the roles that the response assigns to the people of the puzzle.
+    """Score the roles that the response assigns to the people in the puzzle.
 
     Logic-RL's answer reward (https://arxiv.org/abs/2502.14768, §2.2). The answer and the text between the answer tags
     have a form such as "(1) Zoey is a knave (2) Oliver is a knight" or "Zoey is a knave, and Oliver is a knight."
@@ -42,7 +42,8 @@ def knights_knaves(
 
 
 def _roles(text: str) -> dict[str, str] | None:
-    """Return the role of each name in lower case; None if the text mentions further roles and is thus ambiguous."""
+    """Map names to roles, both in lowercase. Return None if the text is ambiguous because it mentions additional
+    roles."""
     statements = [(match["name"].lower(), match["role"].lower()) for match in _STATEMENT.finditer(text)]
     roles = dict(statements)
     return roles if len(_ROLE.findall(text)) == len(roles) == len(statements) else None

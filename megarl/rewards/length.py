@@ -1,4 +1,4 @@
-"""Rewards for the length of a response in tokens."""
+"""Rewards based on the response length in tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def length_penalty(
 class SoftOverlong:
     """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13) with a configurable token limit.
 
-    The reward is 0 up to max_tokens − buffer and decreases linearly to −1 at max_tokens. rewards.overlong_buffer is the
-    same for rollout.max_new_tokens, but does not affect whether prompts are informative.
+    The reward is 0 up to max_tokens − buffer and decreases linearly to −1 at max_tokens. rewards.overlong_buffer
+    applies the same penalty with the limit rollout.max_new_tokens, but does not affect whether prompts are informative.
     """
 
     def __init__(self, max_tokens: int, buffer: int):
@@ -40,9 +40,9 @@ class SoftOverlong:
 class CosineLength:
     """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (https://arxiv.org/abs/2502.03373, §3.1).
 
-    For n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which moves from `start` to `end`: right_start
-    to right_end for a correct response, wrong_start to wrong_end for a wrong one. From max_tokens on, r = too_long. The
-    defaults are the paper's: correct responses should be short, wrong ones may be longer.
+    For n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which changes from `start` to `end`:
+    right_start to right_end for a correct response, wrong_start to wrong_end for a wrong one. From max_tokens on, r is
+    `too_long`. The defaults are the paper's: correct responses should be short, wrong ones may be longer.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CosineLength:
         wrong_end: float = 0.0,
         too_long: float = -10.0,
     ):
-        """verifier: a function that is positive for a correct response. In a config, its name as in rewards.functions,
-        or {function, options}."""
+        """verifier: function that returns a positive value for a correct response. In a config, a function name as in
+        rewards.functions, or {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer")
         self._verifier = verifier

@@ -18,7 +18,7 @@ adjacent boxes form one answer."""
 
 
 class MathMatch:
-    """Whether the response's final expression equals the answer.
+    """Reward function that returns whether the response's final expression equals the answer.
 
     Expressions may be numbers, fractions, roots, sets, intervals, matrices or equations, in LaTeX or plain text. If the
     response has boxes (`\\boxed{…}`), the last one counts, together with boxes adjacent to it. Otherwise the expression
@@ -35,12 +35,12 @@ class MathMatch:
         Args:
             timeout_s: timeout for parsing the response and for one comparison, in whole seconds.
             digits: decimal places to which floating-point numbers are compared.
-            last_characters: number of characters at the end of the response that are searched.
+            last_characters: number of characters at the end of the response to search.
         """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"options.{name}={value!r}: must be a positive integer")
-        import math_verify  # takes most of a second, which should not count towards the first call's timeout
+        import math_verify  # takes nearly a second, which must not count toward the first call's timeout
 
         parse_quickly()
         self._verify, self._parse = math_verify.verify, math_verify.parse
@@ -56,7 +56,7 @@ class MathMatch:
         gold_number, boxed_number = number(bare), number(boxed) if len(boxes) == 1 else None
         if gold_number is not None and boxed_number is not None:
             return gold_number == boxed_number
-        self._gold(expected)  # raises for an answer that cannot be parsed, whatever the response
+        self._gold(expected)  # raises if the answer cannot be parsed, regardless of the response
         if boxed == bare:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
@@ -72,7 +72,7 @@ class MathMatch:
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
-        """Parse the answer. Raises ValueError if it has no expression."""
+        """Parse the answer. Raise ValueError if it has no expression."""
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
             raise ValueError(f"math_match: the answer {answer!r} is not a mathematical expression")
@@ -86,7 +86,7 @@ class MathMatch:
 
 
 def _bare(answer: str) -> str:
-    """Return the answer without its LaTeX wrapper: dollars, brackets or a box."""
+    """Return the answer without its LaTeX wrapper: dollar signs, brackets or a box."""
     if (wrapped := _WRAPPED.fullmatch(answer)) is not None:
         answer = next(part for part in wrapped.groups() if part is not None).strip()
     boxes = _last_boxes(answer)

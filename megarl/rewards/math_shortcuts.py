@@ -22,10 +22,11 @@ _NUMBER = re.compile(
     r"|(?P<integer>0|[1-9]\d{0,8})"
     r")"
 )
-"""Numbers with so few digits that math-verify, which compares 15 digits, never considers two of them equal."""
+"""Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
 
 LARGEST = 1e6
-"""Largest number and power in evaluated expressions. Up to this size, rounding errors are far below NOTICEABLE."""
+"""Largest absolute value of a number or power in evaluated expressions. Up to this size, rounding errors are far below
+NOTICEABLE."""
 
 MOST_POWER = 9
 
@@ -38,7 +39,7 @@ Expressions with more variables are not evaluated."""
 
 
 def number(text: str) -> Fraction | None:
-    """Return the value of a plain integer or fraction; None for any other text, even if it is a number."""
+    """Return the value of a plain integer or fraction. Return None for any other text, even if it is a number."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -50,7 +51,7 @@ def number(text: str) -> Fraction | None:
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
     """Return whether two answers parsed by math-verify certainly differ.
 
-    This is the case for terms in the same variables that have different values at POINT.
+    Two answers certainly differ if they use the same variables but have different values at POINT.
     """
     import sympy
 
@@ -76,7 +77,7 @@ class _Unknown(Exception):
 
 
 def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> float:
-    """Evaluate sums, products and small powers of numbers and variables. Raises _Unknown for anything else."""
+    """Evaluate sums, products and small powers of numbers and variables. Raise _Unknown for anything else."""
     if isinstance(term, sympy.Rational):
         value = float(term) if max(abs(term.p), term.q) <= LARGEST else math.inf
     elif isinstance(term, sympy.Symbol):
@@ -100,8 +101,8 @@ def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> f
 def parse_quickly() -> None:
     """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails.
 
-    If SLL mode finds a parse tree, it is the tree of LL mode, which is slower because it does not cache its decisions:
-    https://www.antlr.org/papers/allstar-techreport.pdf.
+    A parse tree found in SLL mode equals the tree from LL mode. LL mode is slower because it does not cache its
+    decisions: https://www.antlr.org/papers/allstar-techreport.pdf.
     """
     from antlr4.atn.PredictionMode import PredictionMode
     from latex2sympy2_extended import latex2sympy2
@@ -113,7 +114,7 @@ def parse_quickly() -> None:
             self._interp.predictionMode = PredictionMode.SLL
             try:
                 return super().math()
-            except Exception:  # the parser's errors have no common base class
+            except Exception:  # the parser's exceptions have no common base class
                 self.reset()
                 self._interp.predictionMode = PredictionMode.LL
                 return super().math()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelJudge:
-    """Renders the question about a sample in the judge's tokens, and parses the rating in its answer."""
+    """Renders the question about a sample in the judge's tokens and parses the rating in the judge's answer."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class ModelJudge:
         """Create a judge from the reward model's settings.
 
         Args:
-            longest: maximum number of tokens of question and answer.
+            longest: maximum number of tokens in the question and the answer combined.
             tokenizer: the judge's tokenizer, with a chat template.
         """
         self._judge, self._longest = settings.judge, longest
@@ -43,7 +43,7 @@ class ModelJudge:
         """
         from jinja2.exceptions import TemplateError
 
-        # Special tokens of the actor's chat template are dropped, since the judge may have the same ones.
+        # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
         prompt = self._actor_tokenizer.decode(sample.prompt.token_ids.tolist(), skip_special_tokens=True)
         content = question(self._template, prompt, sample.text, sample.prompt.answer)
         message = {"role": "user", "content": content}
@@ -61,7 +61,8 @@ class ModelJudge:
         return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
 
     def reward(self, sample: Sample, scores: Sequence[int], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward, or a failure if the judge gave no rating. `scores` are its answer's token ids."""
+        """Return the sample's reward, or a failure if the judge gave no rating. `scores` contains the token ids of the
+        answer."""
         try:
             return ModelReward(rating(self._tokenizer.decode(scores, skip_special_tokens=True), self._judge.scale))
         except ValueError as reason:

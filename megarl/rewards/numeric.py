@@ -23,7 +23,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number is wrong.
 
     Raises:
-        ValueError: the answer is not such a number.
+        ValueError: the answer is not a number in this format.
     """
     expected = _NUMBER.fullmatch(str(answer).strip())
     value = None if expected is None else _value(expected)
@@ -34,7 +34,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    """Return the number as an exact fraction; None if its denominator is zero."""
+    """Return the number as an exact fraction, or None if its denominator is zero."""
     denominator = _unsigned(number["denominator"] or "1")
     if denominator == 0:
         return None

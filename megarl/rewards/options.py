@@ -11,12 +11,13 @@ from megarl.core.errors import UserError
 NO_OPTIONS: Mapping[str, Any] = {}
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-"""Leading parameters of a function of single samples and of whole batches, which cannot be options."""
+"""Leading parameters of functions that take single samples and of functions that take whole batches. They cannot be
+options."""
 
 NUM_ARGUMENTS = len(SINGLE)
 
 NUM_TOKENS = "num_response_tokens"
-"""Name of the parameter that receives the response's number of tokens instead of a column."""
+"""Name of the parameter that receives the number of response tokens instead of a data column."""
 
 
 class WithOptions:
@@ -33,9 +34,9 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a user's function. Its remaining parameters name required columns of the data.
+    """Bind options to a user's function. Its remaining parameters name required data columns.
 
-    Raises UserError for an option that the function does not have.
+    Raise UserError for an option that the function does not accept.
     """
     if not options:
         return function
@@ -50,12 +51,12 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to one of megarl's own functions; a class is instantiated with them.
+    """Bind options to a built-in function, or instantiate a built-in class with them.
 
-    A function's parameters with defaults are options only, never columns of the data.
+    A function's parameters with defaults are always options, never data columns.
 
     Raises:
-        UserError: an option is unknown, missing or has an invalid value.
+        UserError: an option is unknown or missing, or has an invalid value.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if not inspect.isclass(function):

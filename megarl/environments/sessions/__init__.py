@@ -1,4 +1,4 @@
-"""An OpenAI Chat Completions endpoint in front of the engines, which records what agents sample through it."""
+"""An OpenAI Chat Completions endpoint in front of the engines that records the turns that agents sample."""
 
 from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.server import SessionServer

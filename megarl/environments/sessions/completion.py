@@ -1,4 +1,4 @@
-"""Chat completions in the format of the OpenAI API: as one object, or as the chunks of a stream."""
+"""Chat completions in the OpenAI API format, as a single object or as stream chunks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def completion_body(
 def chunks(
     completion: ChatCompletion, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the `chat.completion.chunk` objects of a stream: the text, each tool call, the finish reason, and the usage
-    if requested."""
+    """Yield the stream's `chat.completion.chunk` objects: the text, each tool call, the finish reason, and the usage if
+    requested."""
     head = _head(completion, model, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None) -> Mapping[str, Any]:

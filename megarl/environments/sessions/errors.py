@@ -1,4 +1,4 @@
-"""Errors of the endpoint, in the format of the OpenAI API."""
+"""Endpoint errors in the OpenAI API format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class ApiError(Exception):
     """A rejected request.
 
     Attributes:
-        status: HTTP status. OpenAI clients retry 408, 409, 429 and all from 500.
+        status: HTTP status. OpenAI clients retry after 408, 409, 429, and 500 and above.
         code: machine-readable error code.
         param: the invalid request parameter, or None.
     """

@@ -1,5 +1,5 @@
-"""Messages of the Chat Completions API: conversion to the format of chat templates, and a canonical form in which
-equivalent messages compare equal."""
+"""Chat Completions API messages: conversion to the chat template format, and a canonical form in which equivalent
+messages compare equal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.environments.sessions.errors import invalid
 Message = Mapping[str, Any]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""API roles and the corresponding roles of chat templates."""
+"""Chat template role for each API role."""
 
 
 def read_messages(body: Any) -> list[Message]:
-    """Convert a request's messages to the format of chat templates: content as text, tool arguments as objects, and
-    tool messages with the name of their tool. Raises ApiError for malformed messages and for non-text content."""
+    """Convert a request's messages to the chat template format: content as text, tool arguments as objects, and tool
+    messages with the tool's name. Raise ApiError for malformed messages and for non-text content."""
     if not isinstance(body, list) or not body:
         raise invalid("messages", "messages must be a list with at least one message")
     tool_names: dict[str, str] = {}
@@ -42,8 +42,8 @@ def read_messages(body: Any) -> list[Message]:
 
 
 def canonical(message: Message) -> str:
-    """Return a text that is equal for equivalent messages. Clients that resend a conversation may format the JSON of a
-    tool call differently, change its id, and strip the assistant's text."""
+    """Return a string that is equal for equivalent messages. Clients that resend a conversation may format the JSON of
+    a tool call differently, change its id, and strip the assistant's text."""
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], content, calls], sort_keys=True)

@@ -1,11 +1,11 @@
 """The recording of a session: token sequences that grow turn by turn, exactly as sampled.
 
-Clients send the whole conversation with every request. It is matched, message by message, against the session's turns.
-If the conversation continues a turn, its new messages are appended to the token ids of that turn's sample, which never
-change. A sample has no branches: a request that continues an earlier turn, or a turn that another request already
-continues, starts a new sample whose prompt is the token ids up to that turn. A conversation that continues no turn,
-because the context was summarized, a turn was rewritten or another agent started, starts a new sample rendered by the
-chat template.
+Clients send the whole conversation with every request. The recording matches it, message by message, against the
+session's turns. If the conversation continues a turn, its new messages are appended to the token ids of that turn's
+sample. Recorded token ids never change. A sample has no branches: a request that continues an earlier turn, or a turn
+that another request already continues, starts a new sample whose prompt is the token ids up to that turn. A
+conversation that continues no turn, because the context was summarized, a turn was rewritten or another agent started,
+starts a new sample rendered by the chat template.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.environments.transcript import Transcript
 
 
 class Tokens(Protocol):
-    """Renderer of conversations: `ChatTokens` or `PlainTokens`."""
+    """Conversation renderer: `ChatTokens` or `PlainTokens`."""
 
     def begin(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -32,7 +32,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordedSample:
-    """A token sequence of a session, used for training.
+    """A token sequence from a session, used for training.
 
     Attributes:
         transcript: its tokens.
@@ -55,12 +55,12 @@ class Turn:
 
     Attributes:
         number: number of the turn within the session, in the order of requests.
-        context_ids: tokens between the previous turn of the sample and this one.
-        context: the same as messages.
+        context_ids: tokens between the sample's previous turn and this one.
+        context: the same context as messages.
         completion: the sampled tokens.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
-        end: number of tokens of the sample up to the end of this turn.
+        end: number of tokens in the sample up to the end of this turn.
         is_delivered: whether the client received the turn.
     """
 
@@ -81,7 +81,7 @@ class _OpenSample:
     Attributes:
         ids: all tokens so far.
         turns: the turns so far.
-        inherited: messages of another sample, whose token ids this one starts with.
+        inherited: messages from the sample whose token ids are a prefix of this one.
         is_reserved: whether its next turn is being sampled.
     """
 
@@ -97,7 +97,7 @@ class TurnSlot:
 
     Attributes:
         ids: all tokens before the turn.
-        num_response_tokens: number of these tokens after the sample's prompt.
+        num_response_tokens: number of these tokens that follow the sample's prompt.
         number: number of the turn within the session, in the order of requests.
     """
 
@@ -116,17 +116,17 @@ class Recording:
     def __init__(self) -> None:
         self._samples: list[_OpenSample] = []
         self._turns: dict[bytes, list[tuple[_OpenSample, Turn]]] = defaultdict(list)
-        """Turns by the key of the conversation that ends with them."""
+        """Turns, keyed by a hash of the conversation that ends with them."""
         self.num_turns = 0
         self._numbers = count()
         self.num_context_tokens = self.num_cached_tokens = 0
         self.counts: Counter[str] = Counter()
-        """Counts of samples after the first by their origin: `forked` from the token ids of another sample,
-        `rewritten` if the conversation has assistant messages that were not sampled, `fresh` if it has none."""
+        """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if
+        the conversation has assistant messages that were not sampled, `fresh` if it has none."""
 
     def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> TurnSlot:
-        """Reserve the slot of the turn that answers these messages. Fill it with `add` or give it up with `release`.
-        Raises UserError if the chat template rejects the messages."""
+        """Reserve a slot for the turn that responds to these messages. Fill it with `add` or free it with `release`.
+        Raise UserError if the chat template rejects the messages."""
         keys = _prefix_keys(tools_key, messages)
         for length in range(len(messages), 0, -1):
             if keys[length - 1] in self._turns:
@@ -142,7 +142,7 @@ class Recording:
     def _continue(
         self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
     ) -> TurnSlot | None:
-        """Reserve the slot after `messages` that follow one of `turns`, preferably the latest turn that ends its
+        """Reserve a slot after `messages` that continue one of `turns`, preferably the latest turn that ends its
         sample. Return None if the chat template cannot append the messages."""
         ends = [pair for pair in turns if not pair[0].is_reserved and pair[0].turns[-1] is pair[1]]
         sample, turn = (ends or turns)[-1]
@@ -185,7 +185,7 @@ class Recording:
         return TurnSlot(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
 
     def release(self, slot: TurnSlot) -> None:
-        """Give up a slot without a turn."""
+        """Free a slot that received no turn."""
         slot._sample.is_reserved = False
         self.num_turns -= 1
         if not slot._sample.turns:

@@ -1,8 +1,8 @@
-"""Requests to the endpoint and the parameters that it supports.
+"""Endpoint requests and the parameters that the endpoint supports.
 
-The policy always samples with the run's parameters, because training needs log-probs of the distribution that was
-sampled from. A request parameter that would change the distribution, such as a temperature hard-coded in an agent, is
-ignored and counted. A request is rejected if ignoring a parameter would make the response unusable for the client.
+The policy always samples with the run's parameters, because training needs log-probs under the sampling distribution. A
+request parameter that would change the distribution, such as a temperature hard-coded in an agent, is ignored and
+counted. A request is rejected if ignoring a parameter would make the response unusable for the client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatRequest:
     """A chat completion request.
 
     Attributes:
-        messages: conversation in the format of chat templates.
+        messages: conversation in the chat template format.
         tools: tool descriptions.
         max_tokens: token limit from the request, or None.
         stop: stop strings.
@@ -51,11 +51,12 @@ class ChatRequest:
 
 
 def read_request(body: Any, sampling: Mapping[str, Any]) -> ChatRequest:
-    """Parse a request body. Raises ApiError.
+    """Parse a request body. Raise ApiError if it is invalid.
 
     Args:
         body: the decoded JSON body.
-        sampling: the run's sampling parameters by API name. A request that repeats them is not counted as ignored.
+        sampling: the run's sampling parameters, keyed by API name. A parameter with the same value in the request is
+            not counted as ignored.
     """
     if not isinstance(body, dict):
         raise invalid("body", "the request body must be a JSON object")

@@ -1,4 +1,4 @@
-"""The HTTP server of the endpoint. It runs in the event loop of the rollout process and has one session per rollout."""
+"""The endpoint's HTTP server. It runs in the rollout process's event loop and has one session per rollout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.environments.runner import Sampler
 
 MODEL = "policy"
-"""Model name of the policy. Requests may use any name, because there is only one model."""
+"""The policy's model name. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_S = 2.0
@@ -40,7 +40,7 @@ class SessionServer:
         Args:
             tokenizer: the policy's tokenizer.
             tokens_of: returns the renderer for a request's tools. Called once per distinct set of tools.
-            sampling: the run's sampling parameters by API name. Requests may repeat them.
+            sampling: the run's sampling parameters, keyed by API name. Requests may repeat them.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
         self._tokens_of = tokens_of
@@ -50,10 +50,10 @@ class SessionServer:
         self.base_url = ""
         """Base URL for clients, set by `start`."""
         self.counts: Counter[str] = Counter()
-        """Sum of the counts of all closed sessions."""
+        """Sum of the counts from all closed sessions."""
 
     async def start(self, address: str) -> None:
-        """Listen on a free port of this address."""
+        """Listen on a free port at this address."""
         from aiohttp import web
 
         app = web.Application(client_max_size=LARGEST_REQUEST)
@@ -92,7 +92,7 @@ class SessionServer:
         return self._tokens[key]
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request. Raises ApiError if there is none. Sessions are looked up by the token's
+        """Return the session for a request. Raise ApiError if there is none. Sessions are looked up by the token's
         digest, so that response times reveal nothing about valid tokens."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(token)) if kind.lower() == "bearer" else None

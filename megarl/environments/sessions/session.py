@@ -1,4 +1,4 @@
-"""A session: one rollout of an agent that reaches the policy over HTTP."""
+"""A session: one rollout of an agent that calls the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TurnTokens(Tokens, Protocol):
-    """Renderer of conversations and parser of turns: `ChatTokens` or `PlainTokens`."""
+    """Conversation renderer and turn parser: `ChatTokens` or `PlainTokens`."""
 
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
@@ -40,18 +40,19 @@ class TurnTokens(Tokens, Protocol):
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
-"""Returns the renderer for a set of tools. Raises UserError for tools that the chat template does not support."""
+"""Function that returns the renderer for a set of tools. It raises UserError for tools that the chat template does not
+support."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The limits of a rollout.
+    """Limits for one rollout.
 
     Attributes:
-        max_turns: maximum number of turns of all samples together.
-        turn_tokens: maximum tokens of a turn. None: what the sample has left.
-        max_new_tokens: maximum tokens of a sample after its prompt.
-        context_length: maximum tokens of a sample.
+        max_turns: maximum total number of turns in all samples.
+        turn_tokens: maximum number of tokens in a turn. None: all tokens that the sample has left.
+        max_new_tokens: maximum number of tokens in a sample after its prompt.
+        context_length: maximum number of tokens in a sample.
     """
 
     max_turns: int
@@ -71,7 +72,7 @@ class ChatCompletion:
 
     Attributes:
         turn: the recorded turn.
-        message: the assistant message in the format of chat templates.
+        message: the assistant message in the chat template format.
         finish_reason: "stop", "length" or "tool_calls".
         num_prompt_tokens: number of tokens before the turn.
     """
@@ -83,16 +84,16 @@ class ChatCompletion:
 
 
 class Session:
-    """One agent rollout: its access token, its limits and its recording."""
+    """One agent rollout: its access token, limits and recording."""
 
     def __init__(self, tokens_of: TokensOf, sample: Sampler, limits: SessionLimits, seed: int):
         self.token = secrets.token_urlsafe(32)
         """The agent's api_key."""
         self.limits = limits
         self.stop_reason = StopReason.DONE
-        """The limit that a request ran into, or DONE."""
+        """The limit that a request exceeded, or DONE."""
         self.error: BaseException | None = None
-        """An error of the engine or of megarl itself. It must end the run, because no agent can handle it."""
+        """An error in the engine or in megarl itself. It must stop the run, because no agent can handle it."""
         self.recording = Recording()
         self.counts: Counter[str] = Counter()
         """Counts of ignored parameters (`ignored.NAME`), turns with malformed tool calls (`malformed_calls`), retries
@@ -101,10 +102,10 @@ class Session:
         self._call_numbers = count()
         """Counter for tool call ids, which have nine alphanumeric characters as Mistral's chat templates require."""
         self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
-        """Completions by the digest of their request body."""
+        """Completions, keyed by the digest of the request body."""
 
     async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request. Raises ApiError for a rejected request.
+        """Return the completion for a request. Raise ApiError if the request is rejected.
 
         Args:
             request: the parsed request.
@@ -122,7 +123,7 @@ class Session:
         if task.cancelled():
             raise CLOSED
         error = task.exception()
-        if error is not None and not isinstance(error, ApiError):  # the agent gets a response, and the run the error
+        if error is not None and not isinstance(error, ApiError):  # the agent gets a response, the run fails
             self.error = error
             raise self._engine_error() from error
         return task.result()
@@ -162,7 +163,7 @@ class Session:
         return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
 
     def _token_limit(self, slot: TurnSlot) -> int:
-        """Return the maximum number of tokens of a turn. Raises ApiError if the sample is full."""
+        """Return the maximum number of tokens in a turn. Raise ApiError if the sample is full."""
         limits = self.limits
         left = min(limits.max_new_tokens - slot.num_response_tokens, limits.context_length - len(slot.ids))
         if left > 0:

@@ -1,4 +1,4 @@
-"""Environments of the verifiers library (0.4), with the session endpoint as their model."""
+"""Environments from the verifiers library (0.4), which use the session endpoint as their model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LONGEST_LINE = 2**26
 
 
 class VerifiersAgent(Agent):
-    """A rollout of a verifiers environment.
+    """A rollout in a verifiers environment.
 
-    The dependencies of verifiers conflict with those of vLLM. It therefore runs in a separate process, which all agents
-    of this process share.
+    The dependencies of verifiers conflict with those of vLLM. So verifiers runs in a separate process, which all agents
+    in this process share.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class VerifiersAgent(Agent):
     ):
         """
         Args:
-            env: the `env` section of verifiers, `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`.
+            env: `env` section for verifiers, `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`.
             num_tasks: use only the first `num_tasks` tasks. None: all.
             python: Python executable with verifiers and the taskset installed. None: the current one.
             path: directories to prepend to PYTHONPATH.
@@ -44,8 +44,8 @@ class VerifiersAgent(Agent):
         self._path = tuple(map(os.path.abspath, path))  # child processes of verifiers change directories
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Mapping[str, float] | None:
-        """Run the task with the index in the row's column `idx`, or a task selected by the seed. Return its rewards by
-        name."""
+        """Run the task whose index is in the row's `idx` column, or a task selected by the seed. Return its rewards,
+        keyed by name."""
         program = await _program(self._python, self._path, self._arguments)
         selection = {"index": task.columns.get("idx"), "seed": task.seed}
         return await program.run(base_url=base_url, api_key=api_key, model=model, **selection) or None
@@ -62,15 +62,15 @@ class _Program:
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:
-        """Start the process and wait until it has loaded its tasks. Raises RuntimeError if that fails."""
+        """Start the process and wait until it has loaded its tasks. Raise RuntimeError if that fails."""
         folders = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = await asyncio.create_subprocess_exec(
             *(python, str(PROGRAM), arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
-            # It must survive a kill of this process's group: once its stdin closes, it ends the processes that
-            # verifiers has started in other process sessions.
+            # It must survive when this process's group is killed: once its stdin closes, it stops the processes that
+            # verifiers started in other process sessions.
             start_new_session=True,
             limit=LONGEST_LINE,
         )
@@ -89,7 +89,7 @@ class _Program:
         return self._reading.done()
 
     async def run(self, **request: Any) -> dict[str, float]:
-        """Run a rollout and return its rewards. Raises RuntimeError if it fails."""
+        """Run a rollout and return its rewards. Raise RuntimeError if it fails."""
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write({"id": number, "method": "run", **request})
@@ -123,7 +123,8 @@ _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
 
 
 async def _program(*arguments: Any) -> _Program:
-    """Return the process for these arguments. It is started by the first rollout, and restarted if it has ended."""
+    """Return the process for these arguments. The first rollout starts it, and later rollouts restart it if it has
+    exited."""
     start = _programs.get(arguments)
     if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().has_ended)):
         start = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))

@@ -1,8 +1,8 @@
 """The program that runs verifiers environments for `VerifiersAgent`, with the session endpoint as their model.
 
-It runs in the Python environment of verifiers and does not import megarl. Its first JSON line on stdout is the number
-of tasks. Then it reads requests from stdin, one JSON line each, and writes one response line per request. Once stdin
-closes, it ends all processes that it has started.
+It runs in verifiers' Python environment and does not import megarl. Its first JSON line on stdout is the number of
+tasks. Then it reads requests from stdin, one JSON line each, and writes one response line per request. Once stdin
+closes, it stops all processes that it has started.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROLLOUTS_PER_SERVING = 64
 """Number of rollouts after which an environment's servers are restarted, because they keep a client per API key."""
 
 GRACE_S = 10.0
-"""Time that rollouts get to stop their processes at shutdown."""
+"""Seconds that rollouts have to stop their processes at shutdown."""
 
 
 class Serving:
-    """An environment with its servers."""
+    """An environment and its servers."""
 
     def __init__(self, config: vf.EnvConfig):
         import verifiers.v1 as vf
@@ -88,7 +88,7 @@ class Rollouts:
         self._pending[number].add_done_callback(lambda _: self._pending.pop(number))
 
     async def _run(self, request: Mapping[str, Any]) -> dict[str, float]:
-        """Run an episode and return its rewards by name, averaged over the trained agents."""
+        """Run an episode and return its rewards, keyed by name and averaged over the trained agents."""
         import verifiers.v1 as vf
 
         index = request["index"]
@@ -173,10 +173,10 @@ async def serve(rollouts: Rollouts, responses: TextIO) -> None:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Yield all descendants of a process."""
+    """Yield the ids of all descendants of a process."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
-    except FileNotFoundError:  # the process has ended
+    except FileNotFoundError:  # the process has exited
         return
     for thread in threads:
         with open(f"/proc/{process}/task/{thread}/children") as file:

@@ -1,4 +1,4 @@
-"""Tasks for a policy that runs code in a sandbox. The sandbox lives as long as the rollout."""
+"""Tasks for a policy that runs code in a sandbox. The sandbox exists for the duration of the rollout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from megarl.sandbox.tools import CodeTools
 
 
 class CodeEnvironment(Environment):
-    """The tools `python` and `shell`. A turn without a tool call ends the rollout, and reward functions read it."""
+    """An environment with the tools `python` and `shell`. A turn without a tool call ends the rollout, and reward
+    functions score it."""
 
     def __init__(self, sandbox: Provider, keeps_files: bool = True):
         """
         Args:
-            sandbox: sandbox provider from the config's `sandbox` section. Not an option.
-            keeps_files: whether the calls of a rollout share one sandbox and its files.
+            sandbox: sandbox provider from the config's `sandbox` section. Not one of environment.options.
+            keeps_files: whether all calls in a rollout share one sandbox and its files.
         """
         self._tools = CodeTools(sandbox, keeps_files)
 

@@ -10,11 +10,11 @@ from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message
 
 REFUSED = "VALIDATION_ERROR"
-"""Error code of an invalid action. The model receives the error message and may try again."""
+"""Error code for an invalid action. The model receives the error message and may try again."""
 
 
 class ServerError(RuntimeError):
-    """An error response of the server, or a closed connection. It fails the rollout."""
+    """An error response from the server, or a closed connection. It fails the rollout."""
 
 
 class OpenEnvEnvironment(Environment):
@@ -32,11 +32,11 @@ class OpenEnvEnvironment(Environment):
         """
         Args:
             url: server URL with the scheme http, https, ws or wss.
-            action: action field that receives the text of a turn. `json`: parse the text as the whole action.
+            action: action field that receives the turn's text. `json`: parse the text as the whole action.
             observation: observation field that the model reads. null: the whole observation as JSON.
-            reset: additional arguments of the environment's reset, besides the seed.
-            timeout_s: time limit of each server response.
-            max_message_mib: maximum size of a server message.
+            reset: arguments for the environment's reset, in addition to the seed.
+            timeout_s: time limit for each server response, in seconds.
+            max_message_mib: maximum size of a server message in MiB.
         """
         self.url = f"{url.rstrip('/').removesuffix('/ws')}/ws"
         self.action, self.observation, self.arguments = action, observation, dict(reset or {})

@@ -19,13 +19,13 @@ _LOADING = threading.Lock()
 
 class Retriever(Protocol):
     async def retrieve(self, query: str, topk: int) -> list[str]:
-        """Return the best passages for the query, best first."""
+        """Return the `topk` best passages for the query, best first."""
 
     async def close(self) -> None: ...
 
 
 class Corpus:
-    """The passages of a JSON-lines file, ranked by BM25.
+    """Passages from a JSON-lines file, ranked by BM25.
 
     Each row has either `contents`, whose first line is the title, or `title` and `text`.
     """
@@ -39,7 +39,7 @@ class Corpus:
         self._index.index(self._tokens(self.passages), show_progress=False)
 
     def _tokens(self, texts: Sequence[str]) -> Any:
-        # Keep one-letter words, because in a small corpus they may be all that distinguishes two passages.
+        # Keep one-letter words, because in a small corpus they may be the only difference between two passages.
         return self._tokenize(list(texts), token_pattern=r"(?u)\b\w+\b", stopwords="en", show_progress=False)
 
     async def retrieve(self, query: str, topk: int) -> list[str]:
@@ -52,11 +52,11 @@ class Corpus:
         return [self.passages[i] for i, score in zip(indices[0], scores[0], strict=True) if score > 0]
 
     async def close(self) -> None:
-        """Do nothing: the other rollouts of the process share the index."""
+        """Do nothing: other rollouts in the process share the index."""
 
 
 async def open_retriever(path: str | None, url: str | None, timeout_s: float) -> Retriever:
-    """Return a retriever for a corpus file, shared by all rollouts of the process, or for a server."""
+    """Return a retriever for a corpus file, shared by all rollouts in the process, or for a server."""
     return await asyncio.to_thread(_corpus, path) if url is None else Server(url, timeout_s)
 
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> list[str]:
 
 
 class Server:
-    """A retrieval server with the protocol of Search-R1 (arXiv 2503.09516).
+    """A retrieval server that uses the Search-R1 protocol (arXiv 2503.09516).
 
     The request is POST /retrieve {"queries": […], "topk": k, "return_scores": true}. The response {"result": [[…]]}
     has a list of {"document": {"contents": …}, "score": …} for each query.
@@ -99,7 +99,7 @@ class Server:
         """
         Args:
             url: URL of the server or of its `/retrieve` endpoint.
-            timeout_s: time limit of a request.
+            timeout_s: time limit for a request, in seconds.
         """
         self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
         self.timeout_s = timeout_s

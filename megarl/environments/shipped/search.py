@@ -29,15 +29,15 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 class _Searching(Environment):
-    """Common base of the search environments."""
+    """Common base class for the search environments."""
 
     def __init__(self, corpus: str | None = None, url: str | None = None, topk: int = 3, timeout_s: float = 30.0):
         """
         Args:
-            corpus: JSON-lines file of passages, ranked by BM25.
-            url: URL of a retrieval server, in place of `corpus`.
+            corpus: JSON-lines file with passages, ranked by BM25.
+            url: URL of a retrieval server to use instead of `corpus`.
             topk: number of passages per query.
-            timeout_s: time limit of a server request.
+            timeout_s: time limit for a server request, in seconds.
         """
         if (corpus is None) == (url is None):
             raise UserError(
@@ -65,7 +65,7 @@ class _Searching(Environment):
 
 class SearchEnvironment(_Searching):
     """Question answering with search tags. `<search>query</search>` runs a search. `<answer>…</answer>` ends the
-    rollout with reward 1 if it matches the reference answer, else 0. Only the first tag of a turn counts, so set
+    rollout with reward 1 if it matches the reference answer, else 0. Only the first tag in a turn counts, so set
     rollout.stop=["</search>", "</answer>"] to end the turn there."""
 
     def __init__(
@@ -79,7 +79,7 @@ class SearchEnvironment(_Searching):
     ):
         """
         Args:
-            corpus: see the base class, like url, topk and timeout_s.
+            corpus: see the base class, also for url, topk and timeout_s.
             instructions: prepend INSTRUCTIONS to the question.
             inline: append the passages to the policy's own message, as in the paper. False: send a user message.
         """
@@ -140,7 +140,7 @@ def exact_match(response: str, answer: Any) -> float:
 
     Args:
         response: the model's answer.
-        answer: one answer, a list of alternatives, or {"target": …} as in the Search-R1 data sets.
+        answer: one answer, a list of alternatives, or {"target": …} as in the Search-R1 datasets.
     """
     if isinstance(answer, Mapping):
         answer = answer["target"]

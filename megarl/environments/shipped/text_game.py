@@ -11,7 +11,7 @@ from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message
 
 Room = tuple[int, int]
-"""Column counted from the west, row counted from the north."""
+"""(column, row), counted from the west and from the north."""
 
 WAYS: dict[str, Room] = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 COMMANDS = (*WAYS, "take", "open")
@@ -29,10 +29,10 @@ class House:
     """A house with a grid of rooms.
 
     Attributes:
-        doors: pairs of neighbouring rooms that a door connects, in both orders.
+        doors: pairs of neighboring rooms that a door connects, in both orders.
         start: room in which the player starts.
-        key: room of the key.
-        chest: room of the chest.
+        key: room that contains the key.
+        chest: room that contains the chest.
     """
 
     doors: frozenset[tuple[Room, Room]]
@@ -51,7 +51,7 @@ def build_house(width: int, height: int, walls: float, random: Random) -> House:
     Args:
         width: number of columns.
         height: number of rows.
-        walls: fraction of the doors removed, among those that reachability does not need.
+        walls: fraction of doors to remove, among the doors that are not needed to reach every room.
         random: source of randomness.
     """
     rooms = [(x, y) for x in range(width) for y in range(height)]
@@ -83,7 +83,7 @@ class TextGameEnvironment(Environment):
         Args:
             width: width of the house in rooms.
             height: height of the house in rooms.
-            walls: fraction of the doors removed, among those that reachability does not need.
+            walls: fraction of doors to remove, among the doors that are not needed to reach every room.
             compass: show a compass that points to the key, and to the chest once the key is taken.
             rules: explain the rules in a system message. Set it to False if the data explains them.
         """
