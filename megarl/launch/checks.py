@@ -1,4 +1,4 @@
-"""Checks of a job on the login node, before submission."""
+"""Checks a job on the login node before submission."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megarl.planner.plan import plan_recipe
 RUN_FOLDER = "run.folder"
 
 SLACK_S = 60
-"""Seconds by which Slurm may send its signal early."""
+"""Maximum number of seconds by which Slurm may send its signal early."""
 
 START_S = 120
 """Minimum seconds until the first step of a GPU run: engines load weights and capture CUDA graphs."""
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""File system types that live in a machine's memory."""
+"""File system types that are stored in a machine's memory."""
 
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
 """File system types on local disks. Other machines see them only if they are exported."""
 
 
 def check(request: Request, config: Config) -> list[str]:
-    """Check everything that needs no Slurm: layout and nodes, time limit, files, container. Raises UserError with one
-    line per problem. Return informational lines."""
+    """Run all checks that do not need Slurm: layout and nodes, time limit, files, container. Return informational
+    lines. Raise UserError with one line per problem."""
     raise_all([*_option_errors(request), *_path_errors(request, config)])
     lines = [_check_layout(request, config)]
     if request.gpus:
@@ -110,8 +110,8 @@ def _path_warnings(request: Request, config: Config) -> Iterator[str]:
 
 
 def _host_paths(request: Request, config: Config) -> list[NamedPath]:
-    """Return the run's folder and the paths that the recipe names, as seen outside of the container. Paths inside the
-    image are left out."""
+    """Return the run's folder and the paths that the recipe names, as seen from outside the container. Paths inside the
+    image are omitted."""
     named = [NamedPath(RUN_FOLDER, config.run.folder, is_folder=True), *named_files(config)]
     host_paths = [(each, _host_path(each.path, request, config)) for each in named]
     return [replace(each, path=path) for each, path in host_paths if path is not None]
@@ -187,7 +187,7 @@ def _check_plan(request: Request, config: Config) -> str:
 
 
 def run_slurm(*command: str) -> str:
-    """Run a Slurm command and return its output. Raises UserError with its last error line if it fails."""
+    """Run a Slurm command and return its output. Raise UserError with the command's last error line if it fails."""
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         raise UserError(f"{command[0]}: {(process.stderr.strip() or process.stdout.strip()).splitlines()[-1]}")

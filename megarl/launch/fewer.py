@@ -1,4 +1,4 @@
-"""Scaling a run down to fewer nodes, with proportionally fewer data-parallel replicas and engines."""
+"""Scales a run down to fewer nodes, with proportionally fewer data-parallel replicas and engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from megarl.core.errors import UserError
 
 
 def fewer_replicas(config: Config, nodes: int) -> list[str]:
-    """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches, and thus the
-    updates, stay the same up to rounding. Raises UserError if a count is not divisible."""
+    """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches stay the same,
+    so updates are equal up to rounding. Raise UserError if a count does not scale to an integer."""
     num_nodes = config.cluster.nodes
     if config.cluster.roles.given:
         raise UserError("cluster.roles: explicit roles cannot run on fewer nodes. Fix: use cluster.placement")

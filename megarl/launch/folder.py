@@ -26,17 +26,18 @@ from megarl.core.files import replace_text
 from megarl.run.folder import LAUNCH
 
 Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
-"""Outcome of an attempt: the run is complete; it was stopped by a signal; a user error, which would recur; no start,
-because earlier attempts saved no checkpoint; any other failure."""
+"""Outcome of an attempt: the run is complete (`done`), a signal stopped it (`signaled`), a user error occurred that
+would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), or any other
+failure occurred (`failed`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Settings of a job for its tasks.
+    """Job settings for the job's tasks.
 
     Attributes:
         folder: working directory of `megarl launch`, to which the recipe's paths are relative.
-        nodes: number of nodes of an attempt, unless it runs on fewer.
+        nodes: number of nodes per attempt, unless an attempt runs on fewer.
         gpus: number of GPUs per node.
         stalled: number of attempts without a new checkpoint after which the job gives up.
     """
@@ -69,7 +70,7 @@ class JobFolder:
 
     @property
     def submitted(self) -> Path:
-        """The file with the id of the last submitted job."""
+        """The file that contains the id of the last submitted job."""
         return self.path / "submitted"
 
     @property
@@ -96,7 +97,7 @@ class JobFolder:
         Args:
             verdict: the outcome.
             cause: one line for the user.
-            bad_nodes: nodes to exclude from further attempts.
+            bad_nodes: nodes to exclude from later attempts.
         """
         if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt
             replace_text(self.path / "cause", f"{cause}\n")
@@ -106,6 +107,6 @@ class JobFolder:
         (self.path / "cause").unlink(missing_ok=True)
 
     def last_cause(self) -> str:
-        """Return the cause of the last attempt's end, or "" if there was no attempt."""
+        """Return the reason why the last attempt ended, or "" if there was no attempt."""
         file = self.path / "cause"
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""

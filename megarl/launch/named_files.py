@@ -59,7 +59,7 @@ def named_files(config: Config) -> list[NamedPath]:
 
 
 def _files(functions: Sequence[tuple[str, str]]) -> list[NamedPath]:
-    """Return the files of names like path/to/file.py:function. Names without a colon are built in."""
+    """Return the files in names such as path/to/file.py:function. Names without a colon are built in."""
     return [NamedPath(key, name.rpartition(":")[0]) for key, name in functions if ":" in name]
 
 

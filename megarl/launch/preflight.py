@@ -1,4 +1,4 @@
-"""Examination of an attempt's nodes before the run starts."""
+"""Examines an attempt's nodes before the run starts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The report of one node.
+    """The report on one node.
 
     Attributes:
         node: name of the node.
-        problems: problems of the node, one line each, without its name.
-        missing: one line per missing path of the recipe.
-        versions: installed versions by package.
+        problems: one line per problem with the node, without the node's name.
+        missing: one line per path in the recipe that is missing on the node.
+        versions: installed versions, keyed by package.
         address: address and port on which the first node listens for the others. None for any other node.
         connection_error: why this node cannot connect to that address, or None.
     """
@@ -50,12 +50,12 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """Why an attempt cannot start.
+    """The reason why an attempt cannot start.
 
     Attributes:
         verdict: outcome of the attempt.
         cause: one line for the user.
-        bad_nodes: nodes to exclude from further attempts.
+        bad_nodes: nodes to exclude from later attempts.
     """
 
     verdict: Verdict
@@ -67,7 +67,7 @@ def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     """Examine this node.
 
     Args:
-        node: its name.
+        node: the node's name.
         run: the run's folder.
         job: the job's settings.
         config: the run's config.
@@ -141,11 +141,11 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
 def find_objection(
     reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float
 ) -> Objection | None:
-    """Return why an attempt cannot start on these nodes, or None.
+    """Return the reason why an attempt cannot start on these nodes, or None.
 
     A path that is missing on all nodes is a user error, and so is a problem that more than two nodes share. Otherwise
-    nodes with problems are bad. Package versions must match the majority's, or the first node's in a tie. If no other
-    node can connect to the first one, the first one is bad.
+    nodes with problems are bad. Package versions must match the majority, or the first node if there is a tie. If no
+    other node can connect to the first one, the first one is bad.
     """
     reporting, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in reporting]:

@@ -23,11 +23,11 @@ class Request:
     """The options of `megarl launch`.
 
     Attributes:
-        nodes: number of nodes of the run.
+        nodes: number of nodes for the run.
         time: time limit of one allocation, in Slurm's format.
-        spares: additional nodes of the allocation, which replace lost ones.
-        fewest: minimum number of nodes when nodes are lost. The run then has fewer replicas. None: always all nodes.
-        gpus: number of GPUs per node, or 0.
+        spares: additional nodes in the allocation, which replace lost nodes.
+        fewest: minimum number of nodes after nodes are lost. The run then has fewer replicas. None: always all nodes.
+        gpus: number of GPUs per node, or 0 for a run on CPUs.
         gpu: GPU type, from which the planner estimates memory and step time.
         partition: Slurm partition, or None.
         account: Slurm account, or None.
@@ -37,10 +37,10 @@ class Request:
         container: container runtime.
         image: container image.
         mounts: additional container mounts, as SOURCE:DESTINATION.
-        command: megarl command on the nodes. None: this Python's, or `megarl` in a container.
-        setup: lines for the script, such as `module load cuda`.
+        command: megarl command on the nodes. None: the command of this Python installation, or `megarl` in a container.
+        setup: shell lines to add to the script, such as `module load cuda`.
         options: additional sbatch options.
-        template: script template. None: the one of megarl.
+        template: script template. None: megarl's template.
     """
 
     nodes: int
@@ -73,8 +73,9 @@ class Request:
 
 
 def time_limit_s(time: str) -> int:
-    """Parse a time limit in Slurm's format: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS,
-    DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS. Return seconds. Raises UserError for any other format."""
+    """Convert a time limit in Slurm's format to seconds. The format is one of MINUTES, MINUTES:SECONDS,
+    HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS. Raise UserError for any other
+    format."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise UserError(f"--time={time}: expected minutes, hours:minutes:seconds or days-hours, such as 4:00:00")

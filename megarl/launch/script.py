@@ -19,19 +19,19 @@ VARIABLES = (
     *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),
     *("CUDA_VISIBLE_DEVICES", "MEGARL_NODES", "MEGARL_ALLOCATED"),
 )
-"""Environment variables of a task. enroot is the only runtime that does not pass them on by default."""
+"""Environment variables that tasks use. enroot is the only runtime that does not pass them on by default."""
 
 _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Render the job script. Raises UserError for a template with an unknown placeholder.
+    """Render the job script. Raise UserError if the template has an unknown placeholder.
 
     Args:
         request: the options of `megarl launch`.
         run: the run's folder.
         sizes: the node counts that an attempt may run on, largest first.
-        sweep: the numbers of a sweep's runs, whose folders are next to `run`.
+        sweep: the numbers of the runs in a sweep, whose folders are next to `run`.
     """
     template = request.template or TEMPLATE
     if len(sizes) > 1 and "@sizes@" not in template.read_text(encoding="utf-8"):
@@ -82,8 +82,8 @@ def _command(request: Request) -> Sequence[str]:
 
 
 def mounts(request: Request, run: Path) -> list[str]:
-    """Return the container's mounts as SOURCE:DESTINATION: the folder of runs, the current directory, and the requested
-    ones."""
+    """Return the container's mounts as SOURCE:DESTINATION: the parent of the run's folder, the current directory, and
+    the requested mounts."""
     default = [f"{folder}:{folder}" for folder in dict.fromkeys((str(run.parent), str(Path.cwd())))]
     return [*default, *request.mounts]
 

@@ -25,7 +25,7 @@ from megarl.run.folder import RunFolder
 def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
-    """Check a recipe, write its job and submit it. Yields progress lines. Raises UserError before anything is submitted
+    """Check a recipe, write its job and submit it. Yield progress lines. Raise UserError before anything is submitted
     if a check fails.
 
     Args:
@@ -86,7 +86,7 @@ def _test_submission(script: str) -> None:
 
 
 def _points(sweeps: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each combination of the sweep."""
+    """Return the overrides for each combination in the sweep."""
     axes = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
@@ -97,7 +97,7 @@ def _points(sweeps: Sequence[str]) -> list[list[str]]:
 
 
 def _config(file: Path, overrides: Sequence[str], request: Request, number: int | None) -> Config:
-    """Return the config of a run in a job. It resumes automatically and saves on a signal."""
+    """Return the config for a run in a job. It resumes automatically and saves on a signal."""
     config = load(file, overrides)
     name = config.run.name if number is None else f"{config.run.name}-{number}"
     keys = {
@@ -114,8 +114,8 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
 def _smaller(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
-    """Return the configs for fewer nodes by node count and run number. Only node counts that every run supports are
-    included. Raises UserError if --fewest-nodes is set and there is no such count.
+    """Return the configs for fewer nodes, keyed by node count and run number. Only node counts that every run supports
+    are included. Raise UserError if --fewest-nodes is set and no node count qualifies.
 
     Args:
         request: the job options.
@@ -147,7 +147,7 @@ def _smaller(
 
 
 def _write(request: Request, configs: Mapping[int, Config]) -> Path:
-    """Write the job settings of a run and its configs by node count. Return the main config file."""
+    """Write a run's job settings and its configs, which are keyed by node count. Return the main config file."""
     folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.forget_cause()
@@ -158,7 +158,7 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
 
 
 def _refuse_duplicate(folder: JobFolder) -> None:
-    """Raise UserError if a job of this run is already queued or running."""
+    """Raise UserError if a job for this run is already queued or running."""
     if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
     number = folder.submitted.read_text(encoding="utf-8").strip()

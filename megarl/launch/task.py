@@ -1,4 +1,4 @@
-"""A task of a Slurm job step. There is one per node: the first drives the run, the others join it."""
+"""A task in a Slurm job step. There is one task per node. The first task drives the run, and the others join it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from megarl.run.folder import RunFolder
 
 MEGARL = (sys.executable, "-m", "megarl.cli")
 REPORT_TIMEOUT_S = 300.0
-"""Time for all nodes to report to the first one. They may have to pull images, and network file systems cache the
-absence of a file for a while."""
+"""Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may
+cache the absence of a file for a while."""
 
 VERDICT_S = 60.0
-"""Time that a failed task leaves the driver to determine the cause, before srun ends all tasks."""
+"""Seconds that the driver has to determine the cause after a task fails, before srun stops all tasks."""
 
 JOIN_S = 120.0
-"""Time for the driver to open its rendezvous, after its own checks."""
+"""Seconds that the driver has to open its rendezvous after its own checks."""
 
 POLL_S, TOUCH_S = 0.5, 10.0
 ERROR = "megarl: error: "
 VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "signaled"}
-"""Verdict by exit status of `megarl train`. Any other status is a failure that may be transient."""
+"""Verdict for each exit status of `megarl train`. Any other status is a failure that may be transient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Task:
     Attributes:
         number: rank of the task in its step. Task 0 is the driver.
         node: name of the task's node.
-        nodes: nodes of the step. The driver's comes first.
-        job: id of the job.
-        restart: how often the job was requeued.
-        step: number of the step in this allocation.
+        nodes: nodes in the step. The driver's node comes first.
+        job: job id.
+        restart: number of times that the job was requeued.
+        step: number of the job step in this allocation.
         allocated: start of the allocation in seconds since the epoch.
     """
 
@@ -72,7 +72,7 @@ class Task:
 
     @classmethod
     def of_environment(cls) -> Task:
-        """Return the task of this process. Raises UserError outside of a job step."""
+        """Return the task that this process runs. Raise UserError outside a job step."""
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError(
@@ -95,7 +95,7 @@ class Task:
 
 
 def main(run: Path) -> int:
-    """Take part in an attempt of the run in this folder. Return the exit status."""
+    """Take part in an attempt at the run in this folder. Return the exit status."""
     task, folder = Task.of_environment(), JobFolder.of(run)
     if task.number == 0:
         try:
@@ -119,8 +119,8 @@ def main(run: Path) -> int:
 
 
 def _await_folder(folder: Path) -> None:
-    """Wait for the first node to create a folder. Raises UserError after REPORT_TIMEOUT_S seconds, when the first node
-    has stopped waiting for this one."""
+    """Wait for the first node to create a folder. Raise UserError after REPORT_TIMEOUT_S seconds, because the first
+    node then stops waiting for this one."""
     deadline = time.monotonic() + REPORT_TIMEOUT_S
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -161,7 +161,7 @@ def drive(task: Task, folder: JobFolder) -> int:
 
 
 def _write_verdict(folder: JobFolder, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> int:
-    """Record the verdict. Return the exit status, which makes srun end the other tasks after a failure."""
+    """Record the verdict. Return the exit status, which makes srun stop the other tasks after a failure."""
     folder.write_verdict(verdict, cause, bad_nodes)
     return 0 if verdict == "done" else 1
 

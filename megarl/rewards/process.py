@@ -1,4 +1,4 @@
-"""Process rewards: converts per-token scores to rewards of steps, turns and the whole sample."""
+"""Process rewards: converts per-token scores to rewards for steps, turns and the whole sample."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _AGGREGATIONS: dict[Aggregation, Callable[[Sequence[float]], float]] = {
 
 
 def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
-    """Aggregate at least one score to one number; NaN if a score is not finite."""
+    """Aggregate one or more scores into one number. Return NaN if a score is not finite."""
     return _AGGREGATIONS[how](scores) if all(map(math.isfinite, scores)) else math.nan
 
 
 def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[float]:
-    """Convert scores of some tokens, by index, to rewards of all tokens, NaN for tokens without one.
+    """Convert the scores of some tokens, keyed by token index, to one reward per token. Tokens without a reward get
+    NaN.
 
     Untrained tokens are not actions, so their scores are added to the last trained token before them, which led to
-    them. Scores before the first trained token follow from no action and are dropped.
+    them. Scores before the first trained token do not result from an action, so they are dropped.
     """
     flags = np.asarray(mask, np.bool_).tolist()
     rewards, action = [math.nan] * len(flags), None
@@ -52,12 +53,13 @@ def turn_ends(mask: ArrayLike) -> list[int]:
 
 
 def on_turns(rewards: Sequence[float], mask: ArrayLike) -> list[float]:
-    """Convert rewards of the turns, in order, to rewards of tokens: each on the turn's last token, NaN elsewhere."""
+    """Convert one reward per turn to per-token rewards. The turn's last token gets its reward, all other tokens get
+    NaN."""
     return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
 
 
 def together(rewards: Sequence[Sequence[float]]) -> list[float]:
-    """Sum per-token rewards from several sources, R values each; NaN for a token that has none."""
+    """Sum per-token rewards from several sources, with R values each. A token without any reward gets NaN."""
     by_token = ([reward for reward in column if not math.isnan(reward)] for column in zip(*rewards, strict=True))
     return [math.fsum(token_rewards) if token_rewards else math.nan for token_rewards in by_token]
 
@@ -65,8 +67,8 @@ def together(rewards: Sequence[Sequence[float]]) -> list[float]:
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:
     """Return the indices of the tokens that end a step, in ascending order.
 
-    A step ends in the token in which an occurrence of `step_end` ends; the last token also ends one. `pieces` are the
-    texts of a response's tokens.
+    A step ends at each token in which an occurrence of `step_end` ends, and at the last token. `pieces` contains the
+    text of each response token.
     """
     ends = list(accumulate(map(len, pieces)))
     stops = step_stops("".join(pieces), step_end)
@@ -74,5 +76,5 @@ def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:
 
 
 def step_stops(text: str, step_end: str) -> list[int]:
-    """Return the offset of the end of each occurrence of `step_end` in the text."""
+    """Return the end offset of each occurrence of `step_end` in the text."""
     return [match.end() for match in re.finditer(re.escape(step_end), text)]

@@ -1,4 +1,4 @@
-"""The default question to a judging language model, and the parser of its rating."""
+"""The default question for a judge model, and the parser for its rating."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RATING = re.compile(r"\[\[\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*\]\]")
 
 
 def question(template: str, prompt: str, response: str, answer: Any) -> str:
-    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted texts are left alone."""
+    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted text stay unchanged."""
     fields = {"prompt": prompt, "response": response, "answer": str(answer)}
     return _FIELD.sub(lambda field: fields[field[1]], template)
 
@@ -34,7 +34,7 @@ def question(template: str, prompt: str, response: str, answer: Any) -> str:
 def rating(text: str, scale: Sequence[float]) -> float:
     """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text.
 
-    `scale` consists of the lowest and the highest rating. Raises ValueError if there is no rating within it.
+    `scale` contains the lowest and the highest rating. Raise ValueError if the text has no rating in this range.
     """
     lowest, highest = scale
     numbers = _RATING.findall(text)

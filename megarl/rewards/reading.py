@@ -1,4 +1,4 @@
-"""Renders samples in the tokens of a reward model with a different tokenizer. The trained ids stay unchanged."""
+"""Renders samples for a reward model whose tokenizer differs from the actor's. The trained token ids stay unchanged."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A sample in the tokens of a reward model.
+    """A sample tokenized for a reward model.
 
     Attributes:
-        sample: the rendered sample; the tokens of its response are those whose scores count.
-        ends: for each of these tokens, the offset in the sampled response's text at which it ends.
+        sample: the tokenized sample. Only the scores of its response tokens count.
+        ends: for each of these response tokens, its end offset in the text of the sampled response.
     """
 
     sample: Sample
@@ -39,7 +39,7 @@ class Reading:
 
 
 class Reader:
-    """Renders samples in a reward model's tokens, and maps its scores back to sampled tokens."""
+    """Tokenizes samples for a reward model and maps its scores back to the sampled tokens."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Reader:
 
         Args:
             kind: the kind of classifier.
-            longest: maximum number of the reward model's tokens for one sample.
+            longest: maximum number of reward model tokens per sample.
         """
         self._kind, self._settings, self._longest = kind, settings, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
 
     def read(self, sample: Sample) -> Reading:
-        """Render the sample in the reward model's tokens.
+        """Tokenize the sample for the reward model.
 
-        The last token's score counts for a sequence classifier, those of the response's tokens for a token classifier.
-        Raises Unreadable if the sample cannot be rendered.
+        A sequence classifier uses the last token's score, and a token classifier uses the scores of the response
+        tokens. Raise Unreadable if the sample cannot be rendered.
         """
         text = self._text(sample)
         encoded = self._tokenizer(
@@ -85,16 +85,16 @@ class Reader:
         return reading_of(sample, ids[: counted[-1] + 1], counted[0], ends)
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
-        """Return the indices of the sampled tokens that end at these offsets of the response's text.
+        """Return the indices of the sampled tokens that end at these offsets in the response text.
 
-        The last offset maps to the last token. Raises Unreadable if an offset lies within a sampled token.
+        The last offset maps to the last token. Raise Unreadable if an offset lies within a sampled token.
         """
         return [self._sampled(sample, end) for end in ends[:-1]] + [len(sample.response_ids) - 1]
 
     def _sampled(self, sample: Sample, end: int) -> int:
         counts = range(len(sample.response_ids) + 1)
         lengths = dict(key=lambda count: len(self._decoded(sample, count)))
-        # Several counts match if a character consists of several tokens; it is complete with the last of them.
+        # If a character consists of several tokens, several counts match, and the last one completes the character.
         for count in counts[bisect_left(counts, end, **lengths) : bisect_right(counts, end, **lengths)]:
             if self._decoded(sample, count) == sample.text[:end]:
                 return count - 1
@@ -133,7 +133,8 @@ class Reader:
             raise Unreadable(f"has a chat template that rejects the messages: {error}") from error
 
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
-        """Return start and end of the response in the text, and the number of its first characters that are missing."""
+        """Return the start and end of the response in the text, and the number of characters missing at its
+        beginning."""
         if self._settings.input_format == "text":
             return len(text) - len(sample.text), len(text), 0
         span = response_span(text, self._rendered(sample, MARK), sample.text)
@@ -143,8 +144,8 @@ class Reader:
 
 
 def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
-    """Return the reading that consists of these ids, of which those from index `first` on count."""
-    # Each sample gets its own prompt, since the prompt extends to the first token that counts.
+    """Return a reading with these token ids. The scores of the tokens from index `first` on count."""
+    # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
     prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
     n = len(response)
     assert len(ends) == n, f"sample {sample.id}: {n} tokens with {len(ends)} ends"

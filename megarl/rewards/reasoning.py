@@ -13,9 +13,9 @@ READS = ("tags", "response")
 
 
 class ReasoningGym:
-    """The score, mostly from 0 to 1, that the row's reasoning-gym task gives to the response.
+    """Reward function that returns the response's score in the row's reasoning-gym task, usually from 0 to 1.
 
-    See https://github.com/open-thought/reasoning-gym. The columns are those of data.source=reasoning_gym:TASK: the
+    See https://github.com/open-thought/reasoning-gym. It uses the data columns of data.source=reasoning_gym:TASK: the
     task's name, its options and the entry's metadata. Some tasks raise an error for text that they cannot parse. The
     response then scores 0 if the task can parse the entry's own answer; otherwise the sample fails. The verifier of
     game_of_life_halting treats any text as True, so its answers are compared as text.
@@ -25,7 +25,8 @@ class ReasoningGym:
         """Create the function with its options.
 
         Args:
-            reads: "tags" scores the last `<answer>…</answer>` (empty if there is none); "response" scores all of it.
+            reads: "tags" scores the last `<answer>…</answer>` (empty if there is none); "response" scores the whole
+                response.
         """
         if reads not in READS:
             raise ValueError(f"options.reads={reads!r}: must be one of {', '.join(READS)}")

@@ -23,12 +23,13 @@ from megarl.rewards.remote_judge import GenerativeJudge
 from megarl.rewards.think_answer import think_answer_format
 
 RewardFunction = Callable[..., Any]
-"""A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list of them, one
-per turn. It raises if it cannot tell. Each further parameter receives the column of the data row with its name; `row`
-receives all columns, and `sandbox` the run's sandbox provider (megarl.sandbox.provider).
+"""A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list with one such
+value per turn. It raises an exception if it cannot score the response. Each additional parameter receives the data
+column with the same name; `row` receives all columns, and `sandbox` receives the run's sandbox provider
+(megarl.sandbox.provider).
 
-A function f(prompts, responses, answers) receives lists instead, for all samples of a scoring pass, also for columns.
-It returns a list with one such result per sample."""
+A function f(prompts, responses, answers) receives lists for all samples in a scoring pass, including lists of column
+values. It returns a list with one such result per sample."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
@@ -46,13 +47,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cosine_length": CosineLength,
     "generative_judge": GenerativeJudge,
 }
-"""megarl's own functions, and classes that are instantiated with their options."""
+"""Built-in functions, and classes that are instantiated with their options."""
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """Return a function of FUNCTIONS or of `path/to/file.py:function`, with its options bound.
+    """Return a function from FUNCTIONS or from `path/to/file.py:function`, with its options bound.
 
-    Raises UserError if there is no such function or option.
+    Raise UserError if there is no such function or option.
     """
     if name in FUNCTIONS:
         if FUNCTIONS[name] is CosineLength and "verifier" in options:
@@ -76,7 +77,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
 
 
 def _verifier(name: str, verifier: Any) -> RewardFunction:
-    """Return the function that the option `verifier` names, as rewards.functions does or by {function, options}."""
+    """Return the function for the option `verifier`, which is a name as in rewards.functions, or {function,
+    options}."""
     entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
     key = f"rewards.functions: {name}: options.verifier={verifier!r}"
     if "function" not in entry or entry.keys() - {"function", "options"}:
@@ -88,9 +90,9 @@ def _verifier(name: str, verifier: Any) -> RewardFunction:
 
 
 def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
-    """Return the function of `path/to/file.py:function`, the value of a config key.
+    """Load the function from `path/to/file.py:function`, which is the value of a config key.
 
-    Raises UserError if there is no such function, or if it cannot be called with these arguments.
+    Raise UserError if there is no such function, or if it cannot be called with these arguments.
     """
     path, name_in_file, function = defined_in_file(key, name)
     definition = f"define it as {name_in_file}({', '.join(arguments)})"
@@ -116,7 +118,7 @@ def _first_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
-    """Return the names of a function's parameters after the first ones, and whether each is required."""
+    """Map each function parameter after the first `num_arguments` to whether it is required."""
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -125,7 +127,7 @@ def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str,
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the function's signature; None for a compiled function without one."""
+    """Return the function's signature, or None for a compiled function without one."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any server with an OpenAI-compatible API."""
+"""A language model as a judge, on any server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """A judge's rating of each response, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
 
-    As in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests of a scoring
-    pass run concurrently; rewards.timeout_s covers all of them. If the server does not answer, or its answer has no
-    rating within the scale, the sample fails; it never scores 0.
+    As in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
+    pass run concurrently, and rewards.timeout_s covers all of them. If the server does not answer, or its answer has no
+    rating within the scale, the sample fails instead of scoring 0.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class GenerativeJudge:
                 [[number]] in the judge's answer.
             scale: lowest and highest rating.
             api_key_env: name of the environment variable that holds the API key.
-            timeout_s: timeout of one request.
+            timeout_s: timeout for one request, in seconds.
             concurrency: maximum number of concurrent requests.
-            retries: number of retries after a failed connection, or a response with status 429 or from 500 on.
+            retries: number of retries after a failed connection, or after a response with status 429 or at least 500.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"options.base_url={base_url}: not a URL. Fix: use one such as http://host:8000/v1")
@@ -67,7 +67,7 @@ class GenerativeJudge:
     async def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[Any]
     ) -> list[float | BaseException]:
-        """Return the reward of each response, or the exception raised instead."""
+        """Return the reward of each response, or an exception if scoring it failed."""
         import httpx
 
         limits = httpx.Limits(max_connections=self._concurrency)
@@ -82,7 +82,7 @@ class GenerativeJudge:
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raises ValueError, with the server's response, if there is none."""
+        """Return the judge's answer. Raise ValueError with the server's response if there is none."""
         import httpx
 
         body = self._question | {"messages": [{"role": "user", "content": content}]}

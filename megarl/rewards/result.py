@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one call of a user's function. A wrong response has a value; a failed call has none.
+    """The result of one call to a user function. A wrong response has a value; a failed call has none.
 
     Attributes:
-        value: the returned number or numbers; None if the function returned something else or failed.
+        value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
-        failure: the reason of a failure, such as "raised KeyError: 'a'"; None if the function returned.
+        failure: the reason for the failure, such as "raised KeyError: 'a'", or None if the function returned.
     """
 
     value: float | list[float] | None

@@ -1,9 +1,9 @@
-"""A step's rollouts as a human-readable file with one line of JSON per sample.
+"""A step's rollouts in a human-readable file with one JSON line per sample.
 
 A line begins with the sample's id and ends with its advantage, which is null until the sample is trained on. The
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
-first groups of a step have per-token details: each token's text and advantage, and the difference between the trainer's
-and the engine's log-prob. They also have all token ids, from which `megarl diagnose` recomputes the sample.
+first groups in a step have per-token details: each token's text and advantage, and the difference between the trainer's
+log-prob and the engine's. They also have all token ids, from which `megarl diagnose` recomputes the sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOGPROB_DECIMALS = 4
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
 PROMPT_IDS, RESPONSE_IDS = "prompt_ids", "response_ids"
-"""Keys of the ids in the line of a sample with per-token details."""
+"""Keys of the token ids in a line with per-token details."""
 
 NO_DETAILS: Mapping[str, Mapping[str, Sequence[float]]] = {}
 NO_ADVANTAGE = b"null}\n"
@@ -31,10 +31,10 @@ NO_ADVANTAGE = b"null}\n"
 
 
 MAX_TOKENS = 800
-"""Maximum number of tokens per sample whose texts are listed. Decoding them delays the step."""
+"""Maximum number of tokens per sample whose text is listed. Decoding more would delay the step."""
 
 LONGEST_CHARACTER = 8
-"""Number of tokens after which an incomplete character is given up; more than its bytes never complete it."""
+"""Maximum number of tokens to decode for one character. It exceeds the number of bytes in any character."""
 
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
@@ -46,12 +46,12 @@ def no_texts(sample: Sample) -> None:
 def append_rollouts(
     path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = no_texts
 ) -> None:
-    """Append samples with their scores. `texts_of` returns the texts of a sample's tokens, or None."""
+    """Append samples with their scores. `texts_of` returns the text of each token in a sample, or None."""
     append_rows(path, (_row(step, sample, score, texts_of(sample)) for sample, score in scored))
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether the line of a sample has per-token details, as those of a step's first groups have.
+    """Return whether a sample's line has per-token details. Only the first groups in a step have them.
 
     `sample_id` has the form STEP.GROUP.NUMBER.
     """
@@ -62,7 +62,7 @@ def has_token_details(sample_id: str, num_groups: int) -> bool:
 def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the previous ones.
 
-    If a character consists of several tokens, the last of them adds all of it and the others nothing.
+    If a character consists of several tokens, its last token adds the whole character and the others add nothing.
     """
     texts: list[str] = []
     begin = read = 0  # decoding starts one token early, since a token's text may depend on the previous one
@@ -79,9 +79,9 @@ def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) ->
 def write_advantages(
     path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]] = NO_DETAILS
 ) -> None:
-    """Write advantages, by sample id, into the lines of their samples. The file is replaced atomically.
+    """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically.
 
-    `details` are values of each response token, by sample id and name, for samples that have an advantage.
+    `details` contains one value per response token, keyed by sample id and name, for samples that have an advantage.
     """
     new = path.with_name(f".{path.name}")
     with path.open("rb") as lines, new.open("wb") as out:
@@ -127,7 +127,7 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
 
 
 def _episode_fields(sample: Sample) -> dict[str, Any]:
-    """Return the fields of a sample from a rollout in an environment.
+    """Return the fields for a sample from an environment rollout.
 
     `mask` is a run-length encoding: lengths of alternating runs of trained and untrained tokens, trained first.
     """

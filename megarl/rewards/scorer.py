@@ -1,4 +1,4 @@
-"""Scores samples by reward functions, a reward model and a judge. A failure yields no score, never a zero."""
+"""Scores samples with reward functions, a reward model and a judge. A failure yields no score, never a zero."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.rewards.process import on_turns, together, turn_ends
 from megarl.rewards.result import Result
 
 MODEL = "reward_model"
-"""Name of the reward model's part of the reward."""
+"""Name of the reward model's reward component."""
 
 ENVIRONMENT = "environment"
-"""Name of the environment's part of the reward."""
+"""Name of the environment's reward component."""
 
 
 class Scorer:
-    """Combines results to scores, with the weights of the config's reward functions, reward model and judge."""
+    """Combines results into scores, with the weights of the reward functions, the reward model and the environment."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Scorer:
         rewards_tokens: bool = False,
         environment_weight: float = 1.0,
     ) -> None:
-        """Create a scorer. Raises UserError for a function that is listed twice.
+        """Create a scorer. Raise UserError if a function is listed twice.
 
         Args:
             model_weight: weight of the reward model's score.
@@ -52,12 +52,12 @@ class Scorer:
     ) -> tuple[Score, list[float] | None]:
         """Return the sample's score and its per-token rewards.
 
-        The score's value is the weighted sum of the results of the functions (by name), the model and the judge (None
-        if there is none). It is None if any of them failed. A per-turn function contributes the sum over turns. Each
-        sample of a rollout in an environment includes the sum of all of the rollout's turn rewards.
+        The score's value is the weighted sum of the results from the functions (keyed by name), the reward model and
+        the judge (None if the run has none). It is None if any of them failed. A per-turn function contributes the sum
+        over turns. In an environment rollout, each sample includes the sum of all turn rewards in the rollout.
 
-        The per-token rewards are R values, a part of the score's value, NaN for tokens without one; None if no reward
-        is assigned to single tokens.
+        The per-token rewards have R values, which are part of the score's value. Tokens without a reward have NaN. They
+        are None if no reward is assigned to individual tokens.
         """
         if sample.episode is not None and sample.episode.failure is not None:
             return Score(value=None, parts={}, failure=f"environment: {sample.episode.failure}"), None
@@ -119,7 +119,7 @@ def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
 def _returned(
     sample: Sample, results: Mapping[str, Result], model_reward: ModelReward | None, verdict: judge.Verdict | None
 ) -> tuple[dict[str, Result], list[str]]:
-    """Return the results of the model, the judge and the functions that succeeded, and the failures of the others."""
+    """Return the results from the model, the judge and the functions that succeeded, and a line for each failure."""
     returned: dict[str, Result] = {}
     failures: list[str] = []
     if model_reward is not None and model_reward.failure is None:
@@ -139,7 +139,7 @@ def _returned(
 
 
 def _rewards(results: object, count: int) -> list[float] | None:
-    """Return `count` rewards; None if the results are not that many finite numbers with a finite sum."""
+    """Return the results if they are `count` finite numbers with a finite sum, or None."""
     if not isinstance(results, list) or len(results) != count:
         return None
     finite = all(isinstance(result, float) and math.isfinite(result) for result in results)

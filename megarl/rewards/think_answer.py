@@ -11,7 +11,7 @@ def think_answer_format(prompt: str, response: str, answer: Any, right: float = 
     """Return `right` if the response has the form `<think>…</think><answer>…</answer>`, else `wrong`.
 
     Each tag must occur once, with only whitespace before, between and after the two blocks. Their contents are not
-    judged. If the prompt ends with `<think>`, as some chat templates make it, the response continues from there.
+    judged. If the prompt ends with `<think>`, as with some chat templates, the response continues from there.
 
     DeepSeek-R1's format reward (https://arxiv.org/abs/2501.12948, §2.2.2) as checked by Logic-RL
     (https://arxiv.org/abs/2502.14768, §2.2), which uses right=1, wrong=-1.
@@ -20,7 +20,7 @@ def think_answer_format(prompt: str, response: str, answer: Any, right: float = 
 
 
 def tagged_answer(prompt: str, response: str) -> str | None:
-    """Return the text between the answer tags; None if the response does not have the format."""
+    """Return the text between the answer tags, or None if the response does not have the format."""
     text = response.strip()
     if prompt.rstrip().endswith("<think>"):
         text = f"<think>{text}"

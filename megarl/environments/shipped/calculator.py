@@ -11,9 +11,9 @@ from megarl.rewards.numeric import numeric_match
 
 
 class CalculatorEnvironment(Environment):
-    """Arithmetic with the tools `add` and `multiply`. The question is the data row's prompt. Without a prompt it is `a
-    * b + c` or `(a + b) * c`, with numbers generated from the seed. The first turn without a tool call is the answer.
-    Its reward is 1 if its last number is correct, else 0."""
+    """Arithmetic with the tools `add` and `multiply`. The question is the data row's prompt. If there is no prompt, it
+    is `a * b + c` or `(a + b) * c`, with numbers generated from the seed. The first turn without a tool call is the
+    answer. Its reward is 1 if its last number is correct, else 0."""
 
     def __init__(self, low: int = 2, high: int = 99):
         """
