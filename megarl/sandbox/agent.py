@@ -1,9 +1,10 @@
-"""The agent: the first process in a sandbox, which runs programs within limits, one at a time, and reports on them.
+"""The agent: the first process in a sandbox. It runs programs within limits, one at a time, and reports their results.
 
-The sandbox's own Python runs the text of this file, so it imports only modules that load quickly and nothing of megarl.
-Messages are lists of byte strings in the format of `pack`, received on stdin and sent to stdout. The sandbox exits at
-the end of stdin, whatever ended the process on the other side. Programs cannot harm the agent: it has process id 1 in
-the sandbox, which no signal from inside can kill, and its memory and files are not accessible to them.
+The sandbox's own Python runs the text of this file, so it imports only modules that load quickly and nothing from
+megarl. Messages are lists of byte strings in the format of `pack`, received on stdin and sent to stdout. The sandbox
+exits at the end of stdin, regardless of how the process on the other side exited. Programs cannot harm the agent: it
+has process id 1 in the sandbox, which no signal from inside can kill, and its memory and files are not accessible to
+them.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import sys
 import time
 
 CHECK_S = 0.05
-"""Interval between checks of the total resource usage of a program's processes."""
+"""Interval in seconds between checks of the total resource usage of a program's processes."""
 
 MAX_FILES = 20_000
 """Maximum number of files in a sandbox's own folders. Even empty files use memory."""
@@ -52,12 +53,12 @@ class BoundedOutput:
 
 
 class Agent:
-    """The state of the agent: the folder and environment of programs."""
+    """The agent's state: the folder and the environment for programs."""
 
     def __init__(self, folder, path, counts_own=False, removes_folder=False):
         """
         Args:
-            counts_own: whether the kernel counts the processes of this sandbox separately from the user's others.
+            counts_own: whether the kernel counts this sandbox's processes separately from the user's other processes.
             removes_folder: whether to remove the folder on exit.
         """
         self.folder, self.counts_own, self.removes_folder = folder, counts_own, removes_folder
@@ -84,9 +85,9 @@ class Agent:
         return pids
 
     def end_all(self):
-        """Kill all other processes, including detached ones, and wait for their exit."""
+        """Kill all other processes, including detached ones, and wait until they have exited."""
         while True:
-            # Only process 1 may signal all processes (pid −1), since all of them are then inside the sandbox.
+            # Only process 1 may signal all processes (pid −1), because then all of them are inside the sandbox.
             for pid in [-1] if self.is_first else self.others():
                 try:  # noqa: SIM105 - contextlib is slow to import
                     os.kill(pid, signal.SIGKILL)
@@ -100,7 +101,7 @@ class Agent:
             time.sleep(0.001)
 
     def write(self, name, data):
-        """Write a file. Return the error message, empty on success."""
+        """Write a file. Return the error message, which is empty on success."""
         path = os.path.join(self.folder, name.decode())
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -233,7 +234,7 @@ class Run:
             self.stdin_write = None
 
     def read(self, end):
-        """Read part of an output. Return whether more may follow."""
+        """Read part of an output stream. Return whether more output may follow."""
         try:
             data = os.read(end, READ_BYTES)
         except BlockingIOError:
@@ -243,14 +244,15 @@ class Run:
         return bool(data)
 
     def exceeded_limit(self):
-        """Return the name of a limit that the program's processes together exceed; empty if there is none."""
+        """Return the name of a limit that the program's processes exceed in total, or an empty string if there is
+        none."""
         pids = self.agent.others()
         if len(pids) > self.limits["processes"]:
             return b"processes"
         if cpu_of_exited() - self.cpu_before + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
             return b"cpu_s"
         most = self.limits["memory_mib"] << 20
-        # The private memory is quick to read but excludes shared pages of files; check the exact value only if needed.
+        # Private memory is quick to read but excludes shared file pages. Check the exact value only if needed.
         if sum(map(private_bytes, pids)) > most and sum(map(proportional_bytes, pids)) > most:
             return b"memory_mib"
         if self.agent.is_first and max(map(num_files, (self.agent.folder, "/dev/shm"))) > MAX_FILES:
@@ -269,32 +271,33 @@ class Run:
 
 
 def cpu_of_exited():
-    """Return the CPU seconds of all processes of the sandbox that have exited."""
+    """Return the CPU seconds used by all sandbox processes that have exited."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def cpu_of(pid):
-    """Return the CPU seconds of a process and of its children that have exited."""
+    """Return the CPU seconds used by a process and by its exited children."""
     numbers = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return sum(map(int, numbers[11:15])) / TICKS
 
 
 def private_bytes(pid):
-    """Return the resident memory of a process without file-backed and shared pages."""
+    """Return the resident memory of a process in bytes, without file-backed and shared pages."""
     numbers = [int(number) for number in text_of(f"/proc/{pid}/statm").split()] or [0, 0, 0]
     return (numbers[1] - numbers[2]) * PAGE
 
 
 def proportional_bytes(pid):
-    """Return the resident memory of a process, with shared pages divided among the processes that share them."""
+    """Return the resident memory of a process in bytes, with shared pages divided among the processes that share
+    them."""
     lines = text_of(f"/proc/{pid}/smaps_rollup").splitlines()
     sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
     return sizes[0] if sizes else private_bytes(pid)
 
 
 def num_files(folder):
-    """Return the number of files in a folder's file system; 0 for a file system that does not count them."""
+    """Return the number of files in a folder's file system, or 0 if the file system does not count them."""
     try:
         system = os.statvfs(folder)
     except OSError:
@@ -303,7 +306,7 @@ def num_files(folder):
 
 
 def text_of(path):
-    """Return a file in /proc; empty if the process has exited or may not be inspected."""
+    """Return the text of a file in /proc. It is empty if the process has exited or may not be inspected."""
     try:
         with open(path) as file:
             return file.read()
@@ -345,9 +348,9 @@ def main(folder, path, *options):
     """Serve requests until the end of stdin.
 
     Args:
-        folder: working directory and home of programs.
-        path: PATH of programs.
-        options: counts_own, removes_folder; see Agent.
+        folder: working directory and home directory for programs.
+        path: PATH for programs.
+        options: any of counts_own and removes_folder (see Agent).
     """
     libc = ctypes.CDLL(None)
     for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_NO_NEW_PRIVS, 1)):

@@ -16,14 +16,15 @@ class Apptainer(Provider):
     """Runs programs in a read-only image with a private in-memory /tmp.
 
     The size of /tmp is `sessiondir max size` in apptainer.conf. The kernel counts the processes together with the
-    user's others, so only the agent limits their number.
+    user's other processes, so only the agent limits their number.
     """
 
     name = "apptainer"
     python = "python3"
 
     def command(self) -> Command:
-        """Return the command. Raises SandboxError if Apptainer is not installed or sandbox.image does not exist."""
+        """Return the command that starts a sandbox. Raise SandboxError if Apptainer is not installed or sandbox.image
+        does not exist."""
         apptainer, image = shutil.which("apptainer"), self.limits.image
         if apptainer is None:
             raise SandboxError("apptainer is not on the PATH")

@@ -18,34 +18,34 @@ from megarl.sandbox.sandbox import Command, SandboxError
 from megarl.sandbox.seccomp import open_filter
 
 OLDEST = (0, 8)
-"""First version that can limit the size of tmpfs and disable nested user namespaces."""
+"""Oldest supported version. It is the first that can limit the size of tmpfs and disable nested user namespaces."""
 
 NOBODY = 65534
 
 FOLDER = "/tmp"
-"""Working directory of programs. It is in memory and, with /dev/shm, the only place that they can write to."""
+"""Working directory for programs. It is in memory. Programs can write only to this folder and to /dev/shm."""
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 
 
 class Bubblewrap(Provider):
-    """Runs programs with read-only /usr and Python installation, and a private /tmp.
+    """Runs programs with a read-only /usr and Python installation, and with a private /tmp.
 
     Programs have no network and no capabilities, and see only their own processes. If this process runs as root, the
-    sandbox runs as another user, so that the kernel enforces process limits and files of root are not its own. This
-    works even if the Python installation is in a folder that only root can enter.
+    sandbox runs as a different user, so that the kernel enforces process limits and the sandbox does not own root's
+    files. This works even if the Python installation is in a folder that only root can enter.
     """
 
     name = "bubblewrap"
 
     def __init__(self, limits: schema.Sandbox, deadline_s: float | None = None, drops_root: bool | None = None):
-        """drops_root: whether root becomes another user; None: if this process is root."""
+        """drops_root: whether to run the sandbox as a different user than root. None: only if this process is root."""
         super().__init__(limits, deadline_s)
         self.drops_root = os.geteuid() == 0 if drops_root is None else drops_root
 
     def command(self) -> Command:
-        """Return the command. Raises SandboxError if bubblewrap is missing or too old."""
+        """Return the command that starts a sandbox. Raise SandboxError if bubblewrap is missing or too old."""
         bubblewrap, files = _bubblewrap(), open_filter()
         seccomp = ["--seccomp", str(files[0])] if files else []
         path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
@@ -68,7 +68,7 @@ def _bubblewrap() -> str:
 
 
 def _isolation(limits: schema.Sandbox) -> list[str]:
-    """Return the options that create a sandbox. Later mounts hide earlier ones."""
+    """Return the bubblewrap options that create a sandbox. Later mounts hide earlier ones."""
     size = str(limits.file_mib << 20)
     return [
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
@@ -102,7 +102,7 @@ def _python_folders() -> list[str]:
 
 @cache
 def _other_user(bubblewrap: str) -> list[str]:
-    """Return the prefix of a command that root runs as nobody.
+    """Return the prefix with which root runs a command as nobody.
 
     If the user nobody cannot enter the folders of the Python installation, the prefix also creates a view of the file
     system in which it can.
@@ -123,7 +123,7 @@ def _other_user(bubblewrap: str) -> list[str]:
 
 
 def _closed_parent(folder: Path) -> Path | None:
-    """Return the outermost parent of a folder that other users cannot enter."""
+    """Return the folder's outermost parent that other users cannot enter, or None."""
     return next((parent for parent in reversed(folder.parents) if not parent.stat().st_mode & 0o001), None)
 
 

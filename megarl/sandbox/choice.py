@@ -1,4 +1,4 @@
-"""Selects the sandbox provider according to the config's section `sandbox`."""
+"""Selects the sandbox provider according to the config's `sandbox` section."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INSTALL = (
 
 
 async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:
-    """Return a provider whose sandboxes were found to work on this machine. Raises UserError if there is none.
+    """Return a provider whose sandboxes work on this machine. Raise UserError if there is none.
 
-    `deadline_s` is the default lifetime of a sandbox.
+    `deadline_s` is the default lifetime of a sandbox, in seconds.
     """
     reasons = []
     for provider in _candidates(limits, deadline_s):
@@ -45,7 +45,7 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
 def _candidates(limits: schema.Sandbox, deadline_s: float | None) -> list[Provider]:
     """Return the providers that the config allows, best first.
 
-    Root stays root in a sandbox only if it cannot become another user, as in containers with a single user.
+    Root stays root in a sandbox only if it cannot switch to a different user, as in containers with a single user.
     """
     first = Bubblewrap(limits, deadline_s)
     bubblewrap = [first, Bubblewrap(limits, deadline_s, drops_root=False)] if first.drops_root else [first]

@@ -14,7 +14,7 @@ from megarl.config import schema
 from megarl.sandbox.sandbox import Command, Sandbox, SandboxError
 
 AGENT = Path(__file__).with_name("agent.py").read_text(encoding="utf-8")
-"""Source of the agent, for another Python interpreter."""
+"""The agent's source, for a different Python interpreter."""
 
 _CODE = binascii.b2a_base64(marshal.dumps(compile(AGENT, "agent", "exec", optimize=2)), newline=False).decode()
 
@@ -22,13 +22,14 @@ OWN_AGENT = (
     *(os.path.realpath(sys.executable), "-I", "-S", "-c"),
     f"# megarl sandbox agent\nimport binascii, marshal\nexec(marshal.loads(binascii.a2b_base64('{_CODE}')))",
 )
-"""Command of the agent for this Python interpreter. It is compiled in advance, which saves a third of its startup."""
+"""Command that runs the agent in this Python interpreter. The agent is compiled in advance, which saves a third of its
+startup time."""
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Provider(ABC):
-    """A method of isolating programs, with the limits from a config."""
+    """A method for isolating programs, with the limits from a config."""
 
     name: ClassVar[str]
 
@@ -36,7 +37,7 @@ class Provider(ABC):
     """Path of the Python interpreter inside a sandbox."""
 
     def __init__(self, limits: schema.Sandbox, deadline_s: float | None = None):
-        """deadline_s: default lifetime of a sandbox."""
+        """deadline_s: default lifetime of a sandbox, in seconds."""
         self.limits, self._deadline_s = limits, deadline_s
 
     @abstractmethod
@@ -44,12 +45,12 @@ class Provider(ABC):
         """Return the command that starts one sandbox."""
 
     async def start(self, deadline_s: float | None = None) -> Sandbox:
-        """Start a sandbox, to be used with `async with`. `deadline_s` is its lifetime."""
+        """Start a sandbox, to be used with `async with`. `deadline_s` is its lifetime in seconds."""
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         return await Sandbox(self.command(), self.limits, self.python, deadline_s).start()
 
     async def try_out(self) -> None:
-        """Run an empty program in a sandbox. Raises SandboxError if that does not work."""
+        """Run an empty program in a sandbox. Raise SandboxError if that fails."""
         async with await self.start() as sandbox:
             finished = await sandbox.run([self.python, "-c", ""])
         if not finished.succeeded:

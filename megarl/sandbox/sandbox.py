@@ -1,4 +1,4 @@
-"""A sandbox from the side of the process that started it: upload files, run programs, leave nothing behind."""
+"""The client side of a sandbox: start it, upload files, run programs, and clean up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megarl.config import schema
 from megarl.sandbox.agent import pack
 
 START_S = 60.0
-"""Timeout for the start of a sandbox, which normally takes some hundredths of a second."""
+"""Timeout in seconds for starting a sandbox, which normally takes a few hundredths of a second."""
 
 ANSWER_S = 20.0
-"""Timeout for an answer, in addition to the program's own limit."""
+"""Timeout in seconds for a response, in addition to the program's own limit."""
 
 STOP_S = 5.0
-"""Time that a sandbox has to exit before it is killed."""
+"""Seconds that a sandbox has to exit before it is killed."""
 
 POLL_S = 0.002
 ERROR_BYTES = 4096
@@ -39,10 +39,11 @@ class Command:
     """The command that starts a sandbox.
 
     Attributes:
-        arguments: its standard input and output are connected to the agent.
-        environment: environment of the command, not of programs.
-        files: open files that it reads; they are closed in this process once it has started.
-        folder: a folder to remove at the end. The agent also removes it, in case this process was killed.
+        arguments: the command line. Its stdin and stdout are connected to the agent.
+        environment: environment variables for the command, not for programs.
+        files: open file descriptors that the command reads. They are closed in this process once the command has
+            started.
+        folder: a folder to remove at the end. The agent also removes it, in case this process is killed.
     """
 
     arguments: Sequence[str]
@@ -53,15 +54,16 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The result of a program.
+    """The result of running a program.
 
     Attributes:
-        status: exit status, or the negative signal number if a signal ended it.
-        limit: the limit of section `sandbox` that it exceeded, such as "wall_s"; "deadline" for the sandbox's lifetime;
-            "files" for too many files; None if it was not stopped.
-        seconds: how long it ran.
-        stdout: its output. If it was longer than output_bytes, its beginning and end, with a line about the omission.
-        truncated: whether stdout or stderr was longer than output_bytes.
+        status: exit status, or the negative signal number if a signal killed the program.
+        limit: the limit in the `sandbox` section that the program exceeded, such as "wall_s"; "deadline" for the
+            sandbox's lifetime; "files" for too many files; None if the program was not stopped.
+        seconds: wall-clock run time.
+        stdout: the program's output. If it is longer than output_bytes, its beginning and end, with a line that reports
+            the omission.
+        truncated: whether stdout or stderr is longer than output_bytes.
     """
 
     status: int
@@ -79,12 +81,12 @@ class Finished:
 class Sandbox:
     """A running sandbox.
 
-    Programs run one after the other. Files persist between them, processes do not. Concurrent calls are serialized.
-    After a call fails or is cancelled, the sandbox can no longer be used.
+    Programs run one at a time. Files persist between them, processes do not. Concurrent calls are serialized. After a
+    call fails or is cancelled, the sandbox can no longer be used.
     """
 
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
-        """python: the interpreter of programs. deadline_s: the sandbox's lifetime."""
+        """python: path of the interpreter for programs. deadline_s: the sandbox's lifetime in seconds."""
         self._command, self._limits, self.python = command, limits, python
         self._lock, self._is_over = asyncio.Lock(), False
         loop = asyncio.get_running_loop()
@@ -92,7 +94,7 @@ class Sandbox:
         self._alarm = None if deadline_s is None else loop.call_later(deadline_s + ANSWER_S, self._end)
 
     async def start(self) -> Self:
-        """Start the sandbox and wait until it is up. Raises SandboxError, with the error output, if this fails."""
+        """Start the sandbox and wait until it is up. Raise SandboxError with the error output if this fails."""
         local, remote = socket.socketpair()
         errors_read, errors_write = os.pipe()
         os.set_blocking(errors_read, False)
@@ -143,9 +145,9 @@ class Sandbox:
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     async def upload(self, name: str, content: bytes | str) -> None:
-        """Write a file at an absolute path or relative to the working directory of programs.
+        """Write a file at an absolute path or relative to the programs' working directory.
 
-        Raises OSError if there is no space or the path is invalid.
+        Raise OSError if there is no space or the path is invalid.
         """
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
         [reason] = await self._call([b"write", name.encode(), data], ANSWER_S)
@@ -158,7 +160,7 @@ class Sandbox:
         """Run a program until all of its processes have exited.
 
         Args:
-            wall_s: time limit, if lower than sandbox.wall_s.
+            wall_s: time limit in seconds, if lower than sandbox.wall_s.
             merged: whether stdout also contains the output to stderr, in the order in which it was written.
         """
         limits, remaining_s = self._limits, self.remaining_s
@@ -180,7 +182,7 @@ class Sandbox:
         return Finished(int(status), limit.decode() or None, seconds, stdout, stderr, out_truncated or err_truncated)
 
     async def stop(self) -> None:
-        """Stop the sandbox and everything in it; a pending call fails. Return when nothing is left."""
+        """Stop the sandbox and everything in it; a pending call fails. Return once everything has exited."""
         self._end()
         async with self._lock:
             await self._wait()
@@ -194,7 +196,7 @@ class Sandbox:
             self._writer.write_eof()
 
     async def _wait(self) -> None:
-        """Wait until the sandbox has exited. Its output ends when no process is left that could write to it."""
+        """Wait until the sandbox has exited. Its output ends once no process can write to it."""
         try:
             with suppress(TimeoutError, OSError):
                 async with asyncio.timeout(STOP_S):
@@ -212,7 +214,7 @@ class Sandbox:
             self._errors.close()
 
     async def _call(self, request: list[bytes] | None, timeout_s: float) -> list[bytes]:
-        """Send a request, if any, and return the answer."""
+        """Send a request, if any, and return the response."""
         async with self._lock:
             if self._is_over:
                 raise SandboxError("the sandbox has been stopped")
@@ -232,19 +234,19 @@ class Sandbox:
                 output = self._error_output()
                 await self._wait()
                 raise SandboxError(f"the sandbox exited with status {self._process.returncode}{output}") from None
-            except BaseException:  # otherwise the next call would receive the answer to this request
+            except BaseException:  # otherwise the next call would receive the response to this request
                 self._end()
                 raise
 
     def _error_output(self) -> str:
-        """Return the last lines of the error output of the sandbox's command."""
+        """Return the last lines of the sandbox command's error output."""
         lines = (self._errors.read(ERROR_BYTES) or b"").decode(errors="replace").split("\n")
         text = "; ".join(line.strip() for line in lines[-4:] if line.strip())
         return f": {text}" if text else ""
 
 
 def _joined(fields: Sequence[Any]) -> tuple[bytes, bool]:
-    """Return an output from its length, beginning and end, and whether part of it was omitted."""
+    """Join the beginning and end of an output. Return it and whether part of it was omitted."""
     total, head, tail = int(fields[0]), fields[1], fields[2]
     omitted = total - len(head) - len(tail)
     if omitted == 0:

@@ -21,7 +21,7 @@ and io_uring_setup."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
-"""First system call number of x86_64's x32 ABI."""
+"""First system call number in x86_64's x32 ABI."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 NUMBER_AT, ARCH_AT = 0, 4
@@ -29,7 +29,7 @@ ALLOW, NO_SUCH_CALL = 0x7FFF0000, 0x00050000 | 38
 
 
 class Instruction(NamedTuple):
-    """An instruction of a BPF program. Jump offsets are numbers of instructions to skip."""
+    """An instruction in a BPF program. A jump offset is the number of instructions to skip."""
 
     code: int
     if_true: int
@@ -38,7 +38,8 @@ class Instruction(NamedTuple):
 
 
 def open_filter() -> tuple[int, ...]:
-    """Return an open file with the filter for this machine; an empty tuple for an unsupported architecture."""
+    """Return the file descriptor of a file with the filter for this machine, or an empty tuple if the architecture is
+    not supported."""
     machine = platform.machine()
     if machine not in DENIED:
         return ()
@@ -49,7 +50,7 @@ def open_filter() -> tuple[int, ...]:
 
 
 def filter_program(machine: str) -> bytes:
-    """Return a filter under which denied system calls, and those of other architectures, fail with ENOSYS."""
+    """Return a filter that makes denied system calls, and system calls from other architectures, fail with ENOSYS."""
     denied = DENIED[machine]
     tests = [(JUMP_EQUAL, number) for number in denied] + [(JUMP_AT_LEAST, X32_BIT)]
     program = [

@@ -16,20 +16,21 @@ LIMITS = {
     "processes": "it had too many processes",
     "files": "it had too many files",
 }
-"""How the policy is told that a program exceeded a limit."""
+"""Message for the policy when a program exceeds a limit, keyed by limit."""
 
 
 class CodeTools:
-    """The tools `python` and `shell` of one rollout.
+    """The tools `python` and `shell` for one rollout.
 
-    They return text whatever a program does, and raise SandboxError if the sandbox itself fails.
+    They return text even if a program fails, and raise SandboxError if the sandbox itself fails.
     """
 
     def __init__(self, provider: Provider, keeps_files: bool = True, deadline_s: float | None = None):
         """
         Args:
-            keeps_files: whether all calls share one sandbox, in which files persist; otherwise each call has its own.
-            deadline_s: lifetime of such a sandbox.
+            keeps_files: whether all calls share one sandbox, in which files persist. Otherwise each call has its own
+                sandbox.
+            deadline_s: lifetime of each sandbox, in seconds.
         """
         self._provider, self._keeps_files, self._deadline_s = provider, keeps_files, deadline_s
         self._sandbox: Sandbox | None = None
@@ -75,7 +76,7 @@ class CodeTools:
 
 
 def text_of(finished: Finished) -> str:
-    """Return the output of a program, followed by how it ended if it failed."""
+    """Return a program's output, followed by the reason if it failed."""
     text = finished.stdout.decode(errors="replace")
     if finished.limit is not None:
         end = f"[ended: {LIMITS[finished.limit]}]"

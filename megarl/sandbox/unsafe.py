@@ -1,4 +1,4 @@
-"""Execution without isolation, for machines that support none and users who accept the risk."""
+"""Execution without isolation, for machines that do not support isolation and users who accept the risk."""
 
 from __future__ import annotations
 
