@@ -17,10 +17,10 @@ class Part:
     """One token sequence of a rollout.
 
     Attributes:
-        transcript: its tokens.
-        text: text of its last turn.
-        messages: its conversation, for display.
-        first_turn: index of its first turn within the rollout.
+        transcript: tokens of the sequence.
+        text: text of the last turn.
+        messages: the conversation, for display.
+        first_turn: index of the first turn within the rollout.
     """
 
     transcript: Transcript

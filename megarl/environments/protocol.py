@@ -81,7 +81,7 @@ class Step:
         done: whether the rollout ends.
         as_is: append the observation as raw text directly after the turn, not as a message.
         restart: replace the conversation with the observation, which must be a complete conversation. The turns that
-            follow become a separate sample. Used to summarize the context, or to switch to another agent.
+            follow become a separate sample. Used to summarize the context, or to switch to a different agent.
     """
 
     observation: str | Sequence[Message] | None = None

@@ -36,7 +36,7 @@ class NodeReport:
         problems: one line per problem with the node, without the node's name.
         missing: one line per path in the recipe that is missing on the node.
         versions: installed versions, keyed by package.
-        address: address and port on which the first node listens for the others. None for any other node.
+        address: address and port on which the first node listens for the other nodes. None on the other nodes.
         connection_error: why this node cannot connect to that address, or None.
     """
 

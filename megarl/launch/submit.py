@@ -25,8 +25,8 @@ from megarl.run.folder import RunFolder
 def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
-    """Check a recipe, write its job and submit it. Yield progress lines. Raise UserError before anything is submitted
-    if a check fails.
+    """Check a recipe, write its job files and submit the job. Yield progress lines. Raise UserError before anything is
+    submitted if a check fails.
 
     Args:
         file: the recipe.
@@ -34,7 +34,7 @@ def launch(
         request: the job options.
         sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after the recipe's run with
             a number appended.
-        dry_run: write the job without submitting it.
+        dry_run: write the job files without submitting the job.
     """
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]

@@ -1,4 +1,5 @@
-"""Rewards for programs: the last fenced code block of a response runs in a sandbox, against tests or expected outputs.
+"""Rewards for programs: the last fenced code block in a response runs in a sandbox and is checked with tests or
+expected outputs.
 
 A program that fails, hangs or exceeds a limit is wrong. Only a failure of the sandbox itself yields no reward.
 """

@@ -40,7 +40,7 @@ class Bubblewrap(Provider):
     name = "bubblewrap"
 
     def __init__(self, limits: schema.Sandbox, deadline_s: float | None = None, drops_root: bool | None = None):
-        """drops_root: whether to run the sandbox as a different user than root. None: only if this process is root."""
+        """drops_root: whether the sandbox runs as a user other than root. None: only if this process is root."""
         super().__init__(limits, deadline_s)
         self.drops_root = os.geteuid() == 0 if drops_root is None else drops_root
 

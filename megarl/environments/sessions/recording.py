@@ -35,11 +35,11 @@ class RecordedSample:
     """A token sequence from a session, used for training.
 
     Attributes:
-        transcript: its tokens.
-        text: text of its last turn, including tool calls.
-        messages: its conversation, for display.
-        first_turn: number of its first turn within the session.
-        last_turn: number of its last turn within the session.
+        transcript: tokens of the sequence.
+        text: text of the last turn, including tool calls.
+        messages: the conversation, for display.
+        first_turn: number of the first turn within the session.
+        last_turn: number of the last turn within the session.
     """
 
     transcript: Transcript
