@@ -20,7 +20,7 @@ from megarl.core.versions import installed_versions
 from megarl.launch.folder import Job, Verdict
 from megarl.launch.named_files import named_files
 from megarl.planner.doctor.examine import examine
-from megarl.planner.doctor.gpus import ask
+from megarl.planner.doctor.gpus import run_command
 from megarl.planner.doctor.machine import RUN_DISK
 
 POLL_S = 0.2
@@ -121,7 +121,7 @@ def num_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([gpu for gpu in visible.split(",") if gpu])
-    return sum(line.startswith("GPU ") for line in (ask(("nvidia-smi", "-L")) or "").splitlines())
+    return sum(line.startswith("GPU ") for line in (run_command(("nvidia-smi", "-L")) or "").splitlines())
 
 
 def send_report(folder: Path, report: NodeReport) -> None:
