@@ -63,8 +63,8 @@ def ordered(plan: Plan) -> Plan:
     """Return a copy of the plan with an order for its hops, and with the communicators that the hops need.
 
     Processes that execute their own hops in this order cannot deadlock: at any time, both ends of the first unfinished
-    hop have finished all their earlier hops. This is true if a process executes all its hops strictly in order, and also
-    if it only orders the hops within each communicator.
+    hop have finished all their earlier hops. This is true if a process executes all its hops strictly in order, or
+    only the hops in each communicator.
     """
     return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()), communicators=communicators(plan))
 
@@ -72,10 +72,10 @@ def ordered(plan: Plan) -> Plan:
 def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> Schedule:
     """Simulate the transfers in an ordered plan.
 
-    Every process has one port per direction for transfers between nodes, and one per direction inside its node. A port carries one
-    bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes, because a
-    process executes the operations in a communicator one by one. Forwarding starts when the bucket has arrived. Casts,
-    packing and copies within a device are assumed to take no time.
+    Every process has one port per direction for transfers between nodes, and one per direction inside its node. A port
+    carries one bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes,
+    because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
+    arrived. Casts, packing and copies within a device are assumed to take no time.
 
     messages   number of messages per bucket, which adds latency; empty to ignore latency
     """
@@ -91,7 +91,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
-        is_sent = not (plan.devices and plan.is_node_local(link))  # otherwise, the destination reads the source directly
+        is_sent = not (plan.devices and plan.is_node_local(link))  # otherwise, the destination reads directly
         occupied = [("out", out), ("in", into)]
         if is_sent and plan.nodes[link.source] == plan.nodes[link.destination]:
             occupied += [("in", out), ("out", into)]
@@ -159,7 +159,7 @@ class _Simulation:
         self._order: list[Hop] = []
         self._forwards: list[dict[int, list[Link]]] = [_by_source(bucket.forwards) for bucket in plan.buckets]
         self._deferred: dict[int, list[tuple[int, Link]]] = defaultdict(list)
-        """destination -> its links in separate buckets, which start once the destination has received all its buckets."""
+        """destination -> its links in separate buckets, which start once it has received all its buckets."""
         self._missing: dict[int, int] = defaultdict(int)
         """destination -> number of transfers that have not arrived yet, excluding those in `_deferred`."""
 
