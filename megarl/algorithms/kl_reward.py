@@ -27,10 +27,10 @@ def kl_reward(
     arXiv 2203.02155, eq. 2; REINFORCE++, arXiv 2501.03262). Level "sequence": −β·K(Σ_t d_t) at the last trained token.
 
     Args:
-        old: float32 [R], log-probs under the policy that sampled.
-        reference: float32 [R], log-probs under the reference.
+        old: float32 [R], log-probs under the policy that sampled the response.
+        reference: float32 [R], log-probs under the reference policy.
         mask: bool [R], true for trained tokens.
-        limit: the bound of the estimates, as in `megarl.algorithms.kl.estimate`.
+        limit: the bound on the estimates, as in `megarl.algorithms.kl.estimate`.
     """
     require_one_shape(old=old, reference=reference, mask=mask)
     log_ratio = (old - reference).where(mask, 0.0)

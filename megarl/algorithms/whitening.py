@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
-    """Return mean and standard deviation of `count` numbers with this sum and sum of squares.
+    """Return the mean and standard deviation of `count` numbers, given their sum (`total`) and sum of squares.
 
     Args:
-        std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and
-            for too few numbers.
+        std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and if
+            there are too few numbers.
     """
     divisor = {"sample": count - 1, "population": count, "none": 0}[std]
     mean = total / max(count, 1)

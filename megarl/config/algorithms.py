@@ -27,7 +27,7 @@ def describe_one(name: str) -> str:
     Args:
         name: an entry's name, or `path/to/file.py:NAME`.
     Raises:
-        UserError: for another name; it lists the names.
+        UserError: the name is unknown; the message lists the valid names.
     """
     known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
     if name in known or is_in_file(name):

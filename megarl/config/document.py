@@ -49,7 +49,7 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read a YAML mapping. Raise UserError that starts with `name` and, if known, line and column."""
+    """Read a YAML mapping. Raise a UserError whose message starts with `name` and, if known, the line and column."""
     try:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:
@@ -66,7 +66,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """Reads one YAML value. Raises UserError with the reason if it is not one."""
+    """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
         return _read(text)[1]
     except yaml.YAMLError as error:
@@ -127,7 +127,7 @@ def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
 
 
 class _CoreLoader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's class attribute, emptied of YAML 1.1's patterns)
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (overrides PyYAML's class attribute, to drop the YAML 1.1 patterns)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -156,7 +156,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    """Build a mapping with unique text keys."""
+    """Build a mapping. Raise an error unless its keys are text and unique."""
     mapping: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for name_node, value_node in node.value:

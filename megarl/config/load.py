@@ -1,4 +1,4 @@
-"""Load a Config from YAML files and `a.b=c` overrides, and dump it."""
+"""Load a Config from YAML files and `a.b=c` overrides, or dump it as YAML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     A base file is searched next to the recipe that names it, then among megarl's own recipes.
 
     Raises:
-        UserError: with one line per violation: origin, key, value and remedy.
+        UserError: the configuration is invalid; the message has one line per violation, with origin, key, value and
+            remedy.
     """
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
@@ -46,8 +47,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def overlay(base: Document, over: Document) -> Document:
     """Lay `over` on top of `base`.
 
-    Where `over` names another entry of a `Variant` section than `base` does, the options of the base's entry are
-    dropped, and the new entry has its own defaults. The section's own fields are kept.
+    If `over` names a different entry for a `Variant` section than `base`, the options of the base's entry are dropped
+    and the new entry uses its own defaults. The section's own fields are kept.
     """
     values = base.values
     for variant in VARIANTS:
@@ -60,7 +61,7 @@ def overlay(base: Document, over: Document) -> Document:
 
 
 def _section(values: Any, name: str) -> dict[str, Any]:
-    """Return a section of `values`, empty where there is none."""
+    """Return a section of `values`, or an empty mapping if it is missing."""
     section = values.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -77,7 +78,8 @@ def dump(config: Config) -> str:
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """Yield the documents of a file's base, then its own. above: the files that led to this one."""
+    """Yield the documents of a file's base recipes, then the file's own. `above` has the files that use it as their
+    base."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one `base`")
@@ -108,7 +110,7 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
 
 
 def _override(text: str) -> Document:
-    """Parse one KEY=VALUE of the command line."""
+    """Parse one KEY=VALUE argument from the command line."""
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):

@@ -1,8 +1,8 @@
-"""The schema of a run's configuration: types and ranges of single keys. Rules across keys are in `rules`.
+"""The schema of a run's configuration: types and ranges of individual keys. Rules across keys are in `rules`.
 
-Defaults are in configs/base.yaml, next to the comments that explain the keys. Two kinds of keys have their defaults
-elsewhere: keys of list items, which a recipe replaces as a whole, have them here, and options of estimators and
-objectives have them in their specs.
+Defaults are in configs/base.yaml, next to the comments that explain the keys. There are two exceptions: defaults for
+keys of list items, which a recipe replaces as a whole, are in this module, and those for options of estimators and
+objectives are in their specs.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Data(Section):
 
     @property
     def reasoning_task(self) -> str | None:
-        """The reasoning-gym task, None for other sources."""
+        """The reasoning-gym task; None for other sources."""
         return reasoning_task(self.source)
 
     @property
@@ -122,7 +122,7 @@ class Data(Section):
 
     @property
     def sources(self) -> list[str]:
-        """All files, or the procedural source."""
+        """All data files, or the procedural source."""
         return [self.source, *self.more_sources]
 
     @property
@@ -175,7 +175,7 @@ class Checkpoint(Section):
 
 
 TimeoutKind = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
-"""Keys of `Timeouts`. One of them bounds each wait of the driver for another process."""
+"""Keys of `Timeouts`. Each time the driver waits for another process, one of these timeouts applies."""
 
 
 class Timeouts(Section):
@@ -192,7 +192,7 @@ class Timeouts(Section):
 
     @property
     def longest(self) -> float:
-        """The timeout of waits that belong to several phases."""
+        """The longest timeout, which applies to waits that belong to several phases."""
         return max(map(self.seconds, get_args(TimeoutKind)))
 
 
@@ -213,13 +213,13 @@ class Roles(Section):
 
     @property
     def given(self) -> dict[str, range]:
-        """Device or node numbers of each role that has a range."""
+        """Device or node numbers of each role that has a range in the config."""
         numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
         return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
 
     @property
     def on_nodes(self) -> set[str]:
-        """Roles that are placed by nodes."""
+        """Roles whose range consists of nodes."""
         return {role for role, text in self if text is not None and text.startswith("node")}
 
 
@@ -255,8 +255,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
-        """Resolve algorithm.correction.weight=auto: quantised engines and engines with stale weights sample from
-        another policy than the trainer's."""
+        """Resolve algorithm.correction.weight=auto: quantized engines and engines with stale weights sample from a
+        different policy than the trainer's."""
         algorithm = self.algorithm
         if algorithm.correction.weight != "auto":
             return self
@@ -268,7 +268,7 @@ class Config(Section):
 
     @property
     def is_offline(self) -> bool:
-        """Whether the data contain the responses, so that nothing is sampled."""
+        """Whether the data contains the responses, so that nothing is sampled."""
         return self.data.format != "prompts"
 
     @property
@@ -278,7 +278,7 @@ class Config(Section):
 
     @property
     def plays_in_environments(self) -> bool:
-        """Whether rollouts of training or of an evaluation set use an environment."""
+        """Whether rollouts for training or for any evaluation set use an environment."""
         return self.has_environment or any(item.environment and item.environment.name for item in self.evaluation.sets)
 
     @property
@@ -294,7 +294,7 @@ class Config(Section):
 
     @property
     def most_checkpoints(self) -> int:
-        """The maximum number of checkpoints kept: the newest ones and that of the best evaluation."""
+        """The maximum number of checkpoints kept: the newest ones and the one with the best evaluation."""
         return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 
     @property
@@ -354,7 +354,7 @@ class Config(Section):
 
     @property
     def pauses_rollouts(self) -> bool:
-        """Whether rollouts of later steps pause while models train on the same devices."""
+        """Whether rollouts for later steps pause while models train on the same devices."""
         return self.is_colocated and self.rollout.max_staleness > 0 and not self.is_offline
 
     @property
@@ -375,7 +375,7 @@ class Config(Section):
 
     @property
     def agreement_limit(self) -> float | None:
-        """The maximum mean log-prob difference of a step, None for no limit."""
+        """The maximum mean log-prob difference in a step; None for no limit."""
         return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
 
     @property
@@ -384,7 +384,7 @@ class Config(Section):
         return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
 
     def placed(self, role: MegatronRole) -> Placed:
-        """Return the section of a model that runs in Megatron."""
+        """Return the config section for a model that runs in Megatron."""
         sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
         return next(section for section in sections if section.section == role)
 
@@ -405,14 +405,14 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks, and so of devices, of each role in the run."""
+        """The number of ranks, and therefore of devices, for each role in the run."""
         ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     @property
     def role_devices(self) -> dict[str, range]:
-        """The devices of each role that cluster.roles places. A role placed by nodes has the same number of ranks on
-        each of its nodes."""
+        """The devices of each role that has a range in cluster.roles. A role that is placed by nodes has the same
+        number of ranks on each of its nodes."""
         spans, ranks = self.cluster.roles.given, self.num_ranks
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
@@ -425,7 +425,7 @@ class Config(Section):
 
     def moves_samples(self, trained: Trained) -> bool:
         """Return whether a sample may move to another data-parallel rank within a step, because a later epoch packs it
-        into another update."""
+        into a different update."""
         has_several = self.batch.prompts_per_update < self.batch.prompts_per_step
         return self.epochs(trained) > 1 and has_several and trained.layout.dp > 1
 

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 HOST_BACKEND = "gloo"
-"""torch.distributed backend for exchanges between host memories of ranks, on any device."""
+"""torch.distributed backend for exchanges between the host memories of ranks, regardless of the device."""
 
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: lock the memory for all devices of the process."""
+"""cudaHostRegisterPortable: page-lock the memory for all devices of the process."""
 
 
 @cache
 def _has_driver() -> bool:
-    """Return whether NVIDIA's driver library is installed. Without it torch finds no GPU."""
+    """Return whether NVIDIA's driver library is installed. Without it, torch cannot find a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -98,7 +98,7 @@ def synchronize(which: torch.device | None = None) -> None:
 
 
 def random_state() -> torch.Tensor | None:
-    """Return the state of the device's random generator; None on CPU, which uses torch's global generator."""
+    """Return the device's RNG state; None on CPU, which uses torch's global generator."""
     return _torch().cuda.get_rng_state() if on_cuda() else None
 
 
@@ -108,7 +108,7 @@ def set_random_state(state: torch.Tensor | None) -> None:
 
 
 def release_cache() -> None:
-    """Return torch's cached device memory to the device, including memory that was shared with other processes."""
+    """Release torch's cached device memory, including memory that was shared with other processes."""
     if on_cuda():
         _torch().cuda.ipc_collect()
         _torch().cuda.empty_cache()

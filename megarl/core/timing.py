@@ -1,4 +1,4 @@
-"""Wall-clock timing of a step's phases and of single operations."""
+"""Wall-clock timers for the phases of a step and for single operations."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class ElapsedTime:
         self._start = time.perf_counter()
 
     def print(self, event: str) -> None:
-        """Print that something is done and how long it took."""
+        """Print an event and the elapsed time."""
         print(f"{event} in {time.perf_counter() - self._start:.1f} s", flush=True)

@@ -24,7 +24,7 @@ ROW_FIELDS = (
     ),
     *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids", "labels"),
 )
-"""Fields of a TokenBatch whose first axis is rows; candidate_ids also has an axis of K candidates."""
+"""Fields of a TokenBatch whose first axis is rows; candidate_ids has a second axis for K candidates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ SHORTEST_RUN = 16
 saving the computation of a few tokens is not worth the cost of tracking them."""
 
 Run = tuple[int, int]
-"""Position in the pack and number of a sequence of consecutive tokens."""
+"""Position in the pack and length of a run of consecutive tokens."""
 
 
 def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[Run]], int]:
-    """Return the runs of each sample's document, including padding, and the total number of tokens.
+    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack.
 
     The order is depth-first: all continuations of a run follow it directly.
     """
@@ -56,7 +56,7 @@ class _Tree:
         self._add(members, length)
 
     def _add(self, members: Sequence[int], depth: int) -> None:
-        """Place the tokens of samples from `depth` on; they share the tokens before."""
+        """Place the samples' tokens from position `depth` on. The samples share all earlier tokens."""
         remaining = list(members)
         while remaining:
             first, *others = remaining
@@ -78,7 +78,7 @@ class _Tree:
             self.end += length
 
     def _common(self, one: int, other: int, depth: int) -> int:
-        """Return the length of the common prefix of two samples, of which the first `depth` tokens are known."""
+        """Return the length of the common prefix of two samples, whose first `depth` tokens are known to be equal."""
         a, b = self._ids[one][depth:], self._ids[other][depth:]
         length = min(len(a), len(b))
         differing = a[:length] != b[:length]

@@ -1,4 +1,4 @@
-"""The rules of section `environment`."""
+"""Rules for section `environment`."""
 
 from __future__ import annotations
 

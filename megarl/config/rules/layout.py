@@ -1,4 +1,4 @@
-"""The rules within a parallel layout. `keys` is the prefix of its keys, such as "actor.layout."."""
+"""Rules for a parallel layout. `keys` is the prefix of the layout's keys, such as "actor.layout."."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.violations import raise_all
 
 
 def check_layout(keys: str, layout: Layout) -> None:
-    """Raise UserError with one line per broken rule."""
+    """Raise a UserError with one line per violated rule."""
     raise_all(rule(keys, layout) for rule in RULES)
 
 

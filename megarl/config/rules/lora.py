@@ -1,4 +1,4 @@
-"""The rules of section `actor.lora`."""
+"""Rules for section `actor.lora`."""
 
 from __future__ import annotations
 

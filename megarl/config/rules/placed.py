@@ -1,4 +1,4 @@
-"""The rules of every section of a model with its own ranks."""
+"""Rules for all sections of models with their own ranks."""
 
 from __future__ import annotations
 
