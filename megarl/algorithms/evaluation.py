@@ -59,8 +59,7 @@ def names(samples_per_prompt: int) -> list[str]:
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return 1 − C(n − c, k) / C(n, k): the fraction of k-subsets with at least one success, given n samples with c
-    successes. Unbiased estimate of the probability that at least one of k samples succeeds (arXiv 2107.03374, eq.
-    1)."""
+    successes. Unbiased estimate of the probability that any of k samples succeeds (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 

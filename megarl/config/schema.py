@@ -316,7 +316,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the critic is a separate model; otherwise it is a head on the actor."""
+        """Whether the run has a critic that is a separate model rather than a head on the actor."""
         return self.algorithm.advantage.spec.comparison == "values" and not self.critic.shared_backbone
 
     @property
@@ -338,7 +338,8 @@ class Config(Section):
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Return whether the actor is trained in this step, counted from 1. During warmup only the critic is."""
+        """Return whether the actor is trained in this step, counted from 1. During the critic's warmup only the critic
+        is trained."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property

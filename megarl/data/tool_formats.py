@@ -139,8 +139,8 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse DeepSeek V3 calls, with the name and a JSON block after <｜tool▁sep｜>, and V3.1 calls, with the name before
-    it and plain JSON after it."""
+    """Parse DeepSeek V3 calls, with the name and a JSON block after <｜tool▁sep｜>, and V3.1 calls, with the name
+    before the tag and plain JSON after it."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue
