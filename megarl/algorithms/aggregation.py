@@ -19,7 +19,7 @@ def sequence_mean_of_token_means(num_tokens: Sequence[int]) -> list[float]:
 
 
 def sequence_mean_of_token_sums(num_tokens: Sequence[int]) -> list[float]:
-    """Return w = 1 / S: every token has the same weight, regardless of the length of its sample."""
+    """Return w = 1 / S: every token has the same weight, regardless of its sample's length."""
     return [1.0 / len(num_tokens) if n else 0.0 for n in num_tokens]
 
 

@@ -58,14 +58,14 @@ def names(samples_per_prompt: int) -> list[str]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return 1 − C(n − c, k) / C(n, k): the fraction of k-subsets of n samples, of which c are successes, with a
-    success. Unbiased estimate of the probability that at least one of k samples succeeds (arXiv 2107.03374, eq. 1)."""
+    """Return 1 − C(n − c, k) / C(n, k): the fraction of k-subsets with at least one success, given n samples with c
+    successes. Unbiased estimate of the probability that any of k samples succeeds (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_all_k(n: int, c: int, k: int) -> float:
-    """Return C(c, k) / C(n, k), pass^k: the fraction of k-subsets of n samples, of which c are successes, with
-    successes only. Unbiased estimate of the probability that all of k samples succeed (arXiv 2406.12045)."""
+    """Return C(c, k) / C(n, k), pass^k: the fraction of k-subsets with successes only, given n samples with c
+    successes. Unbiased estimate of the probability that all of k samples succeed (arXiv 2406.12045)."""
     return math.comb(c, k) / math.comb(n, k)
 
 

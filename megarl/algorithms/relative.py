@@ -1,7 +1,7 @@
 """Advantages relative to a baseline.
 
-Group and sample estimators differ only in their scalar baseline and scale; `megarl.algorithms.advantages` has the
-formulas.
+Group and sample estimators differ only in their scalar baseline and scale; the formulas are in
+`megarl.algorithms.advantages`.
 """
 
 from __future__ import annotations

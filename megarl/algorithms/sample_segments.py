@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleSegments:
-    """The rows of some samples that one rank holds.
+    """The rows of a set of samples that are on one rank.
 
     Attributes:
         mask: bool [N], true for trained tokens; only these are summed.

@@ -31,8 +31,8 @@ def explained_variance(
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
     """Return ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
-    With a clip c, ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value more
-    than c away from the old one gains nothing by moving further towards the return.
+    With a clip c, ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: once a value is
+    more than c away from the old value, moving it further towards the return does not reduce the loss.
 
     Args:
         value: float32 [N]; the only differentiable argument.

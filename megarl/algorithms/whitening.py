@@ -29,7 +29,7 @@ def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float,
     Args:
         advantage: float32 [N].
         mask: bool [N], true for trained tokens.
-        mean: mean over the trained tokens of the whole update, or of all updates of the step.
+        mean: mean over the trained tokens in the whole update, or in all updates of the step.
         std: standard deviation over the same tokens.
     """
     require_one_shape(advantage=advantage, mask=mask)

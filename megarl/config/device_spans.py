@@ -1,4 +1,4 @@
-"""The devices of each role, one per rank, numbered over all nodes."""
+"""The devices of each role, one per rank, numbered across all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration text: YAML in its 1.2 core schema, with the origin of every key.
+"""Configuration text: YAML with the YAML 1.2 core schema, with the origin of every key.
 
 PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. In the core schema they are
 text, a number, 10 and text.
@@ -41,7 +41,7 @@ class Document:
         return Document(_merge(self.values, over.values), self.origins | over.origins)
 
     def origin(self, key: Key, default: str) -> str:
-        """Return the origin of the key, or of the nearest mapping or list around it."""
+        """Return the origin of the key, or of the innermost mapping or list that contains it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
@@ -74,7 +74,7 @@ def parse_value(text: str) -> Any:
 
 
 def render(values: dict[str, Any]) -> str:
-    """Return YAML text that `parse` reads back to equal values, in the same order."""
+    """Return YAML text that `parse` converts back to equal values, in the same order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -26,7 +26,7 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE).
 
-    A base file is searched next to the recipe that names it, then among megarl's own recipes.
+    A base file is looked up next to the recipe that names it, then among megarl's own recipes.
 
     Raises:
         UserError: the configuration is invalid; the message has one line per violation, with origin, key, value and
@@ -78,8 +78,7 @@ def dump(config: Config) -> str:
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """Yield the documents of a file's base recipes, then the file's own. `above` has the files that use it as their
-    base."""
+    """Yield the documents of a file's base recipes, then the file's own. `above` has the files that inherit from it."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one `base`")
@@ -94,7 +93,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
 
 
 def _base_file(recipe: Path, name: str) -> Path:
-    """Return the file next to the recipe, or megarl's own recipe of that name."""
+    """Return the file next to the recipe, or megarl's own recipe with that name."""
     beside, shipped = recipe.parent / name, SHIPPED / name
     return shipped if shipped.exists() and not beside.exists() else beside
 

@@ -150,8 +150,8 @@ REMOVED = {
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys in the order of the schema, each section before its keys. The keys of a
-    variant section include the options of all entries."""
+    """Yield the dotted names of all keys in schema order, each section before its keys. The keys in a variant section
+    include the options of all entries."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if issubclass(section, Variant) and name == section.discriminator:

@@ -57,7 +57,7 @@ class Rollout(Section):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether each rank of an engine holds whole experts rather than a slice of every expert."""
+        """Whether each engine rank holds whole experts rather than a slice of every expert."""
         return bool(self.vllm_overrides.get("enable_expert_parallel"))
 
 
@@ -201,7 +201,8 @@ Devices = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^(nodes? )?\d+(-\d+)?$"),
 ]
-"""A range of device numbers over all nodes, such as 0-15, a single device, or a range of nodes, such as nodes 0-3."""
+"""A range of device numbers, counted across all nodes, such as 0-15, a single device, or a range of nodes, such as
+nodes 0-3."""
 
 
 class Roles(Section):
@@ -283,7 +284,7 @@ class Config(Section):
 
     @property
     def prompts_ahead(self) -> int:
-        """The number of prompts in flight beyond those of the current step."""
+        """The number of prompts in flight beyond those for the current step."""
         factor = self.batch.oversampling or 1 + self.rollout.max_staleness
         return math.ceil((factor - 1) * self.batch.prompts_per_step)
 
@@ -315,7 +316,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the critic is a separate model; otherwise it is a head on the actor."""
+        """Whether the run has a critic that is a separate model rather than a head on the actor."""
         return self.algorithm.advantage.spec.comparison == "values" and not self.critic.shared_backbone
 
     @property
@@ -333,11 +334,12 @@ class Config(Section):
 
     @property
     def samples_greedily(self) -> bool:
-        """Whether each prompt also gets a greedy response, which is scored but not trained on."""
+        """Whether each prompt has an additional greedy response, which is scored but not trained on."""
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Return whether the actor is trained in this step, counted from 1. During warmup only the critic is."""
+        """Return whether the actor is trained in this step, counted from 1. During the critic's warmup only the critic
+        is trained."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property
@@ -370,7 +372,7 @@ class Config(Section):
 
     @property
     def tolerance(self) -> Tolerance:
-        """The tolerated difference between the engine's and the trainer's log-prob of a token."""
+        """The tolerated difference between the engine's and the trainer's log-prob for a token."""
         return self.logprob_check.tolerance(self.precision)
 
     @property
@@ -420,7 +422,7 @@ class Config(Section):
         return spans
 
     def epochs(self, trained: Trained) -> int:
-        """Return a model's number of epochs over a step's samples; an implicit reward model has one."""
+        """Return a model's number of epochs over a step's samples; always 1 for an implicit reward model."""
         return 1 if trained is self.implicit_reward else self.batch.epochs
 
     def moves_samples(self, trained: Trained) -> bool:

@@ -1,4 +1,4 @@
-"""Messages for violations of the schema: origin, key, value and remedy."""
+"""Messages for schema violations: origin, key, value and remedy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _missing(keys: list[Key]) -> str:
 
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
-    if detail["type"] == "value_error":  # raised for a user's file; the text names the key
+    if detail["type"] == "value_error":  # raised for a user's file; the message names the key
         return str(detail["ctx"]["error"])
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required: {_REQUIRED[name]}. Fix: set it there, or {name}=VALUE on the command line"

@@ -39,7 +39,8 @@ class FileRecord:
 
     @property
     def rank(self) -> int:
-        """The rank that wrote the file, read from Megatron's file name; 0 for files that are not specific to a rank."""
+        """The rank that wrote the file, parsed from Megatron's file name; 0 for files that are not specific to a
+        rank."""
         match = re.match(r"__(\d+)_", Path(self.path).name)
         return 0 if match is None else int(match[1])
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Times the phases of one step, starting at construction. Repeated phases add up."""
+    """Times the phases of one step, starting at construction. Durations of repeated phases are summed."""
 
     def __init__(self, record: Callable[[str, float, float], object] | None = None) -> None:
         """record: called after each phase with its name, begin and end, in seconds since the epoch."""

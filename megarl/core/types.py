@@ -1,8 +1,8 @@
 """Types passed between subpackages: prompts, samples and their scores.
 
 Prompts and samples hold their tokens as read-only numpy arrays. The reward process and the data code handle them
-without torch, and processes on one machine read them from Ray's object store without a copy. A `TokenBatch` holds torch
-tensors and exists only where a model runs.
+without torch, and processes on one machine read them from Ray's object store without copying. A `TokenBatch` holds
+torch tensors and exists only where a model runs.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RolloutInfo:
     """Statistics of a rollout in an environment, shared by all of its samples.
 
     Attributes:
-        stop_reason: why it ended; a StopReason.
+        stop_reason: reason why the rollout ended; a StopReason.
         num_turns: number of turns that the policy took.
         num_samples: number of training sequences in the rollout; more than one if the context of a turn did not start
             with the tokens sampled so far.
@@ -229,7 +229,7 @@ class Sample(_HoldsArrays):
         response_mask: bool [R], True for tokens that the policy sampled and that are trained on.
         versions: runs of tokens with the same weight version; their counts sum to R.
         text: the decoded response without special tokens, as reward functions read it.
-        candidate_ids: None if the engine kept the whole vocabulary at every token.
+        candidate_ids: None if the engine kept the whole vocabulary for every token.
         rollout_id: the sample's rollout, which may have several samples; "" stands for the sample's own id.
         episode: None without an environment.
         routes: int8 or int16 [P + R, layers, experts per token], the indices of the experts to which the engine routed
@@ -417,7 +417,7 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How the trainer computes log-probs of sampled tokens.
+    """How the trainer computes log-probs for sampled tokens.
 
     Attributes:
         temperature: the sampling temperature.

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""A private-use character that stands for a response, to find the text that a template writes around it."""
+"""A private-use character that stands for a response, used to find the text that a template writes around it."""
 
 
 def as_messages(content: str | list[Message], role: str) -> list[Message]:
-    """Return a list of messages unchanged, and plain text as one message of the role."""
+    """Return a list of messages unchanged, and plain text as one message with the given role."""
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
@@ -83,7 +83,7 @@ def conversation(
     tokens.
 
     The mask is True for tokens of assistant turns from message `first` on. This includes the end-of-sequence token if
-    the template ends a turn with it. A turn consists of the tokens that its message adds to the conversation before it.
+    the template ends a turn with it. A turn consists of the tokens that its message adds to the preceding conversation.
 
     Raises:
         UserError: there is no such turn, or the template renders earlier turns differently once a later one is

@@ -45,7 +45,7 @@ def file_rows(
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
+    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file.
 
     Args:
         further: optional columns to include if a row has them, mapped to the function or key that requires them, or

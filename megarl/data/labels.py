@@ -1,4 +1,4 @@
-"""Per-token labels of a response, derived from the labels of its steps."""
+"""Per-token labels for a response, derived from its step labels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def text_ends(
 def token_labels(
     ends: Sequence[int], labels: Sequence[float | None], labelled: Literal["end", "all"], place: str
 ) -> NDArray[np.float32]:
-    """Return the label of each token of a response, float32 [R], NaN for tokens without a label.
+    """Return the label of each response token, float32 [R], NaN for tokens without a label.
 
     Args:
         ends: index of the last token of each step; the last entry is R − 1.

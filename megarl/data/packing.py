@@ -16,7 +16,7 @@ Microbatch = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's ranks require their samples to be packed.
+    """The packing requirements of a model's ranks.
 
     Attributes:
         token_budget: maximum number of tokens in a microbatch, summed over the context-parallel ranks of a replica.
@@ -75,7 +75,7 @@ Units = Sequence[Sequence[int]]
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
-    """Return the microbatches of each data-parallel rank.
+    """Return the microbatches for each data-parallel rank.
 
     Every rank gets the same number of microbatches, as pipeline schedules require: the smallest number that suffices
     for all ranks. Each rank spreads its samples across all of its microbatches.
@@ -89,7 +89,7 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Return the bundles of each data-parallel rank, as large as possible without unbalancing the ranks.
+    """Return the bundles for each data-parallel rank, as large as possible without unbalancing the ranks.
 
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
     bundles do not spread evenly over many ranks.
@@ -107,7 +107,7 @@ def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None 
 def bundle(
     lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
-    """Return bundles within the token budget, of at most `most_samples` samples each unless one unit has more.
+    """Return bundles within the token budget, of at most `most_samples` samples each, unless a single unit has more.
 
     Without prompt sharing, each unit is a bundle.
 
@@ -197,7 +197,8 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
-    """Spread bundles over `count` microbatches so that the costliest one is cheap, since pipeline stages wait for it.
+    """Spread bundles across `count` microbatches such that the most expensive one is cheap, since pipeline stages wait
+    for it.
 
     Bundles are placed in order of decreasing cost, each into the cheapest microbatch with enough room. If a bundle does
     not fit anywhere, fall back to `pack`, which needs at most `count` microbatches.

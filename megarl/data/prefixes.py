@@ -1,8 +1,9 @@
 """Finds prefixes shared by the samples of a microbatch, so that shared tokens appear once in their pack.
 
-The samples of a prompt form a tree of runs of tokens. All share the prompt. Samples of one rollout that continue an
-earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens that are
-replayed through different experts are not shared, since the tokens after them attend to different keys and values.
+The samples of a prompt form a tree whose nodes are runs of tokens. All share the prompt. Samples of one rollout that
+continue an earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens
+that are replayed through different experts are not shared, since the tokens after them attend to different keys and
+values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
     tree = _Tree(samples, packing)
     indices_by_prompt: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
-        # Rollouts of one prompt may have different initial tokens from the environment, or routes from the engine.
+        # Rollouts of one prompt may start with different tokens from the environment or different routes from the
+        # engine.
         routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)

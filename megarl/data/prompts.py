@@ -230,8 +230,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 
 def too_long(length: int, subject: str, config: Config, place: str) -> bool:
-    """Return whether to drop a row of `length` tokens because it exceeds rollout.context_length, including its
-    response.
+    """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
 
     Raise a UserError for such a row unless data.overlong=drop.
     """

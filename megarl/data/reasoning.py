@@ -92,7 +92,7 @@ class Task:
 
 
 def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
-    """Yield the given number of rows of each task, task by task; deterministic for a given seed.
+    """Yield the given number of rows for each task, task by task. The rows are deterministic for a given seed.
 
     `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
     of `Task.dataset`.
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickled tasks refer to the Task of this module, not of __main__.
+    # Pickled tasks refer to this module's Task, not to the one in __main__.
     from megarl.data.reasoning import main as main_of_module
 
     main_of_module()

@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The format in which a model family writes tool calls.
 
     Attributes:
         tags: strings that delimit calls.
@@ -139,8 +139,8 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse calls of DeepSeek V3, with the name and a block of JSON after <｜tool▁sep｜>, and of V3.1, with the name
-    before it and plain JSON after it."""
+    """Parse DeepSeek V3 calls, with the name and a JSON block after <｜tool▁sep｜>, and V3.1 calls, with the name
+    before the tag and plain JSON after it."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue

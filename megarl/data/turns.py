@@ -37,11 +37,11 @@ USER: Message = {"role": "user", "content": "a"}
 
 
 class ChatTokens:
-    """Token ids of conversations with one model.
+    """Token ids for conversations with one model.
 
     Args:
         tools: tool descriptions in the form that chat templates accept.
-        tool_format: name of the format of tool calls; None selects the chat template's own.
+        tool_format: name of the tool-call format; None selects the chat template's own.
         key: the config key, for error messages.
 
     Raises:
@@ -90,7 +90,8 @@ class ChatTokens:
         """Return the ids that follow a sampled turn.
 
         They consist of the closing tags that the turn lacks, the new messages and the header of the assistant's next
-        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then begin.
+        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then be
+        started.
         """
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
@@ -155,7 +156,7 @@ class ChatTokens:
         return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
-        """Return how many of the suffix's first ids the turn already ends with.
+        """Return the number of leading suffix ids that the turn already ends with.
 
         A closing token also stands for the text that the template writes before it.
         """
@@ -252,8 +253,8 @@ class ChatTokens:
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the tool instructions.
 
-        They are appended to the system message, which is added if missing. If the template has no system messages,
-        they precede the first message.
+        They are appended to the system message, which is added if missing. If the template does not support system
+        messages, they precede the first message.
         """
         if not self._instructions:
             return list(messages)

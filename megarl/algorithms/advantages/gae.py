@@ -25,8 +25,8 @@ def gae(
 ) -> TokenAdvantages:
     """Return A_t = Σ_l (γλ)^l·δ_{t+l}, where δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
 
-    GAE (https://arxiv.org/abs/1506.02438, eq. 16) with TD(λ) returns. The actions of a sample are its trained tokens.
-    The state after one trained token is the state before the next; the state after the last one has value 0.
+    GAE (https://arxiv.org/abs/1506.02438, eq. 16) with TD(λ) returns. The actions in a sample are its trained tokens.
+    The state after one trained token is the state before the next; the state after the last trained token has value 0.
 
     Args:
         reward: float32 [N]. Rewards of untrained tokens are ignored.

@@ -40,7 +40,7 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
 
 
 def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
-    """A set's own system prompt follows the rules of data.system_prompt. An inherited system prompt is dropped if it
+    """A set's own system prompt follows the rules for data.system_prompt. An inherited system prompt is dropped if it
     cannot be used."""
     for item in config.evaluation.sets:
         data = config_of_set(config, item).data
@@ -71,7 +71,7 @@ def options_of_sets_are_of_a_class(config: Config) -> str | None:
 
 
 def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
-    """Functions with per_turn score one response, not rollouts of several turns or samples."""
+    """Functions with per_turn score one response, not rollouts with several turns or samples."""
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]

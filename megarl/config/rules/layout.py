@@ -51,7 +51,7 @@ def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> s
 
 
 def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
-    """The experts split the tp x cp x dp ranks of a pipeline stage into etp x ep x expert data parallelism."""
+    """Expert layers divide the tp x cp x dp ranks in a pipeline stage into etp x ep x expert data-parallel ranks."""
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None

@@ -1,4 +1,4 @@
-"""Keys that have no effect in a run: a table of conditions, and the one check that reads it.
+"""Keys that have no effect in a run: a table of conditions, and the check that applies it.
 
 A key is rejected if its condition is not met and its value differs from the base recipe's. A coefficient of 0 is an
 ordinary value that a sweep may contain: keys that only have an effect with a nonzero coefficient remain valid, and the
@@ -27,7 +27,7 @@ class KeyRequirement:
     Args:
         unless: the condition, in the form `key=value`.
         is_met: whether a run meets the condition.
-        keys: keys, or sections of keys, which may differ from the base recipe's values only if the condition is met.
+        keys: keys or sections that may differ from the base recipe's values only if the condition is met.
         neutral: key -> the value to compare it with instead of the base recipe's value.
     """
 
