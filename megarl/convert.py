@@ -158,20 +158,21 @@ def _callback() -> None:
 
 
 def prepare_process() -> None:
-    """Set up this process before torch and Megatron are imported."""
+    """Configure this process before torch and Megatron are imported."""
     # An interrupted conversion removes its output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Importing Megatron warns about optional packages, none of which a conversion uses.
+    # When Megatron is imported, it warns about optional packages, none of which conversions use.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    # Allocate tensors in huge pages: page faults would take longer than filling them. torch reads this once.
+    # Allocate tensors in huge pages, because page faults would take longer than filling the tensors. torch reads this
+    # variable once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Conversions run on the CPU: no GPU memory is used, and Megatron does not load a compiler.
+    # Conversions run on the CPU, so they use no GPU memory and Megatron does not load a compiler.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _with_options(text: str) -> str:
-    """Replace layout keys in an error message by their options."""
+    """Replace layout keys in an error message with the corresponding command-line options."""
     from megarl.resharding.selection import ONE_PROCESS
 
     return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda match: f"--{match[1].replace('_', '-')}=", text)
@@ -179,7 +180,8 @@ def _with_options(text: str) -> str:
 
 @contextmanager
 def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
-    """Yield the options of a conversion, with a progress bar per task. Errors name options instead of keys."""
+    """Yield the options for a conversion, with one progress bar per task. Error messages name command-line options
+    instead of config keys."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from megarl.megatron.checkpoint.conversion import Options

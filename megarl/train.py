@@ -1,4 +1,4 @@
-"""The RL run: `run` starts all processes, and `step` is one step of it, to be read from top to bottom."""
+"""The RL training loop: `run` starts all processes, and `step` is one training step, readable from top to bottom."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(config: Config, scratch: Path) -> None:
 
 
 def learn(config: Config, workers: Workers, context: RunContext) -> None:
-    """Run all steps and write the trained model. The first refit replaces whatever weights the engines started with."""
+    """Run all steps and write the trained model. The first refit replaces the engines' initial weights."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
     elapsed = ElapsedTime()
     workers.trained.stage_actor_for_sync()
@@ -73,11 +73,11 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
 def step(
     config: Config, workers: Workers, context: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
 ) -> dict[str, float]:
-    """Collect rollouts, train on them, and sync the weights. Return the step's metrics. The weight version of the
-    engines is then the step's number.
+    """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
+    version equals the step number.
 
-    Rollouts that the queue has started for later steps continue meanwhile, except on engines that share devices with
-    the trained models."""
+    Rollouts that the queue has started for later steps continue in the meantime, except on engines that share devices
+    with the trained models."""
     workers.take_idle_shares()  # drop the idle time since the last step
     watch, number = context.stopwatch(), context.state.step
     file = context.folder.rollouts(number)
@@ -97,19 +97,19 @@ def step(
 
 
 def evaluate_due(config: Config, workers: Workers, context: RunContext) -> dict[str, float]:
-    """Evaluate the sets that are due after a step, or before the first: between the refit that gave the engines the
-    step's weights and the next rollouts. Return the metrics."""
+    """Evaluate the sets that are due after the current step (or before the first step) and return their metrics. Call
+    it between the refit with the step's weights and the next rollouts."""
     return evaluate(config, workers, context.state.step, context.evaluation, context.folder.evaluation)
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:
-    """Update every trained model once for every prompts_per_update groups, in each epoch. Return the metrics.
+    """Run one optimizer step per prompts_per_update groups on every trained model, in each epoch. Return the metrics.
 
-    With batch.epochs_kl_limit, all models finish an epoch before any starts the next, and none starts it once the
-    actor's divergence from the old policy has exceeded the limit.
+    With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one, and training stops
+    after the first epoch in which the actor's divergence from the old policy exceeds the limit.
 
     Args:
-        average: the mean reward of earlier steps, which this step's rewards update.
+        average: moving average of earlier steps' rewards, updated with the rewards in this step.
     """
     updates = prepare_updates(config, workers, rollouts, number, average)
     limit, num_epochs, num_done = config.batch.epochs_kl_limit, config.batch.epochs, 0
@@ -135,8 +135,8 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """Adapt the KL coefficient and the objective's penalty, and renew the reference, if the recipe does so after this
-    step."""
+    """Adapt the KL coefficient and the objective's penalty and update the reference model, if the config requires it
+    after this step."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

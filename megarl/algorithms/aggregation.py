@@ -1,7 +1,7 @@
 """Per-token loss weights of an update, known before its first microbatch.
 
 The loss of an update is Σ w·ℓ over its trained tokens in all microbatches and on all ranks; nothing is divided later.
-Every mode gives all trained tokens of a sample the same weight, so a mode maps the numbers n_i of trained tokens of S
+Every mode gives all trained tokens of a sample the same weight, so a mode maps the trained-token counts n_i of S
 samples to one weight per sample.
 """
 
@@ -13,36 +13,37 @@ from typing import NamedTuple
 
 
 def sequence_mean_of_token_means(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1 / (S · n_i): GRPO (https://arxiv.org/abs/2402.03300, eq. 3). S includes samples without trained tokens."""
+    """Return w = 1 / (S · n_i): GRPO (https://arxiv.org/abs/2402.03300, eq. 3). S includes samples without trained
+    tokens."""
     return [1.0 / (len(num_tokens) * n) if n else 0.0 for n in num_tokens]
 
 
 def sequence_mean_of_token_sums(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1 / S: every token has the same weight, regardless of the length of its sample."""
+    """Return w = 1 / S: every token has the same weight, regardless of its sample's length."""
     return [1.0 / len(num_tokens) if n else 0.0 for n in num_tokens]
 
 
 def token_sum(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1: the sum over all tokens of the update. The gradient grows with the number of tokens, so choose the
-    learning rate and gradient clipping accordingly."""
+    """Return w = 1: the loss is the sum over all tokens in the update. The gradient grows with the number of tokens, so
+    choose the learning rate and gradient clipping accordingly."""
     return [1.0 if n else 0.0 for n in num_tokens]
 
 
 def token_mean(num_tokens: Sequence[int]) -> list[float]:
-    """w = 1 / Σ n_i: DAPO (https://arxiv.org/abs/2503.14476, eq. 8)."""
+    """Return w = 1 / Σ n_i: DAPO (https://arxiv.org/abs/2503.14476, eq. 8)."""
     total = sum(num_tokens)
     return [1.0 / total if n else 0.0 for n in num_tokens]
 
 
 def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) -> list[float]:
-    """w = 1 / (S · L), where the constant L is the maximum response length: Dr.GRPO (https://arxiv.org/abs/2503.20783,
-    sec. 3)."""
+    """Return w = 1 / (S · L), where the constant L is the maximum response length: Dr.GRPO
+    (https://arxiv.org/abs/2503.20783, sec. 3)."""
     return [1.0 / (len(num_tokens) * max_tokens) if n else 0.0 for n in num_tokens]
 
 
 def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]) -> list[float]:
-    """w = 1 / (P · Σ n_j over the samples j of the same prompt): the token mean within each prompt, averaged over P
-    prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens.
+    """Return w = 1 / (P · Σ n_j over the samples j of the same prompt): the token mean within each prompt, averaged
+    over P prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens.
 
     Args:
         prompts: the prompt of each sample.
@@ -57,9 +58,9 @@ class Aggregation(NamedTuple):
     """One aggregation mode.
 
     Attributes:
-        formula: the weight of one token in the loss of an update, in words.
-        weights: function (trained tokens of each sample, prompt of each sample, maximum response length) -> weight
-            of one token of each sample.
+        formula: the weight of one token in an update's loss, in words.
+        weights: function (number of trained tokens in each sample, prompt of each sample, maximum response length) ->
+            weight of one token in each sample.
     """
 
     formula: str
@@ -91,9 +92,10 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """w = 1 / Σ n_j over the samples j with outcome > above, for tokens of those samples; 0 for all others.
+    """Return w = 1 / Σ n_j over the samples j with outcome > above, for tokens in those samples; 0 for all other
+    tokens.
 
-    The mean of VAPO's positive-example loss (https://arxiv.org/abs/2504.05118, eq. 10).
+    The loss is then the mean over positive examples, as in VAPO (https://arxiv.org/abs/2504.05118, eq. 10).
     """
     positive = [n if outcome > above else 0 for n, outcome in zip(num_tokens, outcomes, strict=True)]
     total = sum(positive)
@@ -103,15 +105,15 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 def sample_weights(
     mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
-    """Return the weight of one token of each sample of an update.
+    """Return, for each sample in an update, the weight of one of its tokens.
 
     Args:
         mode: a key of AGGREGATIONS.
-        num_tokens: the number of trained tokens of each sample.
+        num_tokens: the number of trained tokens in each sample.
         prompts: the prompt of each sample.
         max_tokens: the maximum response length.
-        empty_samples: "include", as in the papers, counts samples and prompts without trained tokens in the means,
-            with loss 0; "exclude" does not.
+        empty_samples: "include", as in the papers, counts samples and prompts without trained tokens in the means, with
+            loss 0; "exclude" leaves them out.
     """
     counted = [i for i, n in enumerate(num_tokens) if n or empty_samples == "include"]
     counted_weights = AGGREGATIONS[mode].weights(

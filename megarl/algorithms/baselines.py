@@ -1,5 +1,5 @@
-"""Building blocks of the group estimators: baselines and scales from the rewards of one prompt's samples. Plain scalars
-on the driver."""
+"""Building blocks for group estimators: baselines and scales computed from the rewards of one prompt's samples. All
+values are plain scalars on the driver."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def means_of_others(rewards: Sequence[float]) -> list[float]:
 
 
 def scale_of(deviation: float, std_epsilon: float) -> float:
-    """Return the divisor of the advantages. A divisor of 0 is replaced by 1: equal rewards have advantage 0."""
+    """Return the divisor for the advantages. A divisor of 0 is replaced with 1, so equal rewards have advantage 0."""
     return deviation + std_epsilon or 1.0
 
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
-    """Return the standard deviation. It is exactly 0 for equal rewards, whose mean may differ from them by rounding.
+    """Return the standard deviation of the rewards. It is exactly 0 for equal rewards, even if rounding makes their
+    mean differ from them.
 
     Args:
         std: "sample" divides the squared deviations by n − 1, "population" by n.
@@ -57,8 +58,8 @@ def standard_deviation(rewards: Sequence[float], std: str) -> float:
 
 
 def deviations_of_others(rewards: Sequence[float], std: str) -> list[float]:
-    """Return for each reward the standard deviation of the others, 0 if there is only one other. Requires at least two
-    rewards. `std` as in `standard_deviation`."""
+    """Return, for each reward, the standard deviation of the other rewards, or 0 if there is only one other reward.
+    Requires at least two rewards. See `standard_deviation` for `std`."""
     return [standard_deviation([*rewards[:i], *rewards[i + 1 :]], std) for i in range(len(rewards))]
 
 

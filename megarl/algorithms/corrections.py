@@ -1,7 +1,7 @@
 """Off-policy corrections for samples whose behavior policy μ differs from π_old.
 
-π_old is the trainer's policy at the start of a step. μ is the policy that sampled, with the log-probs that the engine
-computed; in asynchronous runs it is also older.
+π_old is the trainer's policy at the start of a step. μ is the policy that sampled the responses; its log-probs were
+computed by the engine. In asynchronous runs, μ may also have older weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """Correction of each token, [N], without gradient.
+    """Per-token corrections, [N], detached.
 
     Attributes:
         factor: float32, multiplies the token's loss.
@@ -72,8 +72,8 @@ def factors(
 
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
-    """Return bool [N]: the tokens with |log π_old − log μ| above the threshold (level "token"), or all tokens of
-    samples with such a trained token (level "sample"). NaN counts as above.
+    """Return a mask, bool [N], of the tokens with |log π_old − log μ| above the threshold (level "token"), or of all
+    tokens in samples that contain such a trained token (level "sample"). NaN counts as above.
 
     Args:
         log_ratio: float32 [N].

@@ -2,8 +2,8 @@
 
 The few tokens with the highest covariance account for most of the entropy loss (https://arxiv.org/abs/2505.22617, eq.
 10); clip_cov and kl_cov treat them separately. Covariances are computed and tokens selected before the first microbatch
-of an update, from the old policy's log-probs. The paper uses the current policy's, which are the same in the first
-update of a step.
+of an update, from the old policy's log-probs. The paper uses the current policy's log-probs, which are identical in the
+first update of a step.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def masked_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, divergence: torch.Tensor, limit: float, limit_negative: float | None
 ) -> PolicyLoss:
-    """ℓ = −M·ρ·A, where M = 0 if the divergence exceeds its limit and ρ has moved in the advantage's direction, else 1.
+    """Return ℓ = −M·ρ·A, where M = 0 if the divergence exceeds its limit and ρ has moved in the advantage's direction,
+    else 1.
 
     Args:
         divergence: float32 [N].

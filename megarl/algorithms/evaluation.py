@@ -15,7 +15,7 @@ Z = 1.959963984540054
 """The 97.5 % quantile of the standard normal distribution: 95 % of it lies within ±Z."""
 
 Scores = Sequence[float | None]
-"""The scores of the samples of one prompt."""
+"""Scores of one prompt's samples; None for a failed sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: float) -> dict[str, Estimate]:
-    """Return the estimates that the scores allow, by name. `scores` holds the scores of each prompt."""
+    """Return all estimates that can be computed from the scores, by name. `scores` has one entry per prompt."""
     known = [[score for score in group if score is not None] for group in scores]
     num_samples = sum(map(len, known))
     by_name = {}
@@ -44,8 +44,8 @@ def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: 
 
 
 def estimators(samples_per_prompt: int) -> list[tuple[str, int, Callable[[int, int, int], float]]]:
-    """Return (name, k, function) of each success-rate estimator, for the powers of two below the number of samples and
-    that number itself. pass^1 is omitted because it equals pass@1."""
+    """Return (name, k, function) for each success-rate estimator. k takes the powers of two below samples_per_prompt
+    and samples_per_prompt itself. pass^1 is omitted because it equals pass@1."""
     ks = sorted({samples_per_prompt, *(2**i for i in range(samples_per_prompt.bit_length()))})
     ks = [k for k in ks if k <= samples_per_prompt]
     any_of = [(f"pass@{k}", k, pass_at_k) for k in ks]
@@ -58,24 +58,24 @@ def names(samples_per_prompt: int) -> list[str]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return 1 − C(n − c, k) / C(n, k): the fraction of k-subsets of n samples, c of them successes, that contain a
-    success. Unbiased estimate of the probability that at least one of k samples succeeds (arXiv 2107.03374, eq. 1)."""
+    """Return 1 − C(n − c, k) / C(n, k): the fraction of k-subsets with at least one success, given n samples with c
+    successes. Unbiased estimate of the probability that any of k samples succeeds (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_all_k(n: int, c: int, k: int) -> float:
-    """Return C(c, k) / C(n, k), pass^k: the fraction of k-subsets of n samples, c of them successes, that contain
-    successes only. Unbiased estimate of the probability that all of k samples succeed (arXiv 2406.12045)."""
+    """Return C(c, k) / C(n, k), pass^k: the fraction of k-subsets with successes only, given n samples with c
+    successes. Unbiased estimate of the probability that all of k samples succeed (arXiv 2406.12045)."""
     return math.comb(c, k) / math.comb(n, k)
 
 
 def share_interval(values: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """Return the 95 % interval of a mean over prompts of estimated probabilities.
+    """Return the 95 % confidence interval for the mean of per-prompt probability estimates.
 
-    Prompts are independent draws, samples of one prompt are not, so the standard error is that of the per-prompt values
-    (clusters). The interval is Wilson's with an effective number of draws: the number that would give a proportion this
-    error, at least one per prompt and at most all samples. It has positive width even if all values are 0 or 1. With
-    one sample per prompt it is the interval of a binomial proportion.
+    Prompts are independent draws, but samples of one prompt are not, so the standard error is computed from the
+    per-prompt values (clusters). The interval is Wilson's with an effective number of draws: the number that would give
+    a proportion this error, at least one per prompt and at most all samples. It has positive width even if all values
+    are 0 or 1. With one sample per prompt it is the interval for a binomial proportion.
     """
     mean, count = fmean(values), len(values)
     squared_error = pvariance(values, mean) / count
@@ -86,14 +86,14 @@ def share_interval(values: Sequence[float], num_samples: int) -> tuple[float, fl
 
 
 def normal_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the normal 95 % interval of a mean over prompts; infinite for a single prompt."""
+    """Return the normal 95 % confidence interval for a mean over prompts; infinite for a single prompt."""
     mean, count = fmean(values), len(values)
     half = Z * math.sqrt(variance(values, mean) / count) if count > 1 else math.inf
     return mean - half, mean + half
 
 
 def wilson(share: float, draws: float) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a proportion observed in `draws` draws."""
+    """Return Wilson's 95 % confidence interval for a proportion observed in `draws` draws."""
     center = (share + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     half = Z / (1 + Z * Z / draws) * math.sqrt(share * (1 - share) / draws + Z * Z / (4 * draws * draws))
     return min(share, max(0.0, center - half)), max(

@@ -95,7 +95,7 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code.
 
     Args:
-        divergence: the mean estimate of the step.
+        divergence: the step's mean KL estimate.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / horizon)

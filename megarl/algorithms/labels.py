@@ -1,4 +1,4 @@
-"""Binary classification loss for labels of tokens or samples."""
+"""Binary classification loss for token or sample labels."""
 
 from __future__ import annotations
 

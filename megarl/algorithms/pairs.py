@@ -1,4 +1,4 @@
-"""Pairs of responses to one prompt, the better and the worse one, reduced to one number per pair."""
+"""Pairs of a better and a worse response to one prompt, reduced to one number per pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def margins(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m): the cross-entropy of the preference if the better response wins with
+    """Return ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m): the cross-entropy of the preference if the better response wins with
     probability σ(m) and a fraction ε of the pairs is mislabeled.
 
     Args:
@@ -34,6 +34,6 @@ def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def require_pairs(margin: torch.Tensor) -> None:
-    """Raise ValueError unless `margin` has shape [P]."""
+    """Raise a ValueError unless `margin` has shape [P]."""
     if margin.ndim != 1:
         raise ValueError(f"margin must have shape [P], got {tuple(margin.shape)}")

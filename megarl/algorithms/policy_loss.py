@@ -1,4 +1,4 @@
-"""The common result type of the policy objectives."""
+"""The result type shared by all policy objectives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Loss and ratio of each token, float32 [N], and masks, bool [N], of tokens whose gradient a lower or upper bound
-    stopped (CISPO: whose ratio was bounded)."""
+    """Per-token loss and ratio, float32 [N], and masks, bool [N], of the tokens whose gradient a lower or upper bound
+    removed (for CISPO: whose ratio was clamped)."""
 
     loss: torch.Tensor
     ratio: torch.Tensor

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_LOG_RATIO = 20.0
-"""Upper bound of log-ratios. A larger ratio would dominate all other tokens of an update. Beyond 88, exp overflows
+"""Upper bound on log-ratios. A larger ratio would dominate all other tokens in an update. Beyond 88, exp overflows
 float32, and a single infinity turns all gradients into NaN (0 · ∞), even where a clip has stopped the gradient."""
 
 

@@ -1,7 +1,7 @@
 """Estimators and objectives by name.
 
-megarl's own are discovered from their packages: each file has a SPEC with the file's name. They are sorted by kind,
-then by name. A user's own is `path/to/file.py:NAME`, where NAME is a spec that the file defines.
+megarl's entries are discovered from their packages: each file defines a SPEC that is named after the file. They are
+sorted by kind, then by name. A user's entry is `path/to/file.py:NAME`, where NAME is a spec defined in that file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Return the specs of a package by name.
+    """Return the specs in a package by name.
 
     Args:
         kind: the class that each SPEC must be an instance of.
@@ -62,7 +62,7 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
 
 @cache
 def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str]:
-    """Return the spec of `path/to/file.py:NAME`, and the SHA-256 of the file.
+    """Return the spec that `path/to/file.py:NAME` refers to, and the file's SHA-256.
 
     Args:
         key: the configuration key that has this value, for error messages.

@@ -1,7 +1,7 @@
 """Advantages relative to a baseline.
 
-Group and sample estimators differ only in their scalar baseline and scale; `megarl.algorithms.advantages` has the
-formulas.
+Group and sample estimators differ only in their scalar baseline and scale; the formulas are in
+`megarl.algorithms.advantages`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def sample_advantages(reward: torch.Tensor, baseline: torch.Tensor, scale: torch
 def token_advantages(
     reward: torch.Tensor, row_sample: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return (r_t − b_i) / c_i, float32 [N], for each token t of sample i with a token reward; 0 for the others.
+    """Return (r_t − b_i) / c_i, float32 [N], for each token t of sample i with a token reward; 0 for all other tokens.
 
     A token's advantage is the sum of these values from the token to the end of its sample: GRPO with process
     supervision (arXiv 2402.03300, section 4.1.3), PRIME's leave-one-out (arXiv 2502.01456, eq. 5).
 
     Args:
         reward: float32 [N], NaN for a token without a reward.
-        row_sample: int64 [N], the sample of each row.
+        row_sample: int64 [N], index of each row's sample.
         baseline: float32 [S].
         scale: float32 [S].
     """

@@ -17,7 +17,7 @@ def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Ten
     Args:
         reward: float32 [N]. Rewards of untrained tokens are ignored.
         mask: bool [N], true for trained tokens. γ discounts per trained token.
-        row_sample: int64 [N], the sample of each row, non-decreasing.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
     """
     require_one_shape(reward=reward, mask=mask, row_sample=row_sample)
     sums = discounted_sum(reward[mask], row_sample[mask], gamma)
@@ -31,8 +31,8 @@ def discounted_sum(x: torch.Tensor, row_sample: torch.Tensor, discount: float | 
 
     Args:
         x: float32 [N].
-        row_sample: int64 [N], the sample of each row, non-decreasing.
-        discount: a number, or float64 [N], equal for all rows of a sample.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
+        discount: a number, or float64 [N], equal for all rows in a sample.
     """
     require_one_shape(x=x, row_sample=row_sample)
     terms = 1

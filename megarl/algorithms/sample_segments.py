@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleSegments:
-    """The rows of some samples that one rank holds.
+    """The rows of a set of samples that are on one rank.
 
     Attributes:
         mask: bool [N], true for trained tokens; only these are summed.
-        row_sample: int64 [N], the sample of each row, below num_samples.
+        row_sample: int64 [N], index of each row's sample, below num_samples.
         reduce: sums a tensor over the ranks that hold rows of these samples; may work in place.
     """
 
@@ -32,8 +32,7 @@ class SampleSegments:
         require_one_shape(mask=self.mask, row_sample=self.row_sample)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the trained tokens of each sample, float32 [S], without gradient. `values` is float32
-        [N]."""
+        """Return the sum over the trained tokens of each sample, float32 [S], detached. `values` is float32 [N]."""
         require_one_shape(values=values, mask=self.mask)
         return self.reduce(self._sums(values.detach()))
 
@@ -50,7 +49,7 @@ class SampleSegments:
 
     def at_level(self, level: str, values: torch.Tensor) -> torch.Tensor:
         """Return the values themselves ("token"), their sum over each row's sample ("sequence"), or their mean
-        ("geometric": the log of the geometric mean, if the values are logs)."""
+        ("geometric": the log of the geometric mean, if the values are logarithms)."""
         require_one_shape(values=values, mask=self.mask)
         if level == "token":
             return values
@@ -66,15 +65,16 @@ class SampleSegments:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return each row's mean over its sample, x̄ + x_t − sg(x_t), float32 [N].
 
-        A function f of the mean of n tokens has the gradient f'(x̄)/n in each of them. The mean over rows of f(x̄ + x_t
-        − sg(x_t)) has the same value and the same gradient in every x_t, without gradient communication between ranks.
+        A function f of the mean of n tokens has the gradient f'(x̄)/n with respect to each of them. The mean over rows
+        of f(x̄ + x_t − sg(x_t)) has the same value and the same gradient with respect to every x_t, without gradient
+        communication between ranks.
         """
         mean = (self.total(values) / self.count.clamp(min=1))[self.row_sample]
         return mean + (values - values.detach())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return each row's sum over its sample, n·mean, float32 [N]. The mean over rows of f(sum) has the gradient
-        f'(Σx) in x_t."""
+        f'(Σx) with respect to x_t."""
         return self.count[self.row_sample] * self.mean(values)
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def require_one_shape(**tensors: torch.Tensor) -> None:
-    """Raise ValueError unless all tensors have the same shape [N]."""
+    """Raise a ValueError unless all tensors have the same shape [N]."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         *names, last = shapes
@@ -19,6 +19,6 @@ def require_one_shape(**tensors: torch.Tensor) -> None:
 
 
 def require_list(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the tensor has exactly one dimension."""
+    """Raise a ValueError unless the tensor has exactly one dimension."""
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")

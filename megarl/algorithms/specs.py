@@ -1,7 +1,7 @@
-"""The classes of specs, which describe estimators and objectives. The configuration reads them, so they do not import
+"""Spec classes, which describe estimators and objectives. The configuration reads specs, so this module does not import
 torch.
 
-A function's options are its keyword arguments. Recipes use the same names.
+The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
 
 Deviation = Literal["sample", "population", "none"]
-"""A standard deviation that divides by n − 1 or by n, or no division by one."""
+"""The standard deviation to divide by, computed with divisor n − 1 ("sample") or n ("population"), or no division."""
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 """Below 1, because the ratio's lower bound 1 − clip_low must be positive."""
 
 Credit = Literal["whole", "reward_to_go"]
-"""Whether a token's reward counts for its whole sample, or for the tokens up to it."""
+"""Whether a token's reward counts for its whole sample, or only for the tokens up to and including it."""
 
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -51,7 +51,7 @@ def defaults(parameters: Parameters) -> dict[str, Option]:
 
 
 Kind = Literal["sequence", "token"]
-"""The kind of a classifier: it scores a sample's last token, or each of its tokens."""
+"""Kind of classifier: it scores a sample's last token ("sequence") or each of its tokens."""
 
 BaselineKind = Literal["none", "moving_average", "greedy", "group", "values"]
 
@@ -62,14 +62,14 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
     "group": "the group's rewards as its baseline, such as their mean",
     "values": "a critic's values as its baseline",
 }
-"""What an estimator compares a reward with."""
+"""Kind of baseline -> the value that an estimator compares a reward with, in words."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 """The baseline with which every advantage is 0."""
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and, with a critic, its target returns: float32 [N], 0 for tokens that are not trained on."""
+    """Advantages and, if there is a critic, its target returns, float32 [N]; 0 for untrained tokens."""
 
     advantage: torch.Tensor
     returns: torch.Tensor | None = None
@@ -77,7 +77,8 @@ class TokenAdvantages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """An entry of algorithm.advantage or algorithm.objective. parameters: the keyword arguments of its function."""
+    """A registry entry that algorithm.advantage or algorithm.objective can name. `parameters` are the keyword arguments
+    of its function, each with its type and default."""
 
     name: str
     formula: str
@@ -86,31 +87,31 @@ class Spec:
 
     @property
     def all_parameters(self) -> Parameters:
-        """The section's keys that depend on the entry."""
+        """All config keys that this entry adds to its section, with types and defaults."""
         return self.parameters
 
     @property
     def functions(self) -> list[Signature]:
-        """Its functions with their signatures."""
+        """The entry's functions and their expected signatures."""
         raise NotImplementedError
 
     @property
     def arguments(self) -> Options:
-        """The keyword arguments of its function with their defaults."""
+        """The keyword arguments of the entry's function, with their default values."""
         return defaults(self.parameters)
 
     @property
     def options(self) -> Options:
-        """The section's keys that depend on the entry, with their defaults."""
+        """All config keys that this entry adds to its section, with their default values."""
         return defaults(self.all_parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorSpec(Spec):
-    """An advantage estimator. In formulas, r_i is the reward of sample i and r_t that of token t.
+    """An advantage estimator. In formulas, r_i is the reward of sample i and r_t the reward of token t.
 
     Args:
-        comparison: what it compares a reward with.
+        comparison: the kind of baseline that a reward is compared with.
         whitens: the default of `whiten`.
         rules: (options, samples per prompt) -> None, or an error message with key, value, reason and remedy.
     """
@@ -131,7 +132,7 @@ class EstimatorSpec(Spec):
         }
 
     def shared_parameters(self) -> Parameters:
-        """Return the options of all estimators of this kind."""
+        """Return the options shared by all estimators of this kind."""
         return {}
 
     @property
@@ -139,13 +140,13 @@ class EstimatorSpec(Spec):
         return self.comparison == "group"
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """Return the baseline of each sample of a group. options: the values of all options."""
+        """Return a baseline for each sample in a group. `options` has the values of all options."""
         return [NO_BASELINE] * len(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEstimator(EstimatorSpec):
-    """An estimator of whole samples: advantage = (reward − center) / scale for all tokens of a sample.
+    """An estimator of one advantage per sample: (reward − center) / scale, shared by all tokens in the sample.
 
     Args:
         compare: (group, **arguments) -> the Baseline of each member.
@@ -166,18 +167,19 @@ class SampleEstimator(EstimatorSpec):
 
 
 def mean_of_tokens(group: Sequence[TokenTotals], **_: Option) -> list[tuple[float, float]]:
-    """Return for each sample the mean of all token rewards in the group, and scale 1."""
+    """Return, for each sample, the mean of all token rewards in the group and a scale of 1."""
     count = sum(totals.count for totals in group)
     return [(math.fsum(totals.total for totals in group) / max(count, 1), 1.0)] * len(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEstimator(SampleEstimator):
-    """An estimator that compares the samples of a prompt, and with credit=reward_to_go their token rewards separately.
+    """An estimator that compares the samples of one prompt. With credit=reward_to_go, it also compares their token
+    rewards, separately from the sample rewards.
 
     Args:
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
-        amplify: (groups of an update) -> a factor for all of its advantages.
+        amplify: (groups in an update) -> factor that multiplies all advantages in the update.
     """
 
     comparison: BaselineKind = "group"
@@ -196,8 +198,8 @@ class GroupEstimator(SampleEstimator):
         }
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """Return the baseline of each member. In a group of one, because the other rewards failed, the advantage is 0,
-        or with group_of_one=reward the reward."""
+        """Return a baseline for each member. If only one member is left because the other rewards failed, its advantage
+        is 0, or its reward with group_of_one=reward."""
         if len(group) == 1:
             return [NO_BASELINE if options["group_of_one"] == "reward" else NO_ADVANTAGE]
         arguments = {name: options[name] for name in self.parameters}
@@ -213,7 +215,7 @@ class GroupEstimator(SampleEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEstimator(EstimatorSpec):
-    """An estimator of single tokens. The sample's reward is that of its last token.
+    """An estimator of one advantage per token. The sample's reward is assigned to its last trained token.
 
     Args:
         estimate: (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
@@ -232,12 +234,12 @@ Rows = Literal["prompts", "messages", "preferences", "labels"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec(Spec):
-    """An objective that the actor minimises.
+    """An objective that the actor minimizes.
 
     Args:
-        rows: the values of data.format that it learns from; prompts: sampled responses.
+        rows: the values of data.format that the objective supports; "prompts" stands for sampled responses.
         reads_reference: whether its loss compares log-probs with the reference's.
-        classifier: the kind of classifier that the actor is; None: a language model.
+        classifier: the kind of classifier that the actor must be; None for a language model.
         rules: (options) -> None, or an error message with key, value, reason and remedy.
     """
 
@@ -249,33 +251,33 @@ class ObjectiveSpec(Spec):
 
     @property
     def is_policy_objective(self) -> bool:
-        """Whether it learns from advantages of sampled tokens."""
+        """Whether the objective learns from advantages of sampled tokens."""
         return isinstance(self, PolicyObjective)
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether it learns from pairs of a better and a worse response to the same prompt."""
+        """Whether the objective learns from pairs of a better and a worse response to the same prompt."""
         return isinstance(self, PairObjective)
 
     @property
     def learns_labels(self) -> bool:
-        """Whether it learns labels of tokens."""
+        """Whether the objective learns token labels."""
         return isinstance(self, LabelObjective)
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether it treats selected tokens of an update differently."""
+        """Whether the objective treats selected tokens in an update differently."""
         return isinstance(self, PolicyObjective) and self.selection is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tokens of an update that an objective treats differently: the highest-ranked share.
+    """The tokens in an update that an objective treats differently: the share with the highest selection keys.
 
     Args:
-        order: (covariance [N], draw [N], **arguments) -> rank, float32 [N]. draw is uniform in [0, 1).
+        order: (covariance [N], draw [N], **arguments) -> selection key, float32 [N]. `draw` is uniform in [0, 1).
         parameters: the keyword arguments of `order`.
-        share: the default share of the tokens.
+        share: the default fraction of tokens to select.
     """
 
     order: Callable[..., torch.Tensor]
@@ -284,7 +286,7 @@ class Selection:
 
     @property
     def arguments(self) -> Options:
-        """The keyword arguments of `order` with their defaults."""
+        """The keyword arguments of `order`, with their default values."""
         return defaults(self.parameters)
 
 
@@ -294,9 +296,9 @@ class PolicyObjective(ObjectiveSpec):
 
     Args:
         loss: (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss.
-        inputs: further arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
-        selection: how these tokens are selected.
-        of_steps: options that adapt arguments from step to step.
+        inputs: additional arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
+        selection: how the selected tokens are chosen.
+        of_steps: options that adapt arguments of `loss` between steps.
     """
 
     loss: Callable[..., PolicyLoss]
@@ -319,13 +321,13 @@ class PolicyObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairObjective(ObjectiveSpec):
-    """An objective that learns from the difference of the model's rewards for a better and a worse response.
+    """An objective that learns from the difference between the model's rewards for a better and a worse response.
 
     The model's reward is a classifier's score, log π, or with reads_reference β·(log π − log π_ref).
 
     Args:
         loss: (margin [P], *inputs, **arguments) -> float32 [P].
-        inputs: further arguments of `loss`: the rewards of the better responses, float32 [P].
+        inputs: additional arguments of `loss`: the rewards of the better responses, float32 [P].
     """
 
     loss: Callable[..., torch.Tensor]
@@ -338,7 +340,7 @@ class PairObjective(ObjectiveSpec):
 
     @property
     def all_parameters(self) -> Parameters:
-        """Its own options and those of rewards from log-probs."""
+        """The objective's own options and those for rewards computed from log-probs."""
         scale = {"beta": (PositiveFloat, 0.1)} if self.reads_reference else {}
         implicit = {} if self.classifier is not None else {**scale, "length_normalised": (bool, False)}
         return {**implicit, **self.parameters}
@@ -346,7 +348,7 @@ class PairObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationObjective(ObjectiveSpec):
-    """An objective that imitates the responses in the data. loss: (log_prob [N]) -> float32 [N]."""
+    """An objective that imitates the responses in the data. `loss` maps log_prob [N] to float32 [N]."""
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)
@@ -358,11 +360,11 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the data's labels of response steps; the actor is a token classifier.
+    """An objective that learns the data's labels for steps in responses. The actor is a token classifier.
 
     Args:
         loss: (score [N], label [N], **arguments) -> float32 [N].
-        labelled: the tokens of a step that have its label: the last one, or all.
+        labelled: the tokens in a step that receive its label: only the last one, or all.
     """
 
     loss: Callable[..., torch.Tensor]

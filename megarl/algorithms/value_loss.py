@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """Loss of each token, float32 [N], and mask, bool [N], of tokens whose gradient the clip stopped."""
+    """Per-token loss, float32 [N], and a mask, bool [N], of the tokens whose gradient the clip removed."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
@@ -20,8 +20,8 @@ class ValueLoss(NamedTuple):
 def explained_variance(
     return_mean: float, return_square_mean: float, residual_mean: float, residual_square_mean: float
 ) -> float | None:
-    """Return 1 − Var[R − V] / Var[R]: 1 for a perfect critic, 0 for a constant one, negative for worse. None if all
-    returns are equal. The residual is R − V."""
+    """Return 1 − Var[R − V] / Var[R]: 1 for a perfect critic, 0 for a constant one, negative for a worse one. None if
+    all returns are equal. The residual is R − V."""
     variance = return_square_mean - return_mean**2
     if variance <= 1e-9 * return_square_mean:  # within rounding error
         return None
@@ -31,11 +31,11 @@ def explained_variance(
 def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> ValueLoss:
     """Return ℓ = (V − R)², PPO's eq. 9 (https://arxiv.org/abs/1707.06347).
 
-    With a clip c, ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: a value more
-    than c away from the old one gains nothing by moving further towards the return.
+    With a clip c, ℓ = max((V − R)², (clamp(V, V_old − c, V_old + c) − R)²), as in PPO's published code: once a value is
+    more than c away from the old value, moving it further towards the return does not reduce the loss.
 
     Args:
-        value: float32 [N]; the only argument with a gradient.
+        value: float32 [N]; the only differentiable argument.
         old: float32 [N], V_old.
         returns: float32 [N], R.
         clip: c; None disables clipping.

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
-    """Return mean and standard deviation of `count` numbers with this sum and sum of squares.
+    """Return the mean and standard deviation of `count` numbers, given their sum (`total`) and sum of squares.
 
     Args:
-        std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and
-            for too few numbers.
+        std: "sample" divides the squared deviations by n − 1, "population" by n. The deviation is 1 for "none" and if
+            there are too few numbers.
     """
     divisor = {"sample": count - 1, "population": count, "none": 0}[std]
     mean = total / max(count, 1)
@@ -29,7 +29,7 @@ def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float,
     Args:
         advantage: float32 [N].
         mask: bool [N], true for trained tokens.
-        mean: mean over the trained tokens of the whole update, or of all updates of the step.
+        mean: mean over the trained tokens in the whole update, or in all updates of the step.
         std: standard deviation over the same tokens.
     """
     require_one_shape(advantage=advantage, mask=mask)

@@ -1,6 +1,6 @@
-"""The processes of a run: placement, Ray actors with typed methods, supervision. The only room that imports ray."""
+"""The processes of a run: placement, Ray actors with typed methods, supervision. The only package that imports ray."""
 
 import os
 
-# No port of Ray answers whoever lacks the token of the run. Ray reads this when it is imported.
+# Ray's ports reject clients without the run's token. Ray reads this variable on import.
 os.environ["RAY_AUTH_MODE"] = "token"

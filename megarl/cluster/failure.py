@@ -1,4 +1,4 @@
-"""Failures of a run, and the most informative of several errors."""
+"""Run failures, and selection of the most informative error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 class RunFailure(RuntimeError):
     """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker.
 
-    Every process raises UserError for a user's error.
+    Errors that the user caused are raised as UserError, in every process.
     """
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of several errors, given by process: a user's error first, then a lost process, then
-    errors of its peers."""
+    """Return the most informative of these errors, which are keyed by process name: a user error first, then a lost
+    process, then its peers' errors."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):
@@ -31,7 +31,7 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError 
 
 
 def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
-    """Append the stacks of workers' errors to the workers' logs: Ray passes them to the driver only."""
+    """Append the stack trace of each worker's error to that worker's log, because Ray sends it only to the driver."""
     for name, error in errors.items():
         log = logs / f"{name}.log"
         if isinstance(error, RayTaskError) and log.exists():
@@ -40,18 +40,18 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Return whether the process is lost: it died, or Ray killed it before the machine ran out of memory."""
+    """Return whether the error reports a lost process: one that died, or that Ray killed because memory ran low."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_cause(error: Exception) -> bool:
-    """Return whether the error is a user's error or a lost process, rather than a consequence of one."""
+    """Return whether the error is a user error or a lost process, rather than a consequence of one."""
     return rank(error) < 2
 
 
 def rank(error: Exception) -> int:
-    """Return the rank of an error, the most informative first: 0 for a user's error, 1 for a loss, 2 for errors that
-    follow from a failure elsewhere."""
+    """Return the error's rank, where lower is more informative: 0 for a user error, 1 for a lost process, 2 for an
+    error that follows from a failure elsewhere."""
     if isinstance(_origin(error), UserError):
         return 0
     return 1 if is_loss(error) else 2
@@ -63,7 +63,7 @@ def _what_happened(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return f" was killed by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
-        # No log has the traceback of an error in the constructor.
+        # The traceback of a constructor error is not in any log.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
     return f": {type(origin).__name__}: {lines[0]}"
 

@@ -1,4 +1,4 @@
-"""Checks of a run against the devices of this machine, made before any process starts."""
+"""Checks that this machine's devices can support the run, made before any process starts."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CPU_EXPERTS_MULTIPLE = 32
 
 
 def place_here(config: Config) -> Placement:
-    """Place the processes of a run on this machine, or on several nodes equal to it. Raises UserError like `place`."""
+    """Place the run's processes on this machine or on several identical nodes. Raises UserError like `place`."""
     gpus = device.num_gpus() if config.cluster.nodes > 1 else None
     return place(config, on_gpus=device.on_cuda(), gpus_per_node=gpus)
 
 
 def check_machine(config: Config) -> None:
-    """Raise UserError with a line for each setting that the devices do not allow."""
+    """Raise a UserError with one line for each setting that the devices do not support."""
     raise_all([rule(config) for rule in (_GPU_RULES if device.on_cuda() else _CPU_RULES)])
 
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
-    """Raise UserError if a shared GPU lacks memory for everything on it at the same time."""
+    """Raise a UserError if the memory of a shared GPU cannot hold everything that is on it at the same time."""
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
     here, spans = device.num_gpus(), device_spans(config)
-    # Nodes are equal except where another model begins or ends. gpus_suffice reports missing GPUs.
+    # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
         load = fullest_phase(config, models.hf_config, trained, reward, gpu, here)
@@ -50,14 +50,14 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
 
 
 def check_host_memory(config: Config, models: ModelFolders) -> None:
-    """Raise UserError if a machine without a GPU lacks the host memory that models and engines always hold."""
+    """Raise a UserError if a machine without GPUs lacks the host memory that models and engines always hold."""
     if not device.on_cuda():
         total = config.cluster.nodes * psutil.virtual_memory().total
         raise_all([host_suffices(total, host_parts(config, models))])
 
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
-    """Return the bytes of host memory that the run holds at all times, by purpose."""
+    """Return the host memory in bytes that the run holds at all times, by purpose."""
     return least_host_bytes(
         config, Models.of(models.trained(config), lora=config.actor.adapters), ModelParameters(models.hf_config)
     )
@@ -76,8 +76,8 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
-    """Raise ValueError for a model whose experts vLLM's CPU build cannot compute. It pads the intermediate size, but
-    not the hidden size."""
+    """Raise a ValueError if vLLM's CPU build does not support the size of the model's experts. vLLM pads the
+    intermediate size, but not the hidden size."""
     if device.on_cuda() or config.is_offline:
         return
     model = ModelShape.of(read_config(models.actor))
@@ -122,7 +122,7 @@ def gpus_suffice(config: Config) -> str | None:
 
 
 def parameters_can_move(config: Config) -> str | None:
-    """Reject offloading the actor's parameters without a GPU, where the engines read them from host memory."""
+    """Reject offloading the actor's parameters without GPUs, because the engines then read them from host memory."""
     if "parameters" not in config.actor.offload:
         return None
     return (
@@ -146,7 +146,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
 
 
 def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
-    """Reject engines over several nodes with several ranks on each: without a GPU, vLLM supports one rank per node."""
+    """Reject engines that span several nodes with several ranks per node: on CPU, vLLM supports one rank per node."""
     if config.is_offline:
         return None
     places, tp = places_per_node(config), config.rollout.tp

@@ -1,4 +1,4 @@
-"""Validation of a run's settings by Megatron itself, before any process of the run starts."""
+"""Validation of the run's settings by Megatron itself, before any of the run's processes starts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROGRAM = "megarl.megatron.preflight"
 
 
 def check_megatron_settings(config: Config, models: ModelFolders) -> None:
-    """Raise UserError with a line for each of Megatron's dataclasses that rejects a model's settings, and for a number
+    """Raise a UserError with one line for each Megatron dataclass that rejects a model's settings, and for a number
     format that this machine does not support.
 
-    The check runs in a short-lived process, because importing Megatron takes seconds and memory that the driver can
-    save. Without megatron_overrides and fp8 there is nothing to check.
+    The check runs in a short-lived process, because importing Megatron takes time and memory that the driver need not
+    spend. Without megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
     asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}

@@ -1,4 +1,4 @@
-"""Addresses and ports of the nodes of a run."""
+"""Network addresses and ports on a run's nodes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import psutil
 from megarl.core.errors import UserError
 
 LOWEST_PORT = 20_000
-"""Lowest port that a run listens on, unless the kernel's ephemeral ports start below it. Lower ports collide with Ray,
-which assigns ports from 10,002 up to its workers without reserving them, and with services on fixed ports."""
+"""Lowest port on which a run listens, unless the kernel's ephemeral ports start below it. Lower ports may collide with
+services on fixed ports and with Ray, which assigns ports from 10,002 upwards to its workers without reserving them."""
 
 UNPRIVILEGED = 1024
 """Lowest unprivileged port."""
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""File with the first and last ephemeral port of the kernel."""
+"""File with the kernel's first and last ephemeral ports."""
 
 ANY_PORT = 9
 """Port for a datagram socket that sends nothing."""
 
 
 def own_name() -> str:
-    """Return the name of this node: Slurm's in a job, otherwise its host name."""
+    """Return this node's name: the name that Slurm assigned in a Slurm job, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def own_address(interface: str | None) -> str:
-    """Return the IPv4 address at which other nodes reach this one: the interface's or, for None, the address of its
-    host name or default route. Raises UserError if there is none."""
+    """Return the IPv4 address at which other nodes can reach this one. It belongs to the given interface or, without an
+    interface, to the host name or the default route. Raises UserError if this node has no such address."""
     addresses = interface_addresses()
     available = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
     if interface is not None:
@@ -55,7 +55,7 @@ def own_address(interface: str | None) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which this node reaches another. Raises UserError if there is no route."""
+    """Return the local address from which this node reaches the host. Raises UserError if there is no route."""
     address = _address_of_route(host)
     if address is None:
         raise UserError(f"{host}: this node has no route to the first node of the run. Fix: check the network")
@@ -68,8 +68,8 @@ def interface_of(address: str) -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens at this address on a free port below the kernel's ephemeral ports, which no outgoing
-    connection can take, even after this socket is closed. Raises UserError if all ports are in use."""
+    """Return a socket that listens at this address on a free port. The port is below the kernel's ephemeral ports, so
+    no outgoing connection can take it, even after the socket is closed. Raises UserError if all ports are in use."""
     highest = int(EPHEMERAL.read_text().split()[0])
     ports = range(LOWEST_PORT, highest) or range(UNPRIVILEGED, highest)
     for port in random.SystemRandom().sample(ports, len(ports)):
@@ -85,8 +85,8 @@ def listen(host: str) -> socket.socket:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the variables that make Gloo and NCCL use the interface of this address. Values set by the user take
-    precedence."""
+    """Return the environment variables that make Gloo and NCCL use the interface with this address. Values set by the
+    user take precedence."""
     interface = interface_of(address)
     defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -1,4 +1,4 @@
-"""The size of a step's samples in Ray's object store, in closed form."""
+"""Closed-form estimate of the size of a step's samples in Ray's object store."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from megarl.config.schema import Config
 from megarl.models.huggingface import Experts
 
 FLOOR_MIB = 256
-"""Space for objects other than samples: refit plans, checksums, results of calls."""
+"""Space for objects other than samples: refit plans, checksums and call results."""
 
 ID_BYTES = 4
 LOGPROB_BYTES = 4
 FLAG_BYTES = 1 / 8
 SCORE_BYTES = 4
 OFFSET_BYTES = 4
-"""Bytes of the offset to a token's candidates, with rollout.top_k."""
+"""Bytes per token for the offset to its candidate tokens, with rollout.top_k."""
 
 TEXT_BYTES = 6
-"""Upper bound for the UTF-8 bytes of a token's text: English has four or five, Chinese about as many."""
+"""Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, and about the same in
+Chinese."""
 
 OBJECT_BYTES = 2048
-"""Bytes of a sample without its tokens and text (names, shapes, reference answers), and of its scores' metadata."""
+"""Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""
 
 
 def object_store_mib(config: Config, experts: Experts | None) -> int:
-    """Return cluster.object_store_mib or, by default, the size of all samples of a step at their maximum length, with
-    per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
+    """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
+    at maximum length, with per-token scores.
+
+    Space that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
 
     Args:
-        experts: the actor's experts, if any; samples may carry their routes.
+        experts: the actor's experts, if any; samples may carry the routes to them.
     """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
@@ -38,8 +41,8 @@ def object_store_mib(config: Config, experts: Experts | None) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Return the maximum number of samples that exist at the same time: those of all rounds of dynamic sampling, which
-    stay until the step ends, and those started for later steps."""
+    """Return the maximum number of samples that exist at the same time: samples from all dynamic-sampling rounds, which
+    stay until the step ends, and samples started for later steps."""
     batch = config.batch
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
@@ -53,12 +56,12 @@ def _num_ahead(config: Config) -> int:
 
 
 def most_evaluated(config: Config) -> int:
-    """Return the number of samples of the largest evaluation set. Sets without a size are not counted."""
+    """Return the number of samples in the largest evaluation set. Sets without a known size are ignored."""
     return max(((given.size or 0) * given.samples_per_prompt for given in config.evaluation.sets), default=0)
 
 
 def sample_bytes(config: Config, experts: Experts | None) -> float:
-    """Return the bytes of one pickled sample of maximum length, including its scores."""
+    """Return the size in bytes of one pickled maximum-length sample, including its scores."""
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)
     num_scores = _num_scores(config)
@@ -75,7 +78,7 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
 
 
 def _num_scores(config: Config) -> int:
-    """Return the number of models and rewards that score every token."""
+    """Return the number of models and reward functions that score every token."""
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
     process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)

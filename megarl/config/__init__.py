@@ -1,1 +1,1 @@
-"""A run's configuration: its schema, how it is loaded from YAML, and the rules it must keep. Works without torch."""
+"""A run's configuration: the schema, the YAML loader and the validation rules. Does not import torch."""

@@ -23,13 +23,12 @@ Aggregation = Literal[tuple(AGGREGATIONS)]
 
 
 class Variant(Section):
-    """A section that names an entry of a registry, and has the options of this entry beside its own fields.
+    """A section that names a registry entry and has the entry's options in addition to its own fields.
 
-    The entry is one of megarl's, or `path/to/file.py:NAME`, a spec that a file of the user's defines. An option of
-    another entry is an unknown key; one that is left out has the default of the entry's spec. A recipe that names
-    another entry than its base does not inherit the options of the base's entry, but the section's own fields
-    (`megarl.config.load`). The options are validated with the model that `_model` builds from the spec, and kept as
-    pydantic's extra values.
+    The entry is one of megarl's or `path/to/file.py:NAME`, a spec defined in a user's file. Options of other entries
+    are unknown keys. Omitted options have the spec's defaults. If a recipe names a different entry than its base
+    recipe, it inherits the section's own fields but not the options of the base's entry (see `megarl.config.load`).
+    Options are validated with the model that `_model` builds from the spec, and stored as pydantic extra values.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -47,7 +46,7 @@ class Variant(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_options(cls, values: Any) -> Any:
-        """Check all keys against the entry, and add the defaults of the options that are left out."""
+        """Check all keys against the entry and add the defaults of omitted options."""
         name = values.get(cls.discriminator) if isinstance(values, dict) else None
         if not isinstance(name, str) or not (name in cls.entries or is_in_file(name)):
             return values
@@ -57,13 +56,13 @@ class Variant(Section):
 
     @classmethod
     def _model(cls, name: str) -> type[Section]:
-        """Build the model of the section's fields and the options of an entry."""
+        """Build the pydantic model with the section's fields and an entry's options."""
         shared = {key: (field.annotation, field) for key, field in cls.model_fields.items()}
         return create_model(cls.__name__, __base__=Section, **shared, **cls._parameters(name))
 
     @classmethod
     def option_names(cls, name: str) -> list[str]:
-        """Return the options of an entry."""
+        """Return the names of an entry's options."""
         return [option for option in cls._parameters(name) if option != HASH]
 
     @classmethod
@@ -72,8 +71,8 @@ class Variant(Section):
 
     @classmethod
     def _parameters_in_file(cls, name: str) -> dict[str, Any]:
-        """Return the options of a user's entry. One of them is the file's hash, by which workers, a resumed run and a
-        saved configuration notice that the file has changed."""
+        """Return the options of a user's entry. They include the file's hash, so that workers, resumed runs and saved
+        configurations detect changes to the file."""
         spec, content = spec_in_file(cls.key, name, cls.kind)
         if taken := sorted(spec.all_parameters.keys() & cls.model_fields.keys()):
             raise UserError(f"{cls.key}={name}: its option {taken[0]} is a key of the section. Fix: rename the option")
@@ -91,16 +90,16 @@ class Variant(Section):
 
     @property
     def file(self) -> tuple[Path, str] | None:
-        """The user's file that defines the entry, and the hash of its content; None for an entry of megarl's."""
+        """The user's file that defines the entry, and the hash of its content; None for a megarl entry."""
         name = getattr(self, self.discriminator)
         return (Path(name.rpartition(":")[0]), self.option(HASH)) if is_in_file(name) else None
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the entry."""
+        """Return the value of one of the entry's options."""
         return (self.model_extra or {})[name]
 
     def options(self, names: Iterable[str] | None = None) -> dict[str, Option]:
-        """Return the values of these options, or of all options of the entry."""
+        """Return the values of the named options; None selects all options of the entry."""
         return {name: self.option(name) for name in (self._spec.options if names is None else names)}
 
 
@@ -109,7 +108,7 @@ HASH = "sha256"
 
 
 def _named(entries: Mapping[str, Any]) -> Any:
-    """Return the type of a key that names an entry or a spec in a file."""
+    """Return the type for a config key that names a registry entry or a spec in a file."""
     names = ", ".join(map(repr, entries))
 
     def check(name: str) -> str:
@@ -133,7 +132,8 @@ class Advantage(Variant):
 
     @property
     def credits_to_go(self) -> bool:
-        """Whether a token's reward counts for the tokens up to it, and not for the whole sample."""
+        """Whether a token's reward counts only for the tokens up to and including it, rather than for the whole
+        sample."""
         return (self.model_extra or {}).get("credit", "reward_to_go") == "reward_to_go"
 
 
@@ -156,7 +156,7 @@ class Objective(Variant):
 
     @property
     def adapted_penalty_target(self) -> float | None:
-        """The divergence from the old policy towards which the penalty is adapted (None: the penalty is constant)."""
+        """The target divergence from the old policy for adapting the penalty; None if the penalty is constant."""
         return (self.model_extra or {}).get("penalty_target")
 
 
@@ -184,7 +184,7 @@ class KL(Section):
 
     @model_validator(mode="after")
     def _estimator_of_its_place(self) -> Self:
-        """Decides estimator=null: the estimator that the papers have at this place."""
+        """Resolve estimator=null to the estimator that papers use for this placement and level."""
         if self.estimator is not None:
             return self
         return self.model_copy(update={"estimator": usual_estimator(self.placement, self.level)})
@@ -228,6 +228,6 @@ class Algorithm(Section):
 
     @property
     def kl_metric(self) -> str:
-        """The name of the metric of the divergence from the reference."""
+        """The metric name for the divergence from the reference policy."""
         kl = self.kl
         return metric_name(kl.placement, self.advantage.credits_to_go, kl.level, kl.estimator, kl.straight_through)

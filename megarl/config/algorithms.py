@@ -1,5 +1,5 @@
 """The output of `megarl algorithms`: all estimators, objectives, KL estimators and aggregations with their options, or
-one estimator or objective with the recipe lines that choose it."""
+one estimator or objective with the recipe lines that select it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_one(name: str) -> str:
     Args:
         name: an entry's name, or `path/to/file.py:NAME`.
     Raises:
-        UserError: for another name; it lists the names.
+        UserError: the name is unknown; the message lists the valid names.
     """
     known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
     if name in known or is_in_file(name):
@@ -118,7 +118,7 @@ def _with_defaults(options: Mapping[str, Any]) -> str:
 
 
 def _choices(section: type[KL | Correction | Objective], key: str) -> str:
-    """Return KEY=CHOICES for a key whose type is a Literal, optional or not."""
+    """Return KEY=CHOICES for a key whose type is a Literal or an optional Literal."""
     annotation = section.model_fields[key].annotation
     values = [value for part in get_args(annotation) for value in (get_args(part) or (part,))]
     return f"{key}={' | '.join('null' if value is type(None) else str(value) for value in values)}"

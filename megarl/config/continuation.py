@@ -62,18 +62,18 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Patterns of keys that decide where and how long a run computes, but not what. run.steps may change learning
-rates, which `check_continues` compares."""
+"""Patterns for keys that affect where and how long a run computes, but not its results. run.steps may change learning
+rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
-    """Check a configuration against the one that was saved at `step`.
+    """Check that a run with this configuration may resume from the one saved at `step`.
 
     Args:
         checkpoint: the checkpoint's name, for error messages.
 
     Raises:
-        UserError: with a line for each key that may not change.
+        UserError: keys differ that may not change; the message has one line per key.
     """
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
     problems = [
@@ -94,10 +94,11 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
-    """Return a line for each model whose completed updates had other learning rates than config.run.steps gives.
+    """Return a line for each model whose completed updates used different learning rates than the ones that
+    config.run.steps implies.
 
     Args:
-        steps: run.steps of the saved run.
+        steps: the saved run's value of run.steps.
         step: the number of completed steps.
     """
     problems = []
@@ -127,5 +128,5 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:
-    """Return the whole value, because long ones such as paths may differ only at the end."""
+    """Return a key's value as text, never truncated, because long values such as paths may differ only at the end."""
     return one_line(leaves[key]) if key in leaves else "no such key"

@@ -1,4 +1,4 @@
-"""The devices of each role, one per rank, numbered over all nodes."""
+"""The devices of each role, one per rank, numbered across all nodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ ENGINE = "engine"
 
 
 def device_spans(config: Config) -> dict[str, range]:
-    """Return the devices of each role by the name of its processes, as cluster.roles sets them.
+    """Return the devices of each role, keyed by the name of its processes, as set in cluster.roles.
 
-    Without cluster.roles, colocated roles all start at the first device, and disaggregated ones follow each other.
+    Without cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive
+    devices.
     """
     given = config.role_devices
     spans, first = {}, 0
@@ -31,17 +32,17 @@ def device_spans(config: Config) -> dict[str, range]:
 
 
 def num_devices(config: Config) -> int:
-    """Return the number of devices in use."""
+    """Return the number of devices that the run uses."""
     return max(span.stop for span in device_spans(config).values())
 
 
 def places_per_node(config: Config) -> int:
-    """Return the number of devices per node if the ranks are spread evenly."""
+    """Return the number of devices per node, assuming that ranks are spread evenly."""
     return -(-num_devices(config) // config.cluster.nodes)
 
 
 def sharing(config: Config) -> dict[Role, frozenset[Role]]:
-    """Return for each trained model the other trained models on its devices."""
+    """Return, for each trained model, the other trained models on its devices."""
     spans = device_spans(config)
     own: dict[Role, range] = {trained.section: spans[NAMES[trained.section]] for trained in config.all_trained}
     return {

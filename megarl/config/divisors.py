@@ -1,4 +1,4 @@
-"""Divisors, and the error messages of sizes that must divide a number."""
+"""Divisors, and error messages for sizes that must divide a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration text: YAML in its 1.2 core schema, with the origin of every key.
+"""Configuration text: YAML with the YAML 1.2 core schema, with the origin of every key.
 
 PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. In the core schema they are
 text, a number, 10 and text.
@@ -41,7 +41,7 @@ class Document:
         return Document(_merge(self.values, over.values), self.origins | over.origins)
 
     def origin(self, key: Key, default: str) -> str:
-        """Return the origin of the key, or of the nearest mapping or list around it."""
+        """Return the origin of the key, or of the innermost mapping or list that contains it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
@@ -49,7 +49,7 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read a YAML mapping. Raise UserError that starts with `name` and, if known, line and column."""
+    """Read a YAML mapping. Raise a UserError whose message starts with `name` and, if known, the line and column."""
     try:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:
@@ -66,7 +66,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """Reads one YAML value. Raises UserError with the reason if it is not one."""
+    """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
         return _read(text)[1]
     except yaml.YAMLError as error:
@@ -74,7 +74,7 @@ def parse_value(text: str) -> Any:
 
 
 def render(values: dict[str, Any]) -> str:
-    """Return YAML text that `parse` reads back to equal values, in the same order."""
+    """Return YAML text that `parse` converts back to equal values, in the same order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -127,7 +127,7 @@ def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
 
 
 class _CoreLoader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's class attribute, emptied of YAML 1.1's patterns)
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (overrides PyYAML's class attribute, to drop the YAML 1.1 patterns)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -156,7 +156,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    """Build a mapping with unique text keys."""
+    """Build a mapping. Raise an error unless its keys are text and unique."""
     mapping: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for name_node, value_node in node.value:

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation set: the run's, with the set's own keys."""
+"""The configuration of an evaluation set: the run's configuration, overridden by the set's own keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megarl.config.schema import Config
 def config_of_set(config: Config, given: EvaluationSet) -> Config:
     """Return the configuration of an evaluation set.
 
-    Keys that the set leaves out come from the run's data, rewards, rollout and environment sections. Judge, length
-    penalty and failure limit are off. The set has its own seed, so that its procedural prompts are not trained on.
+    Keys that the set leaves out come from the run's data, rewards, rollout and environment sections. The judge, the
+    length penalty and the failure limit are disabled. The set has its own seed, so that its procedural prompts are not
+    trained on.
     """
     own = {
         "source": given.source,
@@ -28,7 +29,7 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
     if given.chat_template is False or given.system_prompt == "":
         data["system_prompt"] = None  # only a chat template can format a system message
     if given.source is not None:
-        data |= {"options": {}, "more_sources": []}  # they belong to the run's source
+        data |= {"options": {}, "more_sources": []}  # valid only for the run's source
     rewards = {"judge": None, "overlong_buffer": None}
     if given.functions is not None:
         rewards["functions"] = given.functions
@@ -57,6 +58,6 @@ def longest_response(config: Config, given: EvaluationSet) -> int:
 
 
 def seed_of_set(config: Config, given: EvaluationSet, *place: int) -> int:
-    """Return the seed of a set, or of a sample by its position. It is the same in every evaluation, so that only the
-    weights differ between steps, and differs from all training seeds."""
+    """Return the seed for a set, or for a sample given its position (`place`). It is the same in every evaluation, so
+    that only the weights differ between steps, and differs from all training seeds."""
     return random.Random(repr(("evaluation", config.run.seed, given.name, *place))).getrandbits(31)

@@ -35,7 +35,7 @@ class EvaluationSet(Section):
 
     @property
     def prefix(self) -> str:
-        """The prefix of its metrics' names."""
+        """The prefix of the set's metric names."""
         return f"evaluation/{self.name}/"
 
 
@@ -56,7 +56,7 @@ class Evaluation(Section):
         return given.every_steps or self.every_steps
 
     def due(self, step: int, last: int) -> list[EvaluationSet]:
-        """Return the sets to evaluate after `step` (0: before the first step). last: the run's last step."""
+        """Return the sets to evaluate after `step` (0: before the first step). `last` is the run's last step."""
         if step == 0:
             return self.sets if self.at_start else []
         if step == last and self.at_end:

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, and the parts that several sections share."""
+"""The base class of all configuration sections, and types that several sections share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RewardFunction(Section):
         return self.function if self.name is None else self.name
 
     def applies_to(self, source: Any) -> bool:
-        """Return whether it scores rows of this source."""
+        """Return whether the function scores rows from this source."""
         return self.sources is None or source in self.sources
 
 
@@ -38,9 +38,9 @@ _Class = create_model("_Class", __base__=Section, **{"class": (Annotated[str, Fi
 
 
 class EnvironmentClass(_Class):
-    """A section that names an environment class, or none."""
+    """A section that may name an environment class."""
 
     @property
     def name(self) -> str | None:
-        """The key `class`."""
+        """The value of the key `class`."""
         return getattr(self, "class")

@@ -8,16 +8,17 @@ from megarl.config.model_schema import Optimizer, Schedule
 
 
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
-    """Return the learning rate of the update after `done` updates, in a run of `total`.
+    """Return the learning rate for the next update after `done` of the run's `total` updates.
 
-    Update n = 1 … W of the warmup has n/W of the peak, so no update has rate 0. After it, with p the completed share of
-    the decay (0 at its first update, 1 after its last):
+    Warmup update n = 1 … W uses n/W of the peak rate, so no update has rate 0. After the warmup, with p the completed
+    fraction of the decay (0 at its first update, 1 after its last):
 
         linear  min + (lr − min) · (1 − p)
         cosine  min + (lr − min) · (1 + cos πp) / 2      (Loshchilov and Hutter, arXiv:1608.03983)
         wsd     min + (lr − min) · (1 − √p)              (warm-up, stable, decay; Hägele et al., arXiv:2405.18392)
 
-    linear and cosine decay from the end of the warmup, wsd over the last `decay` updates. After the last update: min.
+    linear and cosine decay from the end of the warmup, wsd over the last `decay` updates. After the last update, the
+    rate is min.
     """
     schedule, peak = optimizer.schedule, optimizer.lr
     warmup = num_updates(schedule.warmup, total)
@@ -31,7 +32,7 @@ def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
 
 
 def num_updates(length: float, total: int) -> int:
-    """Return a length in updates; below 1 it is a share of the run's updates."""
+    """Convert a length to a number of updates. A length below 1 is a fraction of the run's updates."""
     return round(length * total) if length < 1 else int(length)
 
 

@@ -1,4 +1,4 @@
-"""Load a Config from YAML files and `a.b=c` overrides, and dump it."""
+"""Load a Config from YAML files and `a.b=c` overrides, or dump it as YAML."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE).
 
-    A base file is searched next to the recipe that names it, then among megarl's own recipes.
+    A base file is looked up next to the recipe that names it, then among megarl's own recipes.
 
     Raises:
-        UserError: with one line per violation: origin, key, value and remedy.
+        UserError: the configuration is invalid; the message has one line per violation, with origin, key, value and
+            remedy.
     """
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
@@ -46,8 +47,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def overlay(base: Document, over: Document) -> Document:
     """Lay `over` on top of `base`.
 
-    Where `over` names another entry of a `Variant` section than `base` does, the options of the base's entry are
-    dropped, and the new entry has its own defaults. The section's own fields are kept.
+    If `over` names a different entry for a `Variant` section than `base`, the options of the base's entry are dropped
+    and the new entry uses its own defaults. The section's own fields are kept.
     """
     values = base.values
     for variant in VARIANTS:
@@ -60,7 +61,7 @@ def overlay(base: Document, over: Document) -> Document:
 
 
 def _section(values: Any, name: str) -> dict[str, Any]:
-    """Return a section of `values`, empty where there is none."""
+    """Return a section of `values`, or an empty mapping if it is missing."""
     section = values.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -77,7 +78,7 @@ def dump(config: Config) -> str:
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """Yield the documents of a file's base, then its own. above: the files that led to this one."""
+    """Yield the documents of a file's base recipes, then the file's own. `above` has the files that inherit from it."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one `base`")
@@ -92,7 +93,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
 
 
 def _base_file(recipe: Path, name: str) -> Path:
-    """Return the file next to the recipe, or megarl's own recipe of that name."""
+    """Return the file next to the recipe, or megarl's own recipe with that name."""
     beside, shipped = recipe.parent / name, SHIPPED / name
     return shipped if shipped.exists() and not beside.exists() else beside
 
@@ -108,7 +109,7 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
 
 
 def _override(text: str) -> Document:
-    """Parse one KEY=VALUE of the command line."""
+    """Parse one KEY=VALUE argument from the command line."""
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):

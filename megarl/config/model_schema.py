@@ -58,7 +58,7 @@ class Layout(Section):
 
     @property
     def uneven_stages(self) -> dict[str, int | None]:
-        """Keys that set the number of layers of one stage -> their values."""
+        """Keys that set the number of layers in the first or last pipeline stage -> their values."""
         return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
 
     @property
@@ -87,7 +87,7 @@ class Optimizer(Section):
 
 
 ROUTERS = "*.gate.weight"
-"""Pattern of the router weights' Hugging Face names in every mixture-of-experts family."""
+"""Pattern that matches the Hugging Face names of router weights in every mixture-of-experts family."""
 
 
 class MegatronOverrides(Section):
@@ -97,7 +97,7 @@ class MegatronOverrides(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters of a frozen model's linear layers."""
+    """Low-rank adapters for a frozen model's linear layers."""
 
     rank: PositiveInt | None
     alpha: PositiveFloat
@@ -108,7 +108,7 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
-        """The scale of an adapter's product."""
+        """The factor applied to the product of an adapter's two matrices."""
         return self.alpha / self.rank
 
 
@@ -116,7 +116,7 @@ class Trained(Section):
     """A model that is trained on its own ranks."""
 
     section: ClassVar[Role]
-    """The name of the section."""
+    """The name of the model's config section."""
 
     layout: Layout
     optimizer: Optimizer
@@ -131,12 +131,12 @@ class Trained(Section):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that are trained instead of the model's weights, None without adapters."""
+        """The adapters that are trained instead of the model's weights; None if there are none."""
         return None
 
     @property
     def frozen_patterns(self) -> list[str]:
-        """Patterns of all tensors that are not trained."""
+        """Name patterns for all tensors that are not trained."""
         return self.frozen
 
 
@@ -184,7 +184,7 @@ class Judge(Section):
 
 
 class RewardModel(Section):
-    """A model that is only run forward. Its other keys of a trained model are constants."""
+    """A model that only runs forward passes. Settings that only trained models can configure are constants here."""
 
     section: ClassVar[MegatronRole] = "reward_model"
     overlap_communication: ClassVar[bool] = False
@@ -210,9 +210,9 @@ class RewardModel(Section):
 
     @property
     def judges(self) -> bool:
-        """Whether it is a language model that rates samples, rather than a classifier."""
+        """Whether the model is a language model that rates samples, rather than a classifier."""
         return self.input_format == "question"
 
 
 Placed = Trained | RewardModel
-"""A section of a model with its own ranks, in Megatron or, for a reward model, in vLLM."""
+"""A section for a model with its own ranks, in Megatron or, for a reward model, in vLLM."""

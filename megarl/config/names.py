@@ -1,4 +1,4 @@
-"""Names of the config's keys, and suggestions for unknown keys."""
+"""Names of config keys, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ VERL = {
     "virtual_pipeline_model_parallel_size": "actor.layout.vpp",
     "warmup_style": "actor.optimizer.schedule.name",
 }
-"""verl's key, with its section if needed to tell keys apart -> our key."""
+"""verl key, prefixed with its section where ambiguous -> megarl key."""
 
 WITHOUT_KEY = {
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
@@ -124,7 +124,7 @@ WITHOUT_KEY = {
     "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",
     "use_remove_padding": "samples are always packed, never padded",
 }
-"""Keys of verl, and of projects based on it, without an equivalent -> the reason."""
+"""Keys in verl and in projects based on it that have no equivalent -> the reason."""
 
 
 RENAMED = {
@@ -150,8 +150,8 @@ REMOVED = {
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys in the order of the schema, each section before its keys. The keys of a
-    variant section include the options of all entries."""
+    """Yield the dotted names of all keys in schema order, each section before its keys. The keys in a variant section
+    include the options of all entries."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if issubclass(section, Variant) and name == section.discriminator:
@@ -163,14 +163,14 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def options_of(variant: type[Variant], entry: str, option: str) -> str:
-    """Return a sentence with the options of an entry, and with the entries that have `option`."""
+    """Return a sentence that lists an entry's options and the entries that have `option`."""
     has = ", ".join(variant.option_names(entry)) or "no options"
     owners = [name for name, spec in variant.entries.items() if option in spec.options]
     return f"{variant.key}={entry} has {has}" + (f"; {option} is an option of {', '.join(owners)}" if owners else "")
 
 
 def suggest(key: str) -> str:
-    """Return advice for an unknown key, as the end of a sentence."""
+    """Return advice for an unknown key, phrased as the end of a sentence."""
     for name in (*_suffixes(key), key.partition(".")[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
@@ -183,7 +183,7 @@ def suggest(key: str) -> str:
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]
-    # Several models have the same keys: prefer keys of the named section.
+    # Several models have the same keys: prefer keys in the named section.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
@@ -193,7 +193,7 @@ def suggest(key: str) -> str:
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """Yield the key and its dotted suffixes, the longest first."""
+    """Yield the key and its dotted suffixes, longest first."""
     while key:
         yield key
         key = key.partition(".")[2]
@@ -204,7 +204,7 @@ def _close_leaves(leaf: str, known: list[str]) -> list[str]:
 
 
 def _siblings(key: str) -> str:
-    """Return a sentence with the keys of the innermost existing section of `key`."""
+    """Return a sentence that lists the keys in the innermost existing section of `key`."""
     known = list(keys())
     section = key.rpartition(".")[0]
     while section and section not in known:

@@ -1,4 +1,4 @@
-"""The schema of sections `run` and `trackers`."""
+"""The schema of the sections `run` and `trackers`."""
 
 from __future__ import annotations
 

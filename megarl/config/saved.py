@@ -1,4 +1,4 @@
-"""Configs in checkpoints of earlier formats: add the keys that came later, remove those that are gone."""
+"""Convert configs from checkpoints in earlier formats: add newer keys and remove obsolete ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megarl.core.checkpoint import FORMAT
 from megarl.core.user_file import is_in_file
 
 ADDED: Mapping[int, Mapping[str, Any]] = {}
-"""Format -> keys that it added, each with the value that earlier runs had in effect. That is not always the default of
-base.yaml. `rewards.functions[].name` is the key `name` of each entry of a list."""
+"""Format version -> keys added in it, each with the value that reproduces the behavior of earlier runs, which may
+differ from the default in base.yaml. `rewards.functions[].name` stands for the key `name` in each list item."""
 
 REMOVED: Mapping[int, tuple[str, ...]] = {}
-"""Format -> keys that it removed."""
+"""Format version -> keys removed in it."""
 
 
 def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return a config that was saved in this format as the current format would have it."""
+    """Convert a config that was saved in format `version` to the current format."""
     config = deepcopy(dict(saved))
     for later in range(version + 1, FORMAT + 1):
         for key, value in ADDED.get(later, {}).items():
@@ -33,7 +33,7 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each section that has the key, which is created if it is missing, and the last part of the key."""
+    """Yield each section that has the key, and the last part of the key. Missing sections are created."""
     part, _, rest = key.partition(".")
     if not rest:
         yield config, part
@@ -48,7 +48,7 @@ def validated(saved: Mapping[str, Any], version: int) -> Config:
     """Return the configuration of a checkpoint that is only read, not resumed.
 
     Files that it names are not executed, because anyone may have written the checkpoint: the base recipe's entries
-    stand in for a user's estimator and objective.
+    replace a user's estimator and objective.
     """
     config = complete(saved, version)
     for variant, default in ((Advantage, "grpo"), (Objective, "clip")):

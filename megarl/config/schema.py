@@ -1,8 +1,8 @@
-"""The schema of a run's configuration: types and ranges of single keys. Rules across keys are in `rules`.
+"""The schema of a run's configuration: types and ranges of individual keys. Rules across keys are in `rules`.
 
-Defaults are in configs/base.yaml, next to the comments that explain the keys. Two kinds of keys have their defaults
-elsewhere: keys of list items, which a recipe replaces as a whole, have them here, and options of estimators and
-objectives have them in their specs.
+Defaults are in configs/base.yaml, next to the comments that explain the keys. There are two exceptions: defaults for
+keys of list items, which a recipe replaces as a whole, are in this module, and those for options of estimators and
+objectives are in their specs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rollout(Section):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether each rank of an engine holds whole experts rather than a slice of every expert."""
+        """Whether each engine rank holds whole experts rather than a slice of every expert."""
         return bool(self.vllm_overrides.get("enable_expert_parallel"))
 
 
@@ -112,7 +112,7 @@ class Data(Section):
 
     @property
     def reasoning_task(self) -> str | None:
-        """The reasoning-gym task, None for other sources."""
+        """The reasoning-gym task; None for other sources."""
         return reasoning_task(self.source)
 
     @property
@@ -122,7 +122,7 @@ class Data(Section):
 
     @property
     def sources(self) -> list[str]:
-        """All files, or the procedural source."""
+        """All data files, or the procedural source."""
         return [self.source, *self.more_sources]
 
     @property
@@ -175,7 +175,7 @@ class Checkpoint(Section):
 
 
 TimeoutKind = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
-"""Keys of `Timeouts`. One of them bounds each wait of the driver for another process."""
+"""Keys of `Timeouts`. Each time the driver waits for another process, one of these timeouts applies."""
 
 
 class Timeouts(Section):
@@ -192,7 +192,7 @@ class Timeouts(Section):
 
     @property
     def longest(self) -> float:
-        """The timeout of waits that belong to several phases."""
+        """The longest timeout, which applies to waits that belong to several phases."""
         return max(map(self.seconds, get_args(TimeoutKind)))
 
 
@@ -201,7 +201,8 @@ Devices = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^(nodes? )?\d+(-\d+)?$"),
 ]
-"""A range of device numbers over all nodes, such as 0-15, a single device, or a range of nodes, such as nodes 0-3."""
+"""A range of device numbers, counted across all nodes, such as 0-15, a single device, or a range of nodes, such as
+nodes 0-3."""
 
 
 class Roles(Section):
@@ -213,13 +214,13 @@ class Roles(Section):
 
     @property
     def given(self) -> dict[str, range]:
-        """Device or node numbers of each role that has a range."""
+        """Device or node numbers of each role that has a range in the config."""
         numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
         return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
 
     @property
     def on_nodes(self) -> set[str]:
-        """Roles that are placed by nodes."""
+        """Roles whose range consists of nodes."""
         return {role for role, text in self if text is not None and text.startswith("node")}
 
 
@@ -255,8 +256,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weight_of_correction(self) -> Self:
-        """Resolve algorithm.correction.weight=auto: quantised engines and engines with stale weights sample from
-        another policy than the trainer's."""
+        """Resolve algorithm.correction.weight=auto: quantized engines and engines with stale weights sample from a
+        different policy than the trainer's."""
         algorithm = self.algorithm
         if algorithm.correction.weight != "auto":
             return self
@@ -268,7 +269,7 @@ class Config(Section):
 
     @property
     def is_offline(self) -> bool:
-        """Whether the data contain the responses, so that nothing is sampled."""
+        """Whether the data contains the responses, so that nothing is sampled."""
         return self.data.format != "prompts"
 
     @property
@@ -278,12 +279,12 @@ class Config(Section):
 
     @property
     def plays_in_environments(self) -> bool:
-        """Whether rollouts of training or of an evaluation set use an environment."""
+        """Whether rollouts for training or for any evaluation set use an environment."""
         return self.has_environment or any(item.environment and item.environment.name for item in self.evaluation.sets)
 
     @property
     def prompts_ahead(self) -> int:
-        """The number of prompts in flight beyond those of the current step."""
+        """The number of prompts in flight beyond those for the current step."""
         factor = self.batch.oversampling or 1 + self.rollout.max_staleness
         return math.ceil((factor - 1) * self.batch.prompts_per_step)
 
@@ -294,7 +295,7 @@ class Config(Section):
 
     @property
     def most_checkpoints(self) -> int:
-        """The maximum number of checkpoints kept: the newest ones and that of the best evaluation."""
+        """The maximum number of checkpoints kept: the newest ones and the one with the best evaluation."""
         return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 
     @property
@@ -315,7 +316,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the critic is a separate model; otherwise it is a head on the actor."""
+        """Whether the run has a critic that is a separate model rather than a head on the actor."""
         return self.algorithm.advantage.spec.comparison == "values" and not self.critic.shared_backbone
 
     @property
@@ -333,11 +334,12 @@ class Config(Section):
 
     @property
     def samples_greedily(self) -> bool:
-        """Whether each prompt also gets a greedy response, which is scored but not trained on."""
+        """Whether each prompt has an additional greedy response, which is scored but not trained on."""
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Return whether the actor is trained in this step, counted from 1. During warmup only the critic is."""
+        """Return whether the actor is trained in this step, counted from 1. During the critic's warmup only the critic
+        is trained."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property
@@ -354,7 +356,7 @@ class Config(Section):
 
     @property
     def pauses_rollouts(self) -> bool:
-        """Whether rollouts of later steps pause while models train on the same devices."""
+        """Whether rollouts for later steps pause while models train on the same devices."""
         return self.is_colocated and self.rollout.max_staleness > 0 and not self.is_offline
 
     @property
@@ -370,12 +372,12 @@ class Config(Section):
 
     @property
     def tolerance(self) -> Tolerance:
-        """The tolerated difference between the engine's and the trainer's log-prob of a token."""
+        """The tolerated difference between the engine's and the trainer's log-prob for a token."""
         return self.logprob_check.tolerance(self.precision)
 
     @property
     def agreement_limit(self) -> float | None:
-        """The maximum mean log-prob difference of a step, None for no limit."""
+        """The maximum mean log-prob difference in a step; None for no limit."""
         return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
 
     @property
@@ -384,7 +386,7 @@ class Config(Section):
         return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
 
     def placed(self, role: MegatronRole) -> Placed:
-        """Return the section of a model that runs in Megatron."""
+        """Return the config section for a model that runs in Megatron."""
         sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
         return next(section for section in sections if section.section == role)
 
@@ -405,14 +407,14 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks, and so of devices, of each role in the run."""
+        """The number of ranks, and therefore of devices, for each role in the run."""
         ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     @property
     def role_devices(self) -> dict[str, range]:
-        """The devices of each role that cluster.roles places. A role placed by nodes has the same number of ranks on
-        each of its nodes."""
+        """The devices of each role that has a range in cluster.roles. A role that is placed by nodes has the same
+        number of ranks on each of its nodes."""
         spans, ranks = self.cluster.roles.given, self.num_ranks
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
@@ -420,12 +422,12 @@ class Config(Section):
         return spans
 
     def epochs(self, trained: Trained) -> int:
-        """Return a model's number of epochs over a step's samples; an implicit reward model has one."""
+        """Return a model's number of epochs over a step's samples; always 1 for an implicit reward model."""
         return 1 if trained is self.implicit_reward else self.batch.epochs
 
     def moves_samples(self, trained: Trained) -> bool:
         """Return whether a sample may move to another data-parallel rank within a step, because a later epoch packs it
-        into another update."""
+        into a different update."""
         has_several = self.batch.prompts_per_update < self.batch.prompts_per_step
         return self.epochs(trained) > 1 and has_several and trained.layout.dp > 1
 

@@ -1,4 +1,4 @@
-"""Messages for violations of the schema: origin, key, value and remedy."""
+"""Messages for schema violations: origin, key, value and remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXPECTED = {
     "string_type": "text",
     "too_short": "a list that is not empty",
 }
-"""pydantic's error type -> the expected value."""
+"""pydantic error type -> a description of the expected value."""
 
 
 def describe(error: ValidationError, document: Document, file: str) -> list[str]:
@@ -63,7 +63,7 @@ def _unknown(key: Key, document: Document, file: str) -> str:
 
 
 def _advice(name: str, document: Document) -> str:
-    """Return what to write instead of an unknown key."""
+    """Return advice on what to write instead of an unknown key."""
     for variant in VARIANTS:
         section, _, option = name.rpartition(".")
         if section == variant.key.rpartition(".")[0]:
@@ -82,7 +82,7 @@ def _missing(keys: list[Key]) -> str:
 
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
-    if detail["type"] == "value_error":  # raised for a user's file; the text names the key
+    if detail["type"] == "value_error":  # raised for a user's file; the message names the key
         return str(detail["ctx"]["error"])
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required: {_REQUIRED[name]}. Fix: set it there, or {name}=VALUE on the command line"
@@ -98,7 +98,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:
-    """Yield the keys with values below an unknown one, or the key itself: the last name shows what was meant."""
+    """Yield the leaf keys below an unknown key, or the key itself. The last name hints at the intended key."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves((*key, name), inner)
@@ -111,7 +111,7 @@ def _dotted(key: Key) -> str:
 
 
 def raise_all(violations: Iterable[str | None]) -> None:
-    """Raise UserError with a line for each violation, if there are any."""
+    """Raise a UserError with one line per violation, if there are any."""
     lines = [line for line in violations if line is not None]
     if lines:
         raise UserError("\n".join(lines))

@@ -71,9 +71,9 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
     "offload_group_size": (0, "a refit does not reach the copies from which vLLM would read a layer's parameters"),
 }
 """Arguments in rollout.vllm_overrides -> the only value with which a refit reaches the weights that vLLM reads, and the
-effect of others. Startup checks cannot detect this: parameters have the same names and shapes."""
+effect of other values. Startup checks cannot detect this: parameters have the same names and shapes."""
 
 
 def batched_tokens(rollout: Rollout) -> int:
-    """Return the maximum number of tokens that an engine computes at once."""
+    """Return the maximum number of tokens that an engine processes in one forward pass."""
     return rollout.vllm_overrides.get("max_num_batched_tokens", max(2048, rollout.context_length))

@@ -1,4 +1,5 @@
-"""A checkpoint on disk: a folder with a manifest of the driver's state and the size and SHA-256 of every other file."""
+"""A checkpoint on disk: a folder whose manifest holds the driver's state and the size and SHA-256 of every other
+file."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ MANIFEST = "manifest.json"
 PREFIX = "step_"
 NAME = PREFIX + "{:06d}"
 NOTE = "__{}.written"
-"""Name of a rank's completion note. It starts like the names that Megatron gives to a rank's files."""
+"""File name of a rank's completion note. It has the same prefix as the files that Megatron writes for the rank."""
 
 FORMAT = 1
 """Version of the manifest format. It increases when the config gains or loses keys; megarl.config.saved has the values
-that added keys take in older checkpoints."""
+of added keys for older checkpoints."""
 
 FORMAT_KEY = "format_version"
-"""Key of the format in manifests. Pre-releases used another key."""
+"""Manifest key for the format version. Pre-releases used a different key."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint. `path` is relative to the checkpoint's folder."""
+    """One file in a checkpoint. `path` is relative to the checkpoint's folder."""
 
     path: str
     num_bytes: int
@@ -38,13 +39,14 @@ class FileRecord:
 
     @property
     def rank(self) -> int:
-        """The rank that wrote the file, read from Megatron's file name; 0 for files that are not specific to a rank."""
+        """The rank that wrote the file, parsed from Megatron's file name; 0 for files that are not specific to a
+        rank."""
         match = re.match(r"__(\d+)_", Path(self.path).name)
         return 0 if match is None else int(match[1])
 
 
 def seal(file: Path, checkpoint: Path) -> FileRecord:
-    """Flush a file to disk and return its record, with the digest computed from the file as read back."""
+    """Flush a file to disk and return its record. The digest is computed by reading the file back."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -95,7 +97,7 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.files)
 
     def verify(self, files: Iterable[FileRecord]) -> None:
-        """Check the SHA-256 of these files. Raises UserError for the first that differs from its record."""
+        """Check the SHA-256 of these files. Raise a UserError for the first file that differs from its record."""
         for record in files:
             self._check_size(record)
             with (self.path / record.path).open("rb") as stream:
@@ -118,7 +120,8 @@ class Checkpoint:
 
 
 def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
-    """Return the format of a manifest of the file or folder `path`. Raises UserError unless this version reads it."""
+    """Return a manifest's format version. Raise a UserError, which names `path`, if this version of megarl cannot read
+    it."""
     version = manifest.get(FORMAT_KEY)
     if version is None:
         raise UserError(
@@ -158,9 +161,9 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint, complete or damaged.
+    """Return whether the folder is a checkpoint, complete or corrupt.
 
-    The name of the manifest does not settle this: run folders also contain a file of that name.
+    The manifest's name is not sufficient evidence: run folders also contain a file with that name.
     """
     try:
         return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -171,7 +174,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> None:
-    """Write the manifest that makes a folder a checkpoint. `files` are all files in it, already flushed to disk."""
+    """Write the manifest that makes a folder a checkpoint. `files` are all files in the folder, already flushed to
+    disk."""
     content = {FORMAT_KEY: FORMAT, "step": step, "state": state, "files": [asdict(record) for record in files]}
     write_synced(folder / MANIFEST, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
 

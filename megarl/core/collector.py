@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector where it finds nothing to collect."""
+"""Pause Python's garbage collector where there is no garbage to collect."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def usable_cores() -> int:
 
 
 def cgroup_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
-    """Return the CPU quota of this process's cgroup in cores, the minimum over its ancestors; None without a quota.
+    """Return the CPU quota of this process's cgroup in cores, the minimum over the cgroup and its ancestors; None
+    without a quota.
 
     Args:
         proc: mount point of procfs.

@@ -1,6 +1,6 @@
 """The only place that chooses between CUDA with NCCL and CPU with gloo.
 
-torch takes a second to import, so the functions that need it import it. A driver without GPUs never does.
+Importing torch takes a second, so only the functions that need torch import it. A driver without GPUs never imports it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 HOST_BACKEND = "gloo"
-"""torch.distributed backend for exchanges between host memories of ranks, on any device."""
+"""torch.distributed backend for exchanges between the host memories of ranks, regardless of the device."""
 
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: lock the memory for all devices of the process."""
+"""cudaHostRegisterPortable: page-lock the memory for all devices of the process."""
 
 
 @cache
 def _has_driver() -> bool:
-    """Return whether NVIDIA's driver library is installed. Without it torch finds no GPU."""
+    """Return whether NVIDIA's driver library is installed. Without it, torch cannot find a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,7 +54,7 @@ def num_gpus() -> int:
 
 
 def memory_bytes(gpu: int) -> int:
-    """Return the total memory of a GPU, given its index in this process."""
+    """Return the total memory of a GPU in bytes, given its index in this process."""
     return _torch().cuda.get_device_properties(gpu).total_memory
 
 
@@ -64,7 +64,7 @@ def uuid(gpu: int) -> str:
 
 
 def memory_transport() -> Literal["shared_memory", "cuda_ipc"]:
-    """Return the method by which a process reads the weights of another process on the same machine."""
+    """Return the method for reading the weights of another process on the same machine."""
     return "cuda_ipc" if on_cuda() else "shared_memory"
 
 
@@ -84,7 +84,7 @@ def capability() -> tuple[int, int]:
 
 
 def claim(threads: int | None) -> None:
-    """Make the device the current one of this process; on CPU, set the number of intra-op threads instead."""
+    """Make the device this process's current device; on CPU, set the number of intra-op threads instead."""
     if on_cuda():
         _torch().cuda.set_device(device())
     elif threads is not None:
@@ -98,7 +98,7 @@ def synchronize(which: torch.device | None = None) -> None:
 
 
 def random_state() -> torch.Tensor | None:
-    """Return the state of the device's random generator; None on CPU, which uses torch's global generator."""
+    """Return the device's RNG state; None on CPU, which uses torch's global generator."""
     return _torch().cuda.get_rng_state() if on_cuda() else None
 
 
@@ -108,14 +108,14 @@ def set_random_state(state: torch.Tensor | None) -> None:
 
 
 def release_cache() -> None:
-    """Return torch's cached device memory to the device, including memory that was shared with other processes."""
+    """Release torch's cached device memory, including memory that was shared with other processes."""
     if on_cuda():
         _torch().cuda.ipc_collect()
         _torch().cuda.empty_cache()
 
 
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty host tensor that the device copies to and from at full speed.
+    """Return an uninitialized host tensor that the device copies to and from at full speed.
 
     On CUDA its memory is page-locked for as long as the tensor lives.
 

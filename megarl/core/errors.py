@@ -1,10 +1,10 @@
-"""Errors that tell the user's mistakes from failures."""
+"""Error types that distinguish user mistakes from failures."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """An error that the user can fix in the recipe, the data or on the machine; the message says how.
+    """An error that the user can fix in the recipe, the data or on the machine; the message explains how.
 
     Every other exception, including other ValueErrors, is a failure and is reported with its process, log and stack.
     """

@@ -1,4 +1,4 @@
-"""Files and folders: folders that appear only when complete, numbered names, lines of JSON."""
+"""File operations: folders that appear only when complete, numbered names and JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 from megarl.core.errors import UserError
 
 Progress = Callable[[str, int, int], None]
-"""Called with the last action ("checked", "written", "verified"), the bytes processed and the total bytes."""
+"""Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
+total bytes."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -26,7 +27,7 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk.
 
-    The hidden folder is deleted if the body raises. Raises UserError as `require_room` does.
+    The hidden folder is deleted if the body raises. Raise a UserError under the conditions of `require_room`.
     """
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -40,7 +41,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def require_room(out: Path, num_bytes: int) -> None:
-    """Raise UserError if `out` exists or its disk has fewer than about `num_bytes` free."""
+    """Raise a UserError if `out` exists or its disk has less than about `num_bytes` of free space."""
     if out.exists():
         raise UserError(f"{out} already exists. Fix: choose a new folder or remove this one")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,8 @@ def sync(path: Path) -> None:
 
 
 def number_in(name: str, pattern: str) -> int | None:
-    """Return the n for which pattern.format(n) equals the name, or None. Example of a pattern: step_{:06d}."""
+    """Return the number n for which pattern.format(n) equals the name; None if there is none. Example pattern:
+    step_{:06d}."""
     before, after = re.split(r"{.*}", pattern)
     digits = name.removeprefix(before).removesuffix(after)
     number = int(digits) if re.fullmatch(r"[0-9]+", digits) else None
@@ -85,6 +87,6 @@ def replace_text(file: Path, text: str) -> None:
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
     """Append values to a file as lines of human-readable JSON."""
-    # Texts may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
+    # Text may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

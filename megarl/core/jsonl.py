@@ -11,7 +11,7 @@ from typing import Any
 def read_objects(
     path: Path, keep: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the objects of a JSONL file, and the numbers of the lines that do not contain an object.
+    """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object.
 
     NaN and infinities are read as None. `keep` reduces each object to the part to return, since objects may be large.
     """

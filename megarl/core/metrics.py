@@ -11,20 +11,21 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value with its reduction and its weight in a mean (tokens, samples, …). Other reductions ignore the weight."""
+    """A value, its reduction, and its weight in a mean (number of tokens, samples, …). Other reductions ignore the
+    weight."""
 
     value: float
     weight: float = 1.0
     reduction: Reduction = "mean"
 
     def __reduce__(self) -> tuple[type[Metric], tuple[float, float, Reduction]]:
-        """Pickle as a plain tuple. A driver unpickles about ten thousand metrics a step, and the default for slotted
+        """Pickle as a plain tuple. A driver unpickles about ten thousand metrics per step, and the default for slotted
         dataclasses looks up the fields of each."""
         return Metric, (self.value, self.weight, self.reduction)
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several microbatches or ranks by name. A mean of weight 0 is left out."""
+    """Combine the metrics of several microbatches or ranks by name. Means with weight 0 are omitted."""
     metrics_by_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():

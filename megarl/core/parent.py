@@ -1,4 +1,4 @@
-"""Tying a process's lifetime to its parent's."""
+"""Ties a process's lifetime to its parent's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wall-clock timing of a step's phases and of single operations."""
+"""Wall-clock timers for the phases of a step and for single operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Times the phases of one step, starting at construction. Repeated phases add up."""
+    """Times the phases of one step, starting at construction. Durations of repeated phases are summed."""
 
     def __init__(self, record: Callable[[str, float, float], object] | None = None) -> None:
         """record: called after each phase with its name, begin and end, in seconds since the epoch."""
@@ -37,5 +37,5 @@ class ElapsedTime:
         self._start = time.perf_counter()
 
     def print(self, event: str) -> None:
-        """Print that something is done and how long it took."""
+        """Print an event and the elapsed time."""
         print(f"{event} in {time.perf_counter() - self._start:.1f} s", flush=True)

@@ -24,7 +24,7 @@ ROW_FIELDS = (
     ),
     *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids", "labels"),
 )
-"""Fields of a TokenBatch whose first axis is rows; candidate_ids also has an axis of K candidates."""
+"""Fields of a TokenBatch whose first axis is rows; candidate_ids has a second axis for K candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class TokenBatch:
     scale             float64 [S]
     token_baseline    float32 [S]    baseline for per-token rewards
     token_scale       float32 [S]    scale for per-token rewards
-    old               float32 [N]    log-prob under the policy at the start of the step; None: same as the current one
-    reference         float32 [N]    log-prob under the reference; None: not needed
+    old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
+    reference         float32 [N]    log-prob under the reference policy; None: not needed
     values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
                                      sampled; None: no critic
     implicit_reward   float32 [N]    per-token reward from an implicit reward model, in addition to the sample's

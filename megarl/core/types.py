@@ -1,8 +1,8 @@
 """Types passed between subpackages: prompts, samples and their scores.
 
 Prompts and samples hold their tokens as read-only numpy arrays. The reward process and the data code handle them
-without torch, and processes on one machine read them from Ray's object store without a copy. A `TokenBatch` holds torch
-tensors and exists only where a model runs.
+without torch, and processes on one machine read them from Ray's object store without copying. A `TokenBatch` holds
+torch tensors and exists only where a model runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _HoldsArrays:
     __hash__ = None
 
     def _freeze(self, name: str, dtype: DTypeLike, axes: int = 1) -> None:
-        """Replace a field, given as any sequence, by a read-only array."""
+        """Convert a field, given as any sequence, to a read-only array."""
         array = np.asarray(getattr(self, name), dtype).view()
         assert array.ndim == axes, f"{name} has shape {array.shape}"
         array.setflags(write=False)
@@ -89,7 +89,7 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateIds(_HoldsArrays):
-    """The candidates of each of R response tokens: the tokens left after the engine truncated its distribution.
+    """The candidates for each of R response tokens: the tokens left after the engine truncated its distribution.
 
     A token has no candidates if the engine kept the whole vocabulary.
 
@@ -113,7 +113,7 @@ class CandidateIds(_HoldsArrays):
 
     @classmethod
     def none(cls, num_tokens: int) -> CandidateIds:
-        """Return the candidates of a response whose every token was sampled from the whole vocabulary."""
+        """Return the candidates for a response in which every token was sampled from the whole vocabulary."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
 
     def __reduce__(self) -> tuple:
@@ -133,8 +133,8 @@ class Completion(_HoldsArrays):
     Fields not listed here are as in `Sample`.
 
     Attributes:
-        stop: the stop string that ended the completion and is its last text; None if a token or a limit ended it.
-        num_cached_tokens: preceding tokens whose keys and values were in the engine's cache.
+        stop: the stop string that ended the completion and is the end of its text; None if a token or a limit ended it.
+        num_cached_tokens: number of preceding tokens that were in the engine's KV cache.
         routes: routes of the preceding tokens and of the completion.
     """
 
@@ -168,13 +168,13 @@ class RolloutInfo:
     """Statistics of a rollout in an environment, shared by all of its samples.
 
     Attributes:
-        stop_reason: why it ended; a StopReason.
-        num_turns: turns of the policy.
-        num_samples: training sequences of the rollout; more than one if the context of a turn did not start with the
-            tokens sampled so far.
+        stop_reason: reason why the rollout ended; a StopReason.
+        num_turns: number of turns that the policy took.
+        num_samples: number of training sequences in the rollout; more than one if the context of a turn did not start
+            with the tokens sampled so far.
         tool_calls: number of tool calls by outcome.
-        num_context_tokens: tokens preceding each turn after the first, summed over these turns.
-        num_cached_tokens: those of num_context_tokens whose keys and values were in the engine's cache.
+        num_context_tokens: number of tokens preceding each turn after the first, summed over these turns.
+        num_cached_tokens: number of context tokens that were in the engine's KV cache.
     """
 
     stop_reason: str
@@ -195,11 +195,11 @@ class Episode:
 
     Attributes:
         info: the rollout's statistics.
-        rewards: reward of each turn; None for a turn without one.
+        rewards: reward for each turn; None for a turn without a reward.
         parts: named components of the reward, summed over turns.
-        failure: one line on why the rollout has no reward; None if it has one.
+        failure: one line that explains why the rollout has no reward; None if it has one.
         stack: stack trace of the environment's error, if it raised one.
-        outcome: reward of the rollout as a whole, in addition to the rewards of turns.
+        outcome: reward for the rollout as a whole, in addition to the turn rewards.
         messages: the conversation, as text.
         first_turn: index within the rollout of this sample's first trained turn.
         is_last: whether this is the rollout's last sample, whose text reward functions read.
@@ -227,15 +227,15 @@ class Sample(_HoldsArrays):
         response_ids: int32 [R], the sampled ids; text is never tokenized again.
         response_logprobs: float32 [R], log-probs under the rollout policy at the sampling temperature.
         response_mask: bool [R], True for tokens that the policy sampled and that are trained on.
-        versions: runs of weight versions; their counts sum to R.
+        versions: runs of tokens with the same weight version; their counts sum to R.
         text: the decoded response without special tokens, as reward functions read it.
-        candidate_ids: None if the engine kept the whole vocabulary at every token.
+        candidate_ids: None if the engine kept the whole vocabulary for every token.
         rollout_id: the sample's rollout, which may have several samples; "" stands for the sample's own id.
         episode: None without an environment.
         routes: int8 or int16 [P + R, layers, experts per token], the indices of the experts to which the engine routed
-            each token of prompt and response, in each MoE layer. NO_ROUTE if a token's experts are unknown, such as
+            each token in the prompt and response, in each MoE layer. NO_ROUTE if a token's experts are unknown, such as
             those of the last token, which was never an input. None if the run does not replay routes.
-        labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabelled tokens. None
+        labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabeled tokens. None
             unless the data has labels.
     """
 
@@ -285,12 +285,12 @@ class Sample(_HoldsArrays):
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Token ids of prompt and response, int32 [P + R]."""
+        """Token ids of the prompt followed by the response, int32 [P + R]."""
         return np.concatenate((self.prompt.token_ids, self.response_ids))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and response."""
+        """Number of tokens in the prompt and response."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
 
@@ -384,7 +384,7 @@ NO_TOTALS = TokenTotals()
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The rewards of one sample: either a value, or the reason why there is none. A failure is not a zero.
+    """The rewards of one sample: either a value, or the reason why there is none. A failure is not a score of 0.
 
     Attributes:
         value: weighted sum of the parts; None if any part failed.
@@ -401,7 +401,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Baseline of a sample's reward: advantage = (reward − center) / scale.
+    """Baseline for a sample's reward: advantage = (reward − center) / scale.
 
     token_center and token_scale are the same for per-token rewards, where each token is compared separately.
     """
@@ -417,7 +417,7 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How the trainer computes log-probs of sampled tokens.
+    """How the trainer computes log-probs for sampled tokens.
 
     Attributes:
         temperature: the sampling temperature.

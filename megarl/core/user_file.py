@@ -1,4 +1,4 @@
-"""Python files of the user, which a configuration names as `path/to/file.py:NAME`."""
+"""User-provided Python files, which a configuration names as `path/to/file.py:NAME`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
         key: the configuration key that has this value, for error messages.
 
     Returns:
-        The file, NAME, and what the file defines by that name (None if nothing).
+        The file, NAME, and the object that the file defines under that name; None if it defines none.
     Raises:
         UserError: the file does not exist or cannot be imported.
     """

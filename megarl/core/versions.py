@@ -10,7 +10,8 @@ import megarl
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Return the versions of Python, megarl and these distributions; None for a distribution that is not installed."""
+    """Return the versions of Python, megarl and the given distributions; None for a distribution that is not
+    installed."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
     for name in packages:
         try:

@@ -1,1 +1,1 @@
-"""Model folders and data sets: everything that a run reads before its first step, and the order of prompts."""
+"""Data sets: reading, tokenization and packing of rows, and the order of prompts."""

@@ -28,7 +28,8 @@ def arithmetic_messages(seed: int, size: int) -> Iterator[MessageRow]:
 
 
 def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
-    """Yield the rows of `arithmetic_rows` with the answer as chosen response and a wrong sum as rejected response."""
+    """Yield the rows of `arithmetic_rows` with the answer as the chosen response and a wrong sum as the rejected
+    response."""
     generator = random.Random(f"wrong arithmetic {seed}")
     for row in arithmetic_rows(seed, size):
         wrong = (int(row.answer) + 1 + int(generator.random() * LARGEST_SUM)) % (LARGEST_SUM + 1)
@@ -38,13 +39,13 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
     """Yield sums of four single-digit numbers, added from the left in three steps.
 
-    Half of the rows on average contain one wrong step. Steps before it are labelled 1; it and later steps, which
-    continue from the wrong total, are labelled 0.
+    Half of the rows on average contain one wrong step. Steps before it are labeled 1. The wrong step and later steps,
+    which continue from the wrong total, are labeled 0.
     """
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]
-        wrong = int(generator.random() * 2 * (ADDENDS - 1))  # no step is wrong if there is none of this number
+        wrong = int(generator.random() * 2 * (ADDENDS - 1))  # no step is wrong if the index is past the last step
         total, steps, labels = addends[0], [], []
         for step, addend in enumerate(addends[1:]):
             before, total = total, total + addend

@@ -1,4 +1,4 @@
-"""Conversations as token ids, rendered by the model's chat template, with a mask of the assistant's tokens."""
+"""Conversations as token ids, rendered by the model's chat template, with a mask for the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""A private-use character that stands for a response, to find the text that a template writes around it."""
+"""A private-use character that stands for a response, used to find the text that a template writes around it."""
 
 
 def as_messages(content: str | list[Message], role: str) -> list[Message]:
-    """Return a list of messages unchanged, and plain text as one message of the role."""
+    """Return a list of messages unchanged, and plain text as one message with the given role."""
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
 def with_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
-    """Prepend the system prompt, if any, to a prompt. Raises UserError if the prompt already has a system message."""
+    """Prepend the system prompt, if any, to a prompt. Raise a UserError if the prompt already has a system message."""
     if system_prompt is None:
         return prompt
     messages = as_messages(prompt, "user")
@@ -40,7 +40,7 @@ def render(
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
-        place: the row, for error messages.
+        place: the location of the row, for error messages.
 
     Raises:
         UserError: the template rejects the messages.
@@ -56,9 +56,9 @@ def render(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
 ) -> list[int]:
-    """Return the prompt's token ids, up to and including the header of the assistant's turn with a chat template.
+    """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn.
 
-    Raises UserError for a prompt without tokens.
+    Raise a UserError for a prompt without tokens.
     """
     if chat_template:
         ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
@@ -70,7 +70,7 @@ def prompt_ids(
 
 
 def plain(content: str | list[Message], place: str) -> str:
-    """Return plain text unchanged. Raises UserError for messages, which need a chat template."""
+    """Return plain text unchanged. Raise a UserError for messages, which need a chat template."""
     if not isinstance(content, str):
         raise UserError(f"{place}: a list of messages needs data.chat_template=true. Fix: set it or use plain text")
     return content
@@ -79,10 +79,11 @@ def plain(content: str | list[Message], place: str) -> str:
 def conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, first: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return a conversation's token ids up to the end of the last assistant turn, and a mask of the assistant's tokens.
+    """Return a conversation's token ids up to the end of the last assistant turn, and a mask for the assistant's
+    tokens.
 
     The mask is True for tokens of assistant turns from message `first` on. This includes the end-of-sequence token if
-    the template ends a turn with it. A turn consists of the tokens that its message adds to the conversation before it.
+    the template ends a turn with it. A turn consists of the tokens that its message adds to the preceding conversation.
 
     Raises:
         UserError: there is no such turn, or the template renders earlier turns differently once a later one is
@@ -115,7 +116,7 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
         marked: the same conversation rendered with MARK in place of the response.
 
     Returns:
-        The start and end of the response in `text`, and the number of its first characters that the template trimmed;
+        The start and end of the response in `text`, and the number of leading characters that the template trimmed;
         None if the template changed more than whitespace at its ends.
     """
     before, _, after = marked.rpartition(MARK)

@@ -22,8 +22,8 @@ NO_TOKEN = -1
 """Padding id in rows of `TokenBatch.candidate_ids`."""
 
 Reads = Literal["states", "tokens"]
-"""The pack position that a head reads for a response token: `states` reads the preceding token, from whose state it was
-sampled; `tokens` reads the token itself."""
+"""The pack position that a head reads for a response token: `states` reads the preceding token, from whose hidden state
+the token was sampled; `tokens` reads the token itself."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 """Per-token scores from passes and other models: field name of TokenBatch (old, …) -> sample id -> float32 [R]."""
@@ -116,10 +116,10 @@ def _scalars(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The positions of the tokens of S samples in a pack.
+    """Token positions of S samples in a pack.
 
-    The document of a sample consists of runs of its tokens, the first of which may be shared with other samples,
-    followed by padding.
+    A sample's document consists of runs of its tokens, the first of which may be shared with other samples, followed by
+    padding.
 
     Attributes:
         prompt_lengths, response_lengths: int64 [S].
@@ -169,7 +169,8 @@ class _Layout:
         return tokens
 
     def routes(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        """Return the routes of the pack's tokens, NO_ROUTE for padding. Samples share tokens only if routes agree."""
+        """Return the routes of the pack's tokens, NO_ROUTE for padding. Samples share tokens only if their routes
+        agree."""
         routed = [(sample.routes, first) for sample, first in zip(samples, self.boundaries, strict=False)]
         known = [(routes, first) for routes, first in routed if routes is not None]
         if not known:
@@ -181,7 +182,7 @@ class _Layout:
         return torch.from_numpy(packed)
 
     def positions(self) -> NDArray[np.int64]:
-        """Return each token's position within its document, which is the same in all documents that share it."""
+        """Return each token's position within its document, which is the same in all documents that share the token."""
         positions = np.empty(self.num_tokens, np.int64)
         positions[self.document_tokens] = _ranges(np.zeros_like(self.boundaries[:-1]), np.diff(self.boundaries))
         return positions

@@ -1,4 +1,4 @@
-"""The order of prompts: epoch after epoch, each with its own permutation."""
+"""The order of prompts: each epoch has its own permutation."""
 
 from __future__ import annotations
 

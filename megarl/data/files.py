@@ -14,7 +14,7 @@ from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
 MESSAGES_TYPE = "a list of {role, content} messages whose values are text"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
 ALL_COLUMNS = "row"
-"""Stands for all columns of a row."""
+"""Name that stands for all columns of a row."""
 
 NO_COLUMNS: Mapping[str, str | None] = {}
 
@@ -45,7 +45,7 @@ def file_rows(
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of a .jsonl file (blank lines skipped, rows numbered by line) or of a .parquet file.
+    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file.
 
     Args:
         further: optional columns to include if a row has them, mapped to the function or key that requires them, or
@@ -78,7 +78,7 @@ def file_rows(
 
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
-    """Yield the conversations of a file, with the checks of `file_rows`."""
+    """Yield the conversations in a file, after the same checks as in `file_rows`."""
     column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
     for number, [messages] in _values(path, (column,)):
         yield MessageRow(number, _plain(messages))
@@ -87,14 +87,14 @@ def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
 def preference_rows(
     path: Path, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> Iterator[PreferenceRow]:
-    """Yield the preference pairs of a file, with the checks of `file_rows`."""
+    """Yield the preference pairs in a file, after the same checks as in `file_rows`."""
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
     for number, values in _values(path, columns):
         yield PreferenceRow(number, *map(_plain, values))
 
 
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
-    """Yield the rows with labelled steps of a file, with the checks of `file_rows`."""
+    """Yield the rows with labeled steps in a file, after the same checks as in `file_rows`."""
     columns = (
         _text("prompt", prompt_column),
         Column("data.steps_column", steps_column, STEPS_TYPE, _is_steps),
@@ -114,7 +114,7 @@ def _text(kind: str, name: str) -> Column:
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the number of each row and its values in the order of the columns."""
+    """Yield the number of each row and its values, in the order of `columns`."""
     for number, record in _records(path, columns):
         yield number, [column_of(record, column.name) for column in columns]
 

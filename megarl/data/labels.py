@@ -1,4 +1,4 @@
-"""Per-token labels of a response, derived from the labels of its steps."""
+"""Per-token labels for a response, derived from its step labels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
-    """Return the texts of the steps, with `step_end` appended to all but the last.
+    """Return the text of each step, with `step_end` appended to all but the last.
 
-    Raises UserError if a step contains `step_end`: a model trained on the row could not tell where the step ends.
+    Raise a UserError if a step contains `step_end`: a model trained on the row could not recognize where the step ends.
     """
     ambiguous = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
     if ambiguous is not None:
@@ -42,7 +42,7 @@ def text_ends(
 ) -> list[int]:
     """Return, for each step but the last, the index of the response token in which the step ends.
 
-    Raises UserError if the chat template alters the text of the response.
+    Raise a UserError if the chat template alters the text of the response.
     """
     text = response = "".join(steps)
     begin = first = 0
@@ -76,12 +76,12 @@ def text_ends(
 def token_labels(
     ends: Sequence[int], labels: Sequence[float | None], labelled: Literal["end", "all"], place: str
 ) -> NDArray[np.float32]:
-    """Return the label of each token of a response, float32 [R], NaN for tokens without a label.
+    """Return the label of each response token, float32 [R], NaN for tokens without a label.
 
     Args:
         ends: index of the last token of each step; the last entry is R − 1.
-        labels: label of each step, or None.
-        labelled: which tokens receive their step's label: its last one (`end`) or all.
+        labels: label of each step; None for a step without a label.
+        labelled: which tokens of a step receive its label: only the last token (`end`) or all tokens.
 
     Raises:
         UserError: two steps end in the same token.

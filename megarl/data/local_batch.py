@@ -31,8 +31,8 @@ class LocalBatch:
     def token_batches(
         self, packing: Packing, reads: Reads, truncates: bool, replays: bool, device: torch.device
     ) -> list[TokenBatch]:
-        """Return the microbatches collated by `collate`, on the device."""
-        # Without routes, replaying and other passes can share the same microbatches.
+        """Return the microbatches as collated by `collate`, on the given device."""
+        # Without routes, passes that replay them and passes that do not can share the same microbatches.
         replays = replays and any(item.sample.routes is not None for item in self.samples)
         key = packing, reads, truncates, replays, device
         if key not in self._collated:

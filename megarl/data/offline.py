@@ -1,4 +1,4 @@
-"""Offline data: conversations, preference pairs and labelled steps, read and tokenized once."""
+"""Offline data: conversations, preference pairs and labeled steps, read and tokenized once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-"""Ids of prompt and response, and a mask of those that are trained on."""
+"""Token ids of the prompt and response, and a mask for the trained tokens."""
 
 Labels = NDArray[np.float32]
-"""Label of each token of a response, NaN for tokens without one."""
+"""Label of each response token, NaN for tokens without a label."""
 
 Tokenized = tuple[int, Tokens, Labels | None]
-"""Prompt length, the tokens of prompt and response, and the labels of the response, if any."""
+"""Number of prompt tokens, the tokens of the prompt and response, and the response's labels, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class OfflineData:
     """The tokenized rows of an offline data source.
 
     Attributes:
-        rows: the samples of each row: one for a conversation or labelled steps, two for a preference pair, the chosen
+        rows: the samples of each row: one for a conversation or labeled steps, two for a preference pair, the chosen
             response first.
         data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks and labels.
         num_dropped: number of rows dropped because they were too long.
@@ -116,19 +116,19 @@ def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: C
 
 
 def _pair(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
-    """Return the tokens of both responses of a preference pair; they share their prompt."""
+    """Return the tokens of both responses in a preference pair, which share their prompt."""
     prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     pair = []
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
         ids, mask = _answered(row.prompt, response, prompt, tokenizer, config, f"{place}: {name}")
-        if config.trains_reward_model:  # it scores the last token of a sample
+        if config.trains_reward_model:  # the reward model scores the last token of a sample
             mask = [False] * (len(ids) - 1) + [True]
         pair.append((len(prompt), (ids, mask), None))
     return pair
 
 
 def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
-    """Return the tokens of a labelled response. Tokens without a label are not trained on."""
+    """Return the tokens of a labeled response. Tokens without a label are not trained on."""
     chat_template = config.data.chat_template
     prompt = prompt_ids(tokenizer, row.prompt, chat_template, place)
     if isinstance(row.steps[0], int):
@@ -174,7 +174,7 @@ def _answered(
 
 
 def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens, labels: Labels | None) -> Sample:
-    """Return a sample. Its texts are left empty, since nothing reads them."""
+    """Return a sample. Its text fields are empty, since they are not used."""
     ids, mask = tokens
     response = ids[num_prompt_tokens:]
     return Sample(

@@ -11,16 +11,16 @@ from megarl.core.types import SampleInfo
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
-"""Indices of samples packed together. Empty for a microbatch that only keeps ranks in step."""
+"""Indices of samples packed together. Empty for a microbatch that only keeps ranks synchronized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's ranks require their samples to be packed.
+    """The packing requirements of a model's ranks.
 
     Attributes:
-        token_budget: maximum tokens of a microbatch, summed over the context-parallel ranks of a replica.
-        num_ranks: data-parallel ranks.
+        token_budget: maximum number of tokens in a microbatch, summed over the context-parallel ranks of a replica.
+        num_ranks: number of data-parallel ranks.
         shares_prompts: whether samples of one prompt in the same microbatch compute its tokens only once.
         document_multiple: every document is padded to a multiple of this.
         pack_multiple: every pack is padded to a multiple of this.
@@ -59,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples packed as one unit: those of one prompt, whose tokens then appear once in the pack."""
+    """Samples of one prompt that are packed as one unit, so that the prompt's tokens appear once in the pack."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -75,10 +75,10 @@ Units = Sequence[Sequence[int]]
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
-    """Return the microbatches of each data-parallel rank.
+    """Return the microbatches for each data-parallel rank.
 
-    Every rank gets the same number, as pipeline schedules require: the smallest that suffices for all ranks. Each rank
-    spreads its samples over all of its microbatches.
+    Every rank gets the same number of microbatches, as pipeline schedules require: the smallest number that suffices
+    for all ranks. Each rank spreads its samples across all of its microbatches.
 
     `units` is None if every sample may be placed independently.
     """
@@ -89,7 +89,7 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Return the bundles of each data-parallel rank, as large as possible without unbalancing the ranks.
+    """Return the bundles for each data-parallel rank, as large as possible without unbalancing the ranks.
 
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
     bundles do not spread evenly over many ranks.
@@ -107,12 +107,12 @@ def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None 
 def bundle(
     lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
-    """Return bundles within the token budget, of at most `most_samples` samples each unless one unit has more.
+    """Return bundles within the token budget, of at most `most_samples` samples each, unless a single unit has more.
 
     Without prompt sharing, each unit is a bundle.
 
     Raises:
-        UserError: a single unit exceeds the token budget. Units are never split over microbatches.
+        UserError: a single unit exceeds the token budget. Units are never split across microbatches.
     """
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
@@ -137,7 +137,7 @@ def bundle(
 
 @dataclass(slots=True)
 class _Counts:
-    """Sizes of a set of samples of one prompt: tokens in the pack, tokens that are scored, and attended token pairs."""
+    """Counts for a set of samples of one prompt: tokens in the pack, scored tokens and attended token pairs."""
 
     samples: list[int]
     num_tokens: int
@@ -157,7 +157,7 @@ class _Counts:
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
 
     def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
-        """Return whether `other`, a set of samples of the same prompt, fits as well."""
+        """Return whether `other`, a set of samples of the same prompt, can be added within the limits."""
         num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
         return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
 
@@ -197,7 +197,8 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
-    """Spread bundles over `count` microbatches so that the costliest one is cheap, since pipeline stages wait for it.
+    """Spread bundles across `count` microbatches such that the most expensive one is cheap, since pipeline stages wait
+    for it.
 
     Bundles are placed in order of decreasing cost, each into the cheapest microbatch with enough room. If a bundle does
     not fit anywhere, fall back to `pack`, which needs at most `count` microbatches.

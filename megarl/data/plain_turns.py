@@ -1,4 +1,4 @@
-"""Conversations without a chat template: the concatenated texts of their messages."""
+"""Conversations without a chat template: the concatenated text of their messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class PlainTokens:
         self._tokenizer = tokenizer
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of the messages' texts."""
+        """Return the ids of the messages' text."""
         return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of the messages' texts, which follow directly after the turn."""
+        """Return the ids of the messages' text, which directly follows the turn."""
         return text_ids(self._tokenizer, "".join(message["content"] for message in messages))
 
     def read(
@@ -38,5 +38,5 @@ class PlainTokens:
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of text in the middle of a sequence."""
+    """Return the ids of a text that is in the middle of a sequence."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]

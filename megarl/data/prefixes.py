@@ -1,8 +1,9 @@
 """Finds prefixes shared by the samples of a microbatch, so that shared tokens appear once in their pack.
 
-The samples of a prompt form a tree of runs of tokens. All share the prompt. Samples of one rollout that continue an
-earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens that are
-replayed through different experts are not shared, since the tokens after them attend to different keys and values.
+The samples of a prompt form a tree whose nodes are runs of tokens. All share the prompt. Samples of one rollout that
+continue an earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens
+that are replayed through different experts are not shared, since the tokens after them attend to different keys and
+values.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ SHORTEST_RUN = 16
 saving the computation of a few tokens is not worth the cost of tracking them."""
 
 Run = tuple[int, int]
-"""Position in the pack and number of a sequence of consecutive tokens."""
+"""Position in the pack and length of a run of consecutive tokens."""
 
 
 def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[Run]], int]:
-    """Return the runs of each sample's document, including padding, and the total number of tokens.
+    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack.
 
     The order is depth-first: all continuations of a run follow it directly.
     """
     tree = _Tree(samples, packing)
     indices_by_prompt: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
-        # Rollouts of one prompt may have different initial tokens from the environment, or routes from the engine.
+        # Rollouts of one prompt may start with different tokens from the environment or different routes from the
+        # engine.
         routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
@@ -56,7 +58,7 @@ class _Tree:
         self._add(members, length)
 
     def _add(self, members: Sequence[int], depth: int) -> None:
-        """Place the tokens of samples from `depth` on; they share the tokens before."""
+        """Place the samples' tokens from position `depth` on. The samples share all earlier tokens."""
         remaining = list(members)
         while remaining:
             first, *others = remaining
@@ -78,7 +80,7 @@ class _Tree:
             self.end += length
 
     def _common(self, one: int, other: int, depth: int) -> int:
-        """Return the length of the common prefix of two samples, of which the first `depth` tokens are known."""
+        """Return the length of the common prefix of two samples, whose first `depth` tokens are known to be equal."""
         a, b = self._ids[one][depth:], self._ids[other][depth:]
         length = min(len(a), len(b))
         differing = a[:length] != b[:length]

@@ -32,7 +32,7 @@ class PromptSet:
     """The tokenized prompts of a data source.
 
     Attributes:
-        data_hash: SHA-256 over the token ids, answers and further columns of all prompts, in order.
+        data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order.
         num_dropped: number of prompts dropped because they were too long.
         weights: sampling weight of each prompt; None for uniform sampling.
     """
@@ -81,7 +81,7 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yield the rows. Raises UserError for a row that no reward function applies to, given the row's source."""
+    """Yield the rows. Raise a UserError if no reward function applies to a row's source."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
     for row in _rows(config, columns):
@@ -96,7 +96,7 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
 
 
 def _require_numbers(row: Row, data: Data) -> None:
-    """Raise UserError for a row whose sort value is not a number or whose weight is not a number of at least 0."""
+    """Raise a UserError for a row whose sort value is not a number or whose weight is not a number of at least 0."""
     for column, key in data.ordering_columns.items():
         value = row.columns[column]
         is_number = isinstance(value, int | float) and math.isfinite(value)
@@ -140,20 +140,20 @@ AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow)
 
 
 def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
-    """Yield the rows of all files in order, using a function that reads one file."""
+    """Yield the rows of all files in order. `read` yields the rows of one file."""
     for source in data.sources:
         yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
 
 
 def place_of(row: AnyRow, data: Data) -> str:
-    """Return the location of a row, for messages."""
+    """Return the location of a row, for error messages."""
     return f"{row.source or data.source}:{row.number}"
 
 
 def row_name(row: AnyRow, data: Data) -> str:
-    """Return a name of the row that is unique in the data: file name and row number.
+    """Return a name for the row that is unique in the data: file name and row number.
 
-    If several files have the same name, the whole path is used.
+    If several files have the same name, the full path is used.
     """
     source = row.source or data.source
     name = Path(source).name
@@ -196,7 +196,7 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
 
 
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:
-    """Raise UserError if a source has too few rows, or if all of them were dropped."""
+    """Raise a UserError if a source has too few rows, or if all of them were dropped."""
     if num_rows == 0:
         raise UserError(f"data.source={data.source}: has no rows. Fix: use a file with at least one row")
     if data.size is not None and num_rows < data.size:
@@ -230,9 +230,9 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 
 def too_long(length: int, subject: str, config: Config, place: str) -> bool:
-    """Return whether to drop a row of `length` tokens, which with its response exceeds rollout.context_length.
+    """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
 
-    Raises UserError for such a row unless data.overlong=drop.
+    Raise a UserError for such a row unless data.overlong=drop.
     """
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new

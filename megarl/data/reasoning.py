@@ -1,4 +1,4 @@
-"""Procedural data from the package reasoning-gym, such as logic puzzles, algebra, games and graphs.
+"""Procedural data from the reasoning-gym package, such as logic puzzles, algebra, games and graphs.
 
 Run as a module, it is the subprocess that generates the rows. Some tasks iterate over sets of strings, whose order
 depends on PYTHONHASHSEED, which can only be set before a process starts.
@@ -26,13 +26,13 @@ COLUMNS = ("task", "options", "metadata")
 task, the name and options are those of the row's subtask."""
 
 RESERVED_OPTIONS = ("seed", "size")
-"""Options that run.seed, data.size and data.stages determine."""
+"""Options that are determined by run.seed, data.size and data.stages."""
 
 
 def load_gym() -> ModuleType:
     """Import and return reasoning-gym. It imports all of its tasks and their dependencies.
 
-    Raises UserError if one of these packages is missing.
+    Raise a UserError if one of these packages is missing.
     """
     try:
         import reasoning_gym
@@ -54,7 +54,7 @@ class Task:
     options: Mapping[str, Any]
 
     def dataset(self, seed: int, size: int) -> Any:
-        """Return the task's data set. Raises UserError for an unknown task or option, or an invalid value."""
+        """Return the task's data set. Raise a UserError for an unknown task or option, or an invalid value."""
         from reasoning_gym.factory import DATASETS
 
         gym = load_gym()
@@ -76,7 +76,7 @@ class Task:
             raise UserError(f"data.options={json.dumps(self.options)}: {self.name} rejects them: {error}") from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:
-        """Return the task of one entry; for a composite, its subtask."""
+        """Return the task of one entry; for a composite task, the entry's subtask."""
         if self.name != "composite":
             return self
         part = next(part for part in self.options["datasets"] if part["name"] == metadata["source_dataset"])
@@ -92,9 +92,10 @@ class Task:
 
 
 def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
-    """Yield the given number of rows of each task, task by task; deterministic for a given seed.
+    """Yield the given number of rows for each task, task by task. The rows are deterministic for a given seed.
 
-    `included` names the columns to include, ALL_COLUMNS for every one. Raises UserError as Task.dataset does.
+    `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
+    of `Task.dataset`.
     """
     request = pickle.dumps((list(stages), seed))
     command, environment = [sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"}
@@ -129,10 +130,11 @@ def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Read pickled tasks and a seed from stdin; write pickled rows to stdout, then None, or a UserError instead."""
+    """Read pickled tasks and a seed from stdin; write pickled rows to stdout, followed by None, or a UserError if they
+    cannot be generated."""
     stages, seed = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # redirect whatever a task prints to stderr, away from the rows
+        os.dup2(2, 1)  # redirect a task's output to stderr, because stdout carries the rows
         try:
             for row in _make_rows(stages, seed):
                 pickle.dump(row, out)
@@ -142,7 +144,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickled tasks refer to the Task of this module, not of __main__.
+    # Pickled tasks refer to this module's Task, not to the one in __main__.
     from megarl.data.reasoning import main as main_of_module
 
     main_of_module()

@@ -17,7 +17,7 @@ class Row:
     Attributes:
         number: 1-based number within the file or generator.
         answer: any JSON value.
-        columns: further requested columns, as JSON values.
+        columns: additional requested columns, as JSON values.
         source: the file, or the generator's name.
     """
 
@@ -50,11 +50,11 @@ class PreferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class LabelRow:
-    """A prompt and a response that consists of labelled steps.
+    """A prompt and a response that consists of labeled steps.
 
     Attributes:
         steps: the text of each step, or the token ids of the response; each token is then a step.
-        labels: label of each step, from 0 to 1; None for a step without one.
+        labels: label of each step, from 0 to 1; None for a step without a label.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Tool calls in a turn."""
+"""Tool calls that a policy writes in a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls, with one small parser each.
+"""Formats in which models write tool calls, each with a small parser.
 
 Parsers work on a turn's token ids. A tag that is a single token of the tokenizer is matched by its id, so text that
 merely looks like the tag does not match. Any other tag is matched in the text. Malformed calls become instances of
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The format in which a model family writes tool calls.
 
     Attributes:
         tags: strings that delimit calls.
@@ -56,7 +56,7 @@ class CallReader:
         self._in_text = re.compile(f"({'|'.join(in_text)})") if in_text else None
 
     def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls of a turn."""
+        """Return the calls in a turn."""
         return tuple(self._read(self._pieces(list(token_ids))))
 
     def text_before(self, token_ids: Sequence[int]) -> str:
@@ -65,7 +65,7 @@ class CallReader:
         return "" if any(self._read(first)) else first[0].text.strip()
 
     def _pieces(self, token_ids: list[int]) -> list[Piece]:
-        """Split a turn at its tags. Texts are decoded without special tokens."""
+        """Split a turn at its tags. Text is decoded without special tokens."""
         pieces: list[Piece] = []
         start, tag = 0, ""
         for end in [i for i, token in enumerate(token_ids) if token in self._by_id] + [len(token_ids)]:
@@ -94,7 +94,7 @@ def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
 
 
 def read_tagged(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse the format of `read_hermes`, also with a list of calls between the tags."""
+    """Parse the format of `read_hermes`, but also accept a list of calls between the tags."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text, lists=True)
@@ -139,8 +139,8 @@ DEEPSEEK_TAGS = (
 
 
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse calls of DeepSeek V3, with the name and a block of JSON after <｜tool▁sep｜>, and of V3.1, with the name
-    before it and plain JSON after it."""
+    """Parse DeepSeek V3 calls, with the name and a JSON block after <｜tool▁sep｜>, and V3.1 calls, with the name
+    before the tag and plain JSON after it."""
     for place, piece in enumerate(turn):
         if piece.tag != "<｜tool▁call▁begin｜>":
             continue
@@ -174,12 +174,12 @@ FORMATS: Mapping[str, ToolFormat] = {
     "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_tagged),
 }
-"""Formats by their name in the config. `tagged` is for models without a native format: a system message describes the
-tools, even if the chat template could."""
+"""Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
+the chat template could."""
 
 
 def format_of(template: str) -> str | None:
-    """Return the name of the format in which a chat template writes past calls; None if it is unknown."""
+    """Return the name of the format in which a chat template writes past calls; None if the format is unknown."""
     marks = (
         ("<function=", None),  # not JSON, although enclosed in the tags of hermes
         ("<arg_key>", None),
@@ -206,7 +206,7 @@ def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def _calls_of(text: str, lists: bool = False) -> Iterator[Call]:
-    """Parse one JSON object as a call; with `lists`, also a list of them."""
+    """Parse one JSON object as a call; with `lists`, also accept a list of objects."""
     try:
         value = _json(text)
     except (ValueError, RecursionError) as error:
@@ -234,7 +234,7 @@ def _sequence(text: str) -> Iterator[Call]:
 
 
 def _named(name: str, arguments: str, number: str = "") -> Call:
-    """Return the call of a format that separates name and arguments."""
+    """Return a call in a format that separates the name and the arguments."""
     text = f"{name} {arguments}"
     try:
         return _call({"name": name, "arguments": _json(arguments), "id": number}, text)
@@ -265,7 +265,7 @@ def _json(text: str) -> Any:
 
 
 def _require_characters(value: Any) -> None:
-    """Raise ValueError for an escape that is a lone surrogate, which tokenizers reject."""
+    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject."""
     json.dumps(value, ensure_ascii=False).encode()
 
 

@@ -2,8 +2,8 @@
 
 A sampled turn is never rendered again, because tokenizing its text may yield different ids and templates rewrite
 earlier turns. Instead, the chat template renders a short conversation in which a sentinel stands for the turn, followed
-by the new messages. Whatever the template writes after the sentinel is appended to the turn; closing tags that the turn
-already contains are omitted.
+by the new messages. The text that the template writes after the sentinel is appended to the turn; closing tags that the
+turn already contains are omitted.
 
 If the template does not support tools, a system message describes them (`tool_formats.instructions`), and tool results
 are user messages between <tool_response> and </tool_response>.
@@ -28,7 +28,7 @@ SENTINEL = "megarlturn"
 """Text that stands for a sampled turn. Letters only, since templates and tokenizers may strip other characters."""
 
 MARK = "megarlmark"
-"""Text of a test message, to find out whether the template renders messages of a role."""
+"""Text of a test message that shows whether the template renders messages with a given role."""
 
 OTHER_ENDS = ("<|eom_id|>",)
 """Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls this way."""
@@ -37,11 +37,11 @@ USER: Message = {"role": "user", "content": "a"}
 
 
 class ChatTokens:
-    """Token ids of conversations with one model.
+    """Token ids for conversations with one model.
 
     Args:
         tools: tool descriptions in the form that chat templates accept.
-        tool_format: name of the format of tool calls; None selects the chat template's own.
+        tool_format: name of the tool-call format; None selects the chat template's own.
         key: the config key, for error messages.
 
     Raises:
@@ -76,7 +76,7 @@ class ChatTokens:
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the conversation, including the header of the assistant's turn.
 
-        Raises UserError if the chat template rejects the conversation.
+        Raise a UserError if the chat template rejects the conversation.
         """
         if not messages:
             raise UserError(f"{self._key}: a conversation has no messages. Fix: begin it with a user message")
@@ -90,7 +90,8 @@ class ChatTokens:
         """Return the ids that follow a sampled turn.
 
         They consist of the closing tags that the turn lacks, the new messages and the header of the assistant's next
-        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then begin.
+        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then be
+        started.
         """
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
@@ -147,16 +148,17 @@ class ChatTokens:
         return None
 
     def _after(self, text: str, place: int) -> list[int] | None:
-        """Return the ids of the text from `place` on; None if the tokenizer merges text across that position."""
+        """Return the ids of the text from position `place` on; None if the tokenizer merges text across that
+        position."""
         if text[place:].startswith(tuple(self._special.values())):
             return self._encode(text[place:])
         before, all_ids = self._encode(text[:place]), self._encode(text)
         return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
-        """Return how many of the suffix's first ids the turn already ends with.
+        """Return the number of leading suffix ids that the turn already ends with.
 
-        A closing token also accounts for the text that the template writes before it.
+        A closing token also stands for the text that the template writes before it.
         """
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
@@ -168,7 +170,7 @@ class ChatTokens:
         return max(overlap, first + 1)
 
     def _require_extension(self) -> None:
-        """Raise UserError if nothing can be appended to an assistant turn with this template."""
+        """Raise a UserError if nothing can be appended to an assistant turn with this template."""
         remedy = "add another chat_template.jinja to the model's folder, such as that of a later model of its family"
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
         if text is None:
@@ -192,7 +194,7 @@ class ChatTokens:
         self._closing = closing
 
     def _shows(self, role: str) -> bool:
-        """Return whether the template renders a message of this role after the turn before it."""
+        """Return whether the template renders a message with this role after the turn that precedes it."""
         if role not in self._shown:
             message = _complete({"role": role, "content": MARK}, 0)
             turns: list[Message] = [{"role": "assistant", "content": SENTINEL}]
@@ -203,7 +205,7 @@ class ChatTokens:
         return self._shown[role]
 
     def _carried(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with tool results in the form that the template accepts."""
+        """Return the messages, with tool results converted to the form that the template accepts."""
         carried: list[Message] = []
         for place, message in enumerate(messages):
             if message["role"] != "tool":
@@ -251,8 +253,8 @@ class ChatTokens:
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the tool instructions.
 
-        They are appended to the system message, which is added if missing. If the template has no system messages,
-        they precede the first message.
+        They are appended to the system message, which is added if missing. If the template does not support system
+        messages, they precede the first message.
         """
         if not self._instructions:
             return list(messages)
@@ -303,7 +305,7 @@ def _unused(word: str, where: Any) -> str:
 
 
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

@@ -17,11 +17,12 @@ class WeightedState(TypedDict):
 
 
 class WeightedCursor:
-    """Draws prompt indices by weight. A take contains no prompt twice as long as enough prompts have positive weight.
+    """Draws prompt indices by weight. One call to `take` never returns a prompt twice as long as enough prompts have
+    positive weight.
 
     A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
-    where s is the success rate of the prompt's samples when it was last sampled, 0 before. Kimi k1.5's prioritized
-    sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
+    where s is the success rate of the prompt's samples when the prompt was last sampled, or 0 if it has not been
+    sampled. Kimi k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WeightedCursor:
         weights = [self._weight(i) for i in range(self._num_prompts)]
         taken: list[int] = []
         while len(taken) < n:
-            # The smallest of exponential variables with these rates are a draw without replacement (Efraimidis and
+            # The smallest n of exponential variables with these rates form a draw without replacement (Efraimidis and
             # Spirakis 2006). expovariate is a logarithm of random(), whose sequence Python keeps across versions.
             arrivals = [(generator.expovariate(w), i) for i, w in enumerate(weights) if w > 0]
             taken += [i for _, i in heapq.nsmallest(n - len(taken), arrivals)]

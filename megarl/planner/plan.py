@@ -157,7 +157,7 @@ def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Wor
 
 
 def _models(config: Config, actor: Mapping[str, Any]) -> Models:
-    """Read the config.json files of the run's models. Sections without a path use the actor's model."""
+    """Read the run's models from their config.json files. Sections without a path use the actor's model."""
     paths: dict[Role, str | None] = {"actor": None}
     if config.has_critic:
         paths["critic"] = config.critic.path

@@ -1,4 +1,4 @@
-"""The report of a run: a self-contained HTML file."""
+"""The report on a run: a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.run.folder import RunFolder
 
 
 def write(folder: Path) -> Path:
-    """Write report.html for the run in `folder` and return its path. The run may be unfinished or have crashed.
+    """Write report.html for the run in `folder` and return the path. The run may be unfinished or may have crashed.
 
     Raises:
         UserError: `folder` is not a run folder.

@@ -1,4 +1,4 @@
-"""Export a run's trace as Chrome trace events for https://ui.perfetto.dev and chrome://tracing."""
+"""Exports a run's trace as Chrome trace events for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ MICROSECONDS = 1e6
 
 
 def write(run: Path, out: Path | None = None) -> Path:
-    """Write the trace of all attempts of a run to `out` (default: trace.json in the run folder) and return its path.
-    Raise UserError if the run has no trace."""
+    """Write a trace that covers all attempts of a run, and return its path.
+
+    Args:
+        run: the run folder.
+        out: file to write. Default: trace.json in the run folder.
+
+    Raises:
+        UserError: the run has no trace.
+    """
     attempts = {
         number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
     }
@@ -32,14 +39,14 @@ def write(run: Path, out: Path | None = None) -> Path:
 
 
 def read_spans(file: Path) -> list[Span]:
-    """Return the spans of an attempt. A partial last line of a killed attempt is dropped."""
+    """Return the spans of an attempt. A partial last line, left by a killed attempt, is dropped."""
     rows = read_objects(file)[0] if file.exists() else []
     return [Span(**row) for row in rows]
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
-    """Yield the events of each process, the driver's first, and a mark at the start of each attempt. Concurrent tasks
-    of a process have separate rows."""
+    """Yield the events of each process, starting with the driver, and a mark at the start of each attempt. Concurrent
+    tasks in the same process are shown in separate rows."""
     all_spans = [span for spans in attempts.values() for span in spans]
     origin = min(span.begin for span in all_spans)
     names = sorted({span.process for span in all_spans}, key=lambda name: (name != DRIVER, _natural(name)))
@@ -66,7 +73,7 @@ def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans to lanes in which any two spans are nested or disjoint, as the viewers require."""
+    """Distribute spans over lanes. In each lane, any two spans are nested or disjoint, as trace viewers require."""
     lane_spans: list[list[Span]] = []
     open_spans: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
@@ -80,7 +87,8 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _fits(stack: list[Span], span: Span) -> bool:
-    """Return whether a new span lies inside the innermost open span of `stack`, if any. Ended spans are popped."""
+    """Remove finished spans from `stack`. Return whether `span` lies inside the innermost open span, or whether no span
+    is open."""
     while stack and stack[-1].end <= span.begin:
         stack.pop()
     return not stack or span.end <= stack[-1].end
@@ -91,5 +99,5 @@ def _metadata(kind: str, pid: int, tid: int = 0, **arguments: Any) -> dict[str, 
 
 
 def _natural(name: str) -> Sequence[tuple[int, str]]:
-    """Return a sort key that orders rank 10 after rank 9."""
+    """Return a sort key that compares numbers by value, so that rank 10 comes after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

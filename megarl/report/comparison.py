@@ -1,4 +1,4 @@
-"""A page that compares runs: overlaid curves, differences of their configs and final results."""
+"""Renders a page that compares runs: overlaid curves, config differences and final results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, d
 
 ABSENT = "–"
 NAMES = ("run.name", "run.folder", "run.replace", "resume")
-"""Keys that differ between any two runs."""
+"""Config keys to exclude from the comparison because they differ between any two runs."""
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Write the comparison of runs into the first run's folder and return its path. Raise UserError for a folder that
-    is not a run folder, or for more runs than colours."""
+    """Write a comparison of runs to the first run's folder and return its path.
+
+    Raises:
+        UserError: one of the folders is not a run folder, or there are more runs than chart colors.
+    """
     if len(folders) > len(SERIES):
         raise UserError(f"{len(folders)} runs: a chart has colours for at most {len(SERIES)}. Fix: pass fewer runs.")
     runs = [read_contents(folder) for folder in folders]
@@ -33,7 +36,7 @@ def write(folders: Sequence[Path]) -> Path:
 
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
-    """Return the page. It has no scripts and loads no other resources."""
+    """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
     names = labels([run.name for run in runs], folders)
     configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
@@ -51,7 +54,8 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
 
 
 def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return unique labels for the runs: their names, else their folder names, else their folder paths."""
+    """Return unique labels for the runs: the run names if they are unique, else the folder names if those are unique,
+    else the folder paths."""
     candidates = (names, [Path(folder).resolve().name for folder in folders], folders)
     return list(next((candidate for candidate in candidates if len(set(candidate)) == len(candidate)), folders))
 
@@ -87,7 +91,7 @@ def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tu
 
 
 def _charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
-    """Return a figure for each metric that the report of a single run charts."""
+    """Return a figure for each metric that has a chart in the report on a single run."""
     histories = dict(zip(names, (run.history for run in runs), strict=True))
     figures = []
     for chart in (REWARD, *CHARTS):

@@ -1,4 +1,4 @@
-"""Reads the contents of a report from a run folder. The run may still be running."""
+"""Reads the contents of a report from a run folder. The run may still be in progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from megarl.run.folder import RunFolder
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the run in `folder`, which may be unfinished or have crashed. Raise UserError if it is not a run folder."""
+    """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed.
+
+    Raises:
+        UserError: `folder` is not a run folder.
+    """
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
         raise UserError(

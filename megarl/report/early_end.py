@@ -1,4 +1,4 @@
-"""Handles a run that ends before its last step: prints how to resume and writes a report."""
+"""Handles runs that end before their last step: prints how to resume the run and writes a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megarl.run.folder import RunFolder
 
 @contextmanager
 def early_end(folder: RunFolder) -> Iterator[None]:
-    """After an error or interrupt, print how to resume, write a report if any step is complete, and re-raise."""
+    """After an error or an interrupt, print how to resume the run and write a report if any step is complete. Then
+    raise the exception again."""
     try:
         yield
     except BaseException:
@@ -24,8 +25,8 @@ def early_end(folder: RunFolder) -> Iterator[None]:
 
 
 def resume_hint(folder: RunFolder) -> str:
-    """Return a line with the saved step and the command that resumes the run. The command uses the run's resolved
-    config, which includes command-line overrides."""
+    """Return a line that contains the saved step and the command for resuming the run. The command uses the run's
+    resolved config, which includes command-line overrides."""
     command = f"megarl train {shlex.quote(str(folder.config))}"
     if not folder.num_steps:
         return f"the run ended before completing a step; start it again with: {command}"
@@ -39,5 +40,5 @@ def resume_hint(folder: RunFolder) -> str:
 def _report(folder: RunFolder) -> None:
     try:
         print(f"report: {report.write(folder.path)}", flush=True)
-    except Exception as error:  # must not hide the error that ended the run
+    except Exception as error:  # an error in the report must not hide the error that ended the run
         print(f"report: not written ({type(error).__name__}: {error})", flush=True)

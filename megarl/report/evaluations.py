@@ -1,4 +1,4 @@
-"""The evaluation section of the report: a curve with confidence interval per estimate, and samples."""
+"""Renders the evaluation section of the report: samples, and one curve with a confidence interval per estimate."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from megarl.report.viewer import select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
-MAX_STEPS = 6  # of a set
-MAX_SAMPLES = 24  # of a step
-MAX_CHARACTERS = 1500  # of a prompt or a response
+MAX_STEPS = 6  # per evaluation set
+MAX_SAMPLES = 24  # per step
+MAX_CHARACTERS = 1500  # per prompt or response
 EXPLANATION = {
     "avg@": "Mean score over prompts with {k} samples each.",
     "pass@": "Probability that at least one of {k} samples of a prompt succeeds.",
     "pass^": "Probability that all {k} samples of a prompt succeed.",
 }
-"""Explanations of the estimates, by name prefix."""
+"""Maps the name prefix of each kind of estimate to its explanation."""
 
 Figure = Callable[[str, str, str | None], str]
-"""Renders a chart from its title, explanation and SVG."""
+"""A function that renders a chart, given its title, explanation and SVG."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetSamples:
-    """A selection of one set's samples: evenly spaced steps in ascending order, the worst samples first."""
+    """Selected samples from one evaluation set. Steps are evenly spaced and in ascending order. Within each step, the
+    worst samples come first."""
 
     name: str
     steps: Mapping[int, list[dict[str, Any]]]
@@ -44,7 +45,7 @@ class SetSamples:
 
 
 def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples]:
-    """Read samples of all sets. `files` maps set name and step to a sample file."""
+    """Read samples from all evaluation sets. `files` maps a set name and a step to a sample file."""
     return [
         SetSamples(name, {step: _read(by_step[step]) for step in spread(sorted(by_step), MAX_STEPS)}, len(by_step))
         for name, by_step in files.items()
@@ -52,7 +53,7 @@ def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples
 
 
 def render_evaluations(history: History, sets: list[SetSamples], figure: Figure) -> str:
-    """Return the section as HTML without scripts. It is empty for a run without evaluations."""
+    """Return the evaluation section as HTML without scripts. The section is empty if the run has no evaluations."""
     charts = "".join(
         figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)
     )
@@ -67,8 +68,8 @@ def render_evaluations(history: History, sets: list[SetSamples], figure: Figure)
 
 
 def charts_of(history: History) -> list[tuple[Chart, History]]:
-    """Return the charts of each set with the history of the evaluated steps: mean score, and pass@k and pass^k for the
-    largest k."""
+    """Return the charts for each evaluation set, each with the history of the evaluated steps. They show the mean
+    score, and pass@k and pass^k for the largest k."""
     matches = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
     max_k = {match[1]: int(match[4]) for match in matches if match[3] == "avg@"}
     charts = []
@@ -86,14 +87,15 @@ def _band(metric: str) -> Band:
 
 
 def _where(history: History, metric: str) -> History:
-    """Return the history restricted to the steps that have the metric."""
+    """Return the history of the steps that have the metric."""
     is_present = np.isfinite(history[metric])
     columns = {name: values[is_present] for name, values in history.columns.items() if name.startswith(metric)}
     return History(history.steps[is_present], columns, {}, [])
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """Read a step's samples, evenly spaced by score. Samples without a score come first."""
+    """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
+    come first."""
     records, _ = read_objects(file, keep=_select_fields)
     records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
     return spread(records, MAX_SAMPLES)
@@ -133,7 +135,7 @@ def _text(value: Any) -> str:
 
 
 def _conversation(sample: Mapping[str, Any]) -> str:
-    """Return a block for each message of a multi-turn rollout, styled as in the rollout viewer."""
+    """Return an HTML block for each message in a multi-turn rollout, styled as in the rollout viewer."""
     blocks = []
     for turn in sample["turns"]:
         content = turn["content"]

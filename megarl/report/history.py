@@ -1,4 +1,4 @@
-"""The metrics of a run as arrays over its steps."""
+"""Reads the metrics of a run as arrays over its steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class History:
     """The metrics of S steps in ascending order.
 
     Attributes:
-        steps: int64 [S].
-        columns: metric -> float64 [S], NaN where a step has no finite value.
-        nonfinite: metric -> steps with NaN or infinity.
-        unreadable: line numbers of metrics.jsonl that could not be parsed.
+        steps: step numbers, int64 [S].
+        columns: maps each metric to its values, float64 [S]. Steps without a finite value have NaN.
+        nonfinite: maps each metric to the steps whose value is NaN or infinite.
+        unreadable: numbers of the lines in metrics.jsonl that could not be parsed.
     """
 
     steps: np.ndarray
@@ -29,17 +29,18 @@ class History:
     unreadable: list[int]
 
     def __getitem__(self, metric: str) -> np.ndarray:
-        """Return a metric as float64 [S], all NaN if the run does not have it."""
+        """Return the values of a metric as float64 [S]. All values are NaN if the run does not have the metric."""
         return self.columns.get(metric, np.full(len(self.steps), np.nan))
 
     def finite(self, metric: str) -> np.ndarray:
-        """Return the metric's finite values in step order."""
+        """Return the finite values of a metric in step order."""
         values = self[metric]
         return values[np.isfinite(values)]
 
 
 def read_history(path: Path) -> History:
-    """Read metrics.jsonl. A missing file means no steps. If a step is repeated, its last line counts."""
+    """Read a metrics.jsonl file. If the file does not exist, the history has no steps. If a step occurs more than once,
+    its last line is used."""
     objects, unreadable = read_objects(path) if path.exists() else ([], [])
     by_step = {record["step"]: record for record in objects if isinstance(record.get("step"), int)}
     steps = sorted(by_step)

@@ -1,7 +1,8 @@
-"""Serves the report of a running run on localhost and updates it as the run progresses.
+"""Serves the report on a run in progress on localhost, and updates it as the run progresses.
 
-The server only reads the run folder. Its URL contains a secret token, so that other users of the machine cannot open
-it. The Host header is checked, so that pages of other sites cannot send requests to it (DNS rebinding).
+The server never writes to the run folder. Its URL contains a secret token, so that other users of the machine cannot
+access the report. The Host header is checked, so that pages from other sites cannot send requests to the server (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ HEADERS = {
 
 
 class LiveReport:
-    """The current report page of a run, rendered again when the run's files change."""
+    """The current report page for a run. The page is rendered again when the run's files change."""
 
     def __init__(self, folder: Path):
-        """Raise UserError if `folder` is not a run folder."""
+        """
+        Raises:
+            UserError: `folder` is not a run folder.
+        """
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
         self._state, self._page = "", ""
         self.page()
 
     def state(self) -> str:
-        """Return a fingerprint of the page: the sizes and modification times of its source files."""
+        """Return a fingerprint of the page, based on the sizes and modification times of its source files."""
         rollouts = list(self._folder.rollout_files().values())[-2:]
         files = (self._folder.metrics, self._folder.manifest, *rollouts)
         stats = [(file.name, file.stat()) for file in files if file.exists()]
@@ -53,12 +57,19 @@ class LiveReport:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the report's URL and a function that serves requests until interrupted. Port 0 selects a free port. Raise
-    UserError if `folder` is not a run folder."""
+    """Yield the report's URL and a function that serves requests until it is interrupted.
+
+    Args:
+        folder: the run folder.
+        port: port number, or 0 for any free port.
+
+    Raises:
+        UserError: `folder` is not a run folder.
+    """
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever
-        # `with` closes the socket.
+        # The `with` statement closes the socket.
 
 
 def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:

@@ -1,4 +1,4 @@
-"""The report as HTML: notes and summary, charts, rollout viewer, configuration."""
+"""Renders the report as HTML: notes, summary, charts, rollout viewer and configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megarl.report.plots import (
 from megarl.report.viewer import MAX_CHARACTERS, Rollouts
 from megarl.run.loggers import duration
 
-LISTED_STEPS = 5  # maximum number of steps or lines that a note lists
+LISTED_STEPS = 5  # maximum number of steps or line numbers in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,13 @@ SCRIPTS = ("tokens.js", "page.js")
 
 
 def render(run: Contents, state: str | None = None) -> str:
-    """Return the page. It loads no other resources, and its content security policy allows only its own scripts.
+    """Return the report page as HTML.
+
+    The page loads no external resources, and its content security policy allows only its own scripts.
 
     Args:
-        run: the contents.
-        state: fingerprint of the run for a live page, which polls the server for changes. None for a static page.
+        run: the contents of the report.
+        state: fingerprint for a live page, which polls the server for changes. None for a static page.
     """
     is_live = state is not None
     script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
@@ -85,7 +87,7 @@ def render(run: Contents, state: str | None = None) -> str:
 
 
 def summary(run: Contents) -> list[tuple[str, str]]:
-    """Return the (label, value) rows of the summary table, with "–" for missing values."""
+    """Return the rows of the summary table as (label, value) pairs. Missing values are shown as "–"."""
     history = run.history
     reward = history.finite("reward/mean")
     times = history.finite("time/step")
@@ -104,7 +106,7 @@ def summary(run: Contents) -> list[tuple[str, str]]:
 
 
 def notes(run: Contents) -> list[str]:
-    """Return notes about incomplete or unusual data, shown above the charts."""
+    """Return notes about incomplete or unusual data. The page shows them above the charts."""
     history = run.history
     texts = []
     if run.target_steps and _last_step(history) < run.target_steps:
@@ -134,7 +136,7 @@ def notes(run: Contents) -> list[str]:
 
 
 def rollout_note(rollouts: Rollouts) -> str:
-    """Describe the selection of samples in the viewer."""
+    """Describe which samples the rollout viewer shows."""
     if not rollouts.steps:
         return "The run has no rollout files."
     kept = sum(len(step.samples) for step in rollouts.steps)
@@ -176,7 +178,7 @@ def figure(title: str, explanation: str, svg: str | None, wide: bool = False) ->
 
 
 def _script_json(value: object) -> str:
-    """Return JSON that is safe inside a script element: it cannot contain a closing tag."""
+    """Return JSON that is safe inside a script element because it cannot contain a closing tag."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,4 +1,4 @@
-"""Charts of a run's metrics as inline SVG, with colours from the page's CSS variables."""
+"""Draws charts of a run's metrics as inline SVG. Colors are taken from the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megarl.report.history import History
 
-MAX_POINTS = 400  # more steps are averaged in bins
-MARKED_POINTS = 40  # fewer points are drawn with markers
-PALETTE = {  # each colour is replaced by the CSS variable of this name
+MAX_POINTS = 400  # longer histories are averaged in bins
+MARKED_POINTS = 40  # shorter lines are drawn with markers
+PALETTE = {  # each color is replaced with the CSS variable of this name
     "--ink": "#1c2127",
     "--muted": "#66707b",
     "--grid": "#e3e6ea",
@@ -60,9 +60,9 @@ class Chart:
     """A line chart of metrics over steps.
 
     Attributes:
-        title: the title.
-        explanation: the caption.
-        lines: (metric, legend label) of each line.
+        title: title of the chart.
+        explanation: caption of the chart.
+        lines: a pair (metric, legend label) for each line.
         band: bounds of the shaded area around the first line.
         share: whether the values are fractions between 0 and 1.
         log: whether to use a logarithmic axis if all values are positive.
@@ -170,18 +170,18 @@ AGE_TITLE = "Staleness of samples"
 AGE_EXPLANATION = (
     "Fraction of a step's samples by staleness: weight versions between the oldest token and the trained weights."
 )
-WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # inches; shown at the same scale
+WIDE, NARROW = (10.4, 3.1), (5.0, 2.5)  # in inches; all charts are shown at the same scale
 
 
 def charted_metrics() -> set[str]:
-    """Return the metrics that the charts of this module show."""
+    """Return the names of the metrics that the charts in this module show."""
     lines = {metric for chart in (REWARD, *CHARTS) for metric, _ in chart.lines}
     bands = {"reward/std", "response/length_min", "response/length_max"}
     return lines | bands | {"time/step"} | {f"time/{phase}" for phase in PHASES}
 
 
 def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draw the chart as an <svg> element, or return None if the run has none of its metrics."""
+    """Draw a chart as an <svg> element. Return None if the run has none of the chart's metrics."""
     if not any(len(history.finite(metric)) for metric, _ in chart.lines):
         return None
     with matplotlib.rc_context(STYLE):
@@ -206,8 +206,15 @@ def draw_overlaid(
     chart: Chart | None = None,
     size: tuple[float, float] = NARROW,
 ) -> str | None:
-    """Draw a metric of several runs, keyed by run name, as an <svg> element, or return None if no run has it. The axis
-    is formatted like `chart`, the metric's chart in the report of a single run."""
+    """Draw one metric for several runs as an <svg> element. Return None if no run has the metric.
+
+    Args:
+        title: title of the chart.
+        metric: name of the metric.
+        histories: the history of each run, keyed by run name.
+        chart: the metric's chart in the report on a single run. The axis is formatted in the same way.
+        size: width and height in inches.
+    """
     present = {name: history for name, history in histories.items() if len(history.finite(metric))}
     if not present:
         return None
@@ -228,7 +235,7 @@ def draw_overlaid(
 
 
 def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draw the stacked times of the phases per step, or return None if the run has no times."""
+    """Draw the duration of each phase as a stacked chart over steps. Return None if the run has no phase times."""
     phases = {phase: np.nan_to_num(history[f"time/{phase}"]) for phase in PHASES}
     other = np.nan_to_num(history["time/step"]) - sum(phases.values())
     phases["other"] = np.maximum(other, 0.0)  # overlapping phases may sum to more than the step
@@ -238,8 +245,8 @@ def draw_phases(history: History, size: tuple[float, float] = NARROW) -> str | N
 
 
 def draw_ages(history: History, size: tuple[float, float] = NARROW) -> str | None:
-    """Draw the stacked fractions of samples by staleness per step, or return None for a synchronous run. The largest
-    values share one series."""
+    """Draw the fraction of samples with each staleness as a stacked chart over steps. Return None for a synchronous
+    run. The largest staleness values are combined into one series."""
     shares = {int(match[1]): np.nan_to_num(history[name]) for name in history.columns if (match := AGE.fullmatch(name))}
     if not shares:
         return None
@@ -266,13 +273,15 @@ def _draw_stack(title: str, parts: Mapping[str, np.ndarray], steps: np.ndarray, 
 
 
 def bin_starts(num_steps: int) -> np.ndarray:
-    """Return the first index of each bin as int64 [B], with at most MAX_POINTS bins of nearly equal size."""
+    """Split the steps into at most MAX_POINTS bins of nearly equal size. Return the first index of each bin as int64
+    [B]."""
     num_bins = min(num_steps, MAX_POINTS)
     return np.arange(num_bins) * num_steps // max(num_bins, 1)
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the mean of each bin's finite values as float64 [B], NaN for bins without any."""
+    """Return the mean of the finite values in each bin as float64 [B]. The mean is NaN for bins without finite
+    values."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
     counts = np.add.reduceat(finite.astype(np.int64), starts)
@@ -287,7 +296,7 @@ def _draw_line(
     label: str,
     colour: str,
 ) -> None:
-    """Draw each bin's mean as a line and the extremes of its band as a shaded area."""
+    """Draw the mean of each bin as a line, and the extremes of the band in each bin as a shaded area."""
     starts = bin_starts(len(steps))
     x, means = steps[starts], bin_means(values, starts)
     low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
@@ -308,7 +317,7 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
 
 
 def _legend(axes: Axes) -> None:
-    """Draw the legend in one row above the axes."""
+    """Draw the legend as one row above the axes."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1.2, borderaxespad=0.2)
 
 
@@ -316,7 +325,7 @@ def as_svg(figure: Figure, title: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML prologue
+    svg = svg[svg.index("<svg") :]  # remove the XML prologue
     for name, colour in PALETTE.items():
         svg = svg.replace(colour, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

@@ -1,5 +1,5 @@
 "use strict";
-// Renders a response as blocks: conversation turns, or spans of trained and masked tokens with token colours.
+// Renders a response as blocks: conversation turns, or spans of trained and masked tokens with token colors.
 
 const TOOL_CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<function=[\s\S]*?(?:<\/function>|$)|\[TOOL_CALLS\][^\n]*/g;
 
@@ -19,7 +19,7 @@ function number(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
 }
 
-// Returns [begin, end] of each tool call in a text.
+// Returns [begin, end] for each tool call in a text.
 function toolCalls(text) {
   return [...text.matchAll(TOOL_CALL)].map((match) => [match.index, match.index + match[0].length]);
 }
@@ -46,7 +46,7 @@ function turnBlocks(turns) {
   });
 }
 
-// Expands run-length encoded weight versions to one per token.
+// Expands run-length encoded weight versions to one version per token.
 function versions(runs) {
   return (runs || []).flatMap((run) => Array(run.count).fill(run.version));
 }
@@ -75,7 +75,7 @@ function diverging(value, scale) {
   return shade(value < 0 ? "--bad" : "--good", Math.abs(value) / scale);
 }
 
-// Returns common colour scales for a step's samples, so that they can be compared.
+// Returns color scales that are shared by all samples in a step, so that their colors are comparable.
 function scalesOf(samples) {
   const details = samples.map((sample) => sample.detail).filter((detail) => detail);
   const largest = (name) => Math.max(0, ...details.map((d) => Math.max(0, ...(d[name] || []).map((x) => Math.abs(x || 0)))));
@@ -104,7 +104,7 @@ function tip(detail, i) {
   return facts.join(", ");
 }
 
-// Returns one block per span of tokens with the same mask.
+// Returns one block for each span of tokens with the same mask.
 function tokenBlocks(sample, colour, scales) {
   const detail = { ...sample.detail, versions: versions(sample.version) };
   const calls = toolCalls(detail.tokens.join(""));

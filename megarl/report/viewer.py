@@ -1,4 +1,4 @@
-"""Selects the samples for the rollout viewer: steps and rewards are evenly spaced, including both extremes."""
+"""Selects samples for the rollout viewer. Steps and rewards are evenly spaced and include both extremes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from megarl.core.jsonl import read_objects
 
 MAX_STEPS = 20
-MAX_SAMPLES = 128  # of a step
-MAX_CHARACTERS = 3000  # of a prompt or a response
+MAX_SAMPLES = 128  # per step
+MAX_CHARACTERS = 3000  # per prompt or response
 FIELDS = (
     "sample_id",
     "prompt",
@@ -31,21 +31,21 @@ FIELDS = (
     "stop_reason",
 )
 MAX_DETAILED = 24  # samples per step with token details
-MAX_TOKENS = 800  # leading tokens of a sample with token details
+MAX_TOKENS = 800  # leading tokens with details, per sample
 DIGITS = 3
 ARRAYS = {"logprobs": "rollout_logprobs", "differences": "logprob_differences", "advantages": "token_advantages"}
-"""Maps each per-token value's name on the page to its field in a rollout row."""
+"""Maps the name that the page uses for each per-token value to the corresponding field in a rollout row."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """Selected samples of one step, in descending order of reward. Samples without a reward come last.
+    """Selected samples from one step, in descending order of reward. Samples without a reward come last.
 
     Attributes:
-        step: the step.
+        step: the step number.
         samples: the selected samples.
-        num_samples: total number of samples of the step.
-        unreadable: number of lines of its file that could not be parsed.
+        num_samples: total number of samples in the step.
+        unreadable: number of lines in the step's rollout file that could not be parsed.
     """
 
     step: int
@@ -56,19 +56,24 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Selected `steps` of a run, out of `num_steps` with rollout files."""
+    """Rollouts from selected steps of a run.
+
+    Attributes:
+        steps: the selected steps.
+        num_steps: total number of steps with rollout files.
+    """
 
     steps: list[StepRollouts]
     num_steps: int
 
 
 def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
-    """Read the rollouts of evenly spaced steps. `files` maps a step to its rollout file."""
+    """Read the rollouts from evenly spaced steps. `files` maps each step to its rollout file."""
     return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """Return at most `limit` (≥ 2) evenly spaced items, including the first and the last."""
+    """Return at most `limit` evenly spaced items, including the first and the last. `limit` must be at least 2."""
     if len(items) <= limit:
         return list(items)
     return [items[index * (len(items) - 1) // (limit - 1)] for index in range(limit)]
@@ -91,7 +96,7 @@ def _reward(record: Mapping[str, Any]) -> float:
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a sample that the page shows. Log-probs are reduced to their mean."""
+    """Return the sample fields that the page shows. Log-probs are reduced to their mean."""
     sample = {field: record.get(field) for field in FIELDS}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
@@ -104,7 +109,7 @@ def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def select_turn_fields(message: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
-    """Return the fields of a message that the page shows, with its text shortened to `max_characters`."""
+    """Return the message fields that the page shows. The text is shortened to `max_characters`."""
     content = message.get("content")
     fields = {
         "role": str(message.get("role")),
@@ -114,7 +119,7 @@ def select_turn_fields(message: Mapping[str, Any], max_characters: int) -> dict[
 
 
 def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leading tokens of a sample with their per-token values."""
+    """Return the leading tokens of a sample together with their per-token values."""
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
@@ -131,12 +136,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
-    """Return the mean, or None if there are no values or one of them is missing."""
+    """Return the mean of the values. Return None if there are no values or any value is missing."""
     return fmean(values) if values and None not in values else None
 
 
 def shorten(text: str, max_characters: int) -> str:
-    """Cut the middle of a long text, which is less informative than its start and end."""
+    """Remove the middle part of a long text, because the start and the end are more informative."""
     num_omitted = len(text) - max_characters
     if num_omitted <= 0:
         return text

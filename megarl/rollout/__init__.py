@@ -1,1 +1,1 @@
-"""Rollout engines, which sample from the current weights. The only package that imports vllm."""
+"""Rollout engines, which sample from the current weights. No other package imports vllm."""

@@ -1,4 +1,4 @@
-"""The interface of rollout engines."""
+"""Define the interface of rollout engines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters. Equal seeds, weights and contexts give equal tokens, independently of the batch.
+    """Sampling parameters. Equal seeds, weights and contexts give equal tokens, regardless of the batch.
 
-    greedy      whether to sample the most likely token, whatever the temperature
-    purpose     requests share prefix-cache entries only with requests of the same purpose, so that training samples do
-                not depend on other requests
+    greedy      whether to sample the most likely token, regardless of the temperature
+    purpose     label for prefix caching. Requests share cache entries only if their purposes are equal, so that training
+                samples do not depend on unrelated requests
     stop        stop strings in addition to rollout.stop; they remain part of the response
-    top_k       0: all tokens. If set here, samples do not contain the candidate tokens
+    top_k       number of most likely tokens to sample from; 0 for all tokens. If it is set here, samples do not contain
+                candidate tokens
 
-    Fields that are None default to their values in the rollout section.
+    Fields that are None default to the values in the rollout section.
     """
 
     seed: int
@@ -50,7 +51,7 @@ class Sampling:
 class SamplingRequest(Sampling):
     """A request for one completion, or for one rollout whose turns all use these parameters.
 
-    group_seed  seed of the environment's random draws; equal for all rollouts of a prompt in a step
+    group_seed  seed for the environment's random draws; equal for all rollouts of a prompt in a step
     """
 
     sample_id: str
@@ -58,7 +59,7 @@ class SamplingRequest(Sampling):
     group_seed: int = field(default=0, kw_only=True)
 
     def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
-        """Return the request for the next turn of this rollout after these tokens; `stop` adds stop strings."""
+        """Return the request for this rollout's next turn after these tokens, with `stop` as additional stop strings."""
         common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
         overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
         return TurnRequest(np.asarray(token_ids, np.int32), **common | overrides)
@@ -68,7 +69,7 @@ class SamplingRequest(Sampling):
 class TurnRequest(Sampling):
     """A request for one turn of a rollout.
 
-    token_ids   the context, int32 [C]
+    token_ids   token ids of the context, int32 [C]
     """
 
     token_ids: NDArray[np.int32]
@@ -76,10 +77,10 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics of a refit in one engine worker.
+    """Statistics for a refit in one engine worker.
 
-    num_bytes      bytes written into its parameters
-    staging_bytes  peak bytes of transfer buffers
+    num_bytes      number of bytes written into the worker's parameters
+    staging_bytes  peak size of the transfer buffers in bytes
     """
 
     num_bytes: int
@@ -88,11 +89,11 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that are compared with the trainer's.
+    """Properties of an engine that are compared with those of the trainer.
 
     head_dtype   dtype in which logits are computed
-    token_ids    requested texts, encoded with the engine's tokenizer
-    description  kernels and settings
+    token_ids    token ids of each requested text, from the engine's tokenizer
+    description  description of the engine's kernels and settings
     """
 
     head_dtype: str
@@ -102,26 +103,27 @@ class EngineInfo:
 
 class Engine(Protocol):
     version: int | None
-    """Weight version of the engine; None before the first refit and after a failed refit."""
+    """Weight version in the engine; None before the first refit and after a failed refit."""
 
     async def generate(
         self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object]
     ) -> list[Sample]:
         """Return samples in the order of the requests, and pass newly finished samples to `finished` as they arrive.
 
-        The engine executes other calls in the meantime. After a refit, unfinished samples continue with the new
+        The engine handles concurrent calls. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
-        they wait for a successful one. Sample.versions records the weight version of each token. Cancelling the call
+        they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
         aborts its requests.
 
-        Raises RuntimeError if `version` is None.
+        Raises:
+            RuntimeError: `version` is None.
         """
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        """Return the number of tokens sampled so far for those of these samples that are not finished yet."""
+        """Return the number of tokens sampled so far for the given samples, excluding finished samples."""
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        """Start sampling a turn, under the same rules as `generate`. Cancelling the future aborts the request."""
+        """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
 
     @property
     def has_lost_a_rank(self) -> bool:
@@ -130,50 +132,52 @@ class Engine(Protocol):
     def pause(self) -> None:
         """Finish the current steps and stop stepping until `resume`.
 
-        Unfinished requests are kept and new ones are queued. A paused engine may sleep and be refitted.
+        Unfinished requests are kept and new requests are queued. A paused engine may be put to sleep and refitted.
         """
 
     def resume(self) -> None:
-        """Resume stepping after a pause, if there is one."""
+        """Resume stepping. Has no effect unless the engine is paused."""
 
     def sleep(self, keeps_weights: bool) -> None:
         """Release device memory: weights until the next refit or `generate`, the KV cache until the next `generate`.
 
-        An engine with unfinished samples must be paused first. `resume` wakes it and recomputes their KV cache.
+        An engine with unfinished samples must be paused first. `resume` wakes the engine and recomputes the KV cache of
+        these samples.
 
-        keeps_weights   whether to move weights to host memory; otherwise they are discarded and `version` becomes None
+        keeps_weights   whether to move weights to host memory; otherwise, they are discarded and `version` becomes None
         """
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Return the parameters that a refit writes, per worker: name -> (shape, dtype)."""
+        """Return the parameters that a refit writes, as one mapping per worker: name -> (shape, dtype)."""
 
     def repacking(self) -> list[str]:
-        """Return the kernels that prevent in-place writes because they read weights in a packed layout.
+        """Return the names of kernels that prevent in-place writes because they read weights in a packed layout.
 
-        Shapes and dtypes of the parameters do not reveal the packing.
+        The shapes and dtypes of the parameters do not reveal the packing.
         """
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        """Set the plan and channel of all later refits.
+        """Set the plan and channel for all later refits.
 
         Args:
             plan: copies into the engine's workers.
             channel: transport to open in each worker.
             holders: one holder per worker.
-            by_loader: whether the plan delivers whole checkpoint tensors for the engine's own weight loader.
+            by_loader: whether the plan delivers whole checkpoint tensors to the engine's own weight loader.
         """
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Write new weights into the running engine, then set its version. Return the statistics of each worker.
+        """Write new weights into the running engine, then set its version. Return statistics for each worker.
 
-        Raises RuntimeError if the weights do not match the `expected` checksums (None: not verified).
+        Raises:
+            RuntimeError: the weights do not match the `expected` checksums (None: not verified).
         """
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
-        """Return one line per region whose live weights do not match the expected checksum.
+        """Return one message per region whose live weights do not match the expected checksum.
 
-        None if the engine transforms weights after receiving them, so that they cannot be compared.
+        Return None if the weights cannot be compared because the engine transforms them after receiving them.
         """
 
     def facts(self, texts: Sequence[str]) -> EngineInfo:
-        """Return the engine's properties. `texts` are tokenised without adding special tokens."""
+        """Return the engine's properties. `texts` are tokenized without adding special tokens."""

@@ -1,4 +1,4 @@
-"""Convert the expert indices reported by an engine to the routes of a sample."""
+"""Convert the expert indices reported by an engine to a sample's routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.models.huggingface import Experts
 
 
 def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Select the layers that have experts from routes of all layers, int [tokens, layers, experts per token].
+    """Select the routes for layers with experts from routes for all layers, int [tokens, layers, experts per token].
 
     vLLM reports zeros for dense layers.
     """
@@ -18,13 +18,14 @@ def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray
 
 
 def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
-    """Return the routes of `num_tokens` tokens, padded with NO_ROUTE.
+    """Return the routes for `num_tokens` tokens, padded with NO_ROUTE.
 
-    The engine has not computed routes for the last sampled token, because it has processed no token after it.
+    The last sampled token has no routes, because the engine has not processed it as an input.
 
-    computed   int [computed tokens, layers with experts, experts per token]
+    computed   routes from the engine, int [processed tokens, layers with experts, experts per token]
 
-    Raises RuntimeError for invalid expert indices, which training would otherwise use without an error.
+    Raises:
+        RuntimeError: an expert index is invalid. Training would otherwise use it without an error.
     """
     layers = sum(routed.layers)
     assert computed.shape[1:] == (layers, routed.active), f"routes of shape {computed.shape}"

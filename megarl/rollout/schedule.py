@@ -1,4 +1,4 @@
-"""The rollout schedule: how many groups to start with which weight version, and which groups a step trains on."""
+"""Decide how many groups to start with each weight version, and on which groups a step trains."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Generic, TypeVar
 G = TypeVar("G")
 
 WINDOW = 2
-"""A step chooses among the oldest WINDOW · per_step groups. Choosing among all groups would favour short responses;
-always taking the oldest would wait for the longest."""
+"""A step chooses among the WINDOW · per_step oldest groups. Choosing among all groups would favor short responses;
+always taking the oldest groups would wait for the longest responses."""
 
 
 @dataclass(slots=True, eq=False)
 class _Started(Generic[G]):
     """A group whose rollouts have been started.
 
-    latest          latest version from which a step may start that trains on it
-    is_guaranteed   whether the step from that version waits for it if no earlier step has taken it
+    latest          latest version from which a step that trains on the group may start
+    is_guaranteed   whether the step from that version waits for the group if no earlier step has taken it
     """
 
     group: G
@@ -27,24 +27,25 @@ class _Started(Generic[G]):
 
 
 class RolloutSchedule(Generic[G]):
-    """The groups that have been started and not yet trained on, oldest first.
+    """The groups that have been started but not trained on yet, oldest first.
 
-    Step v + 1 starts from the weights of version v. A group started at version b has no token of an older version, so
-    the steps that start from versions b to b + max_staleness may train on it. Two rules ensure that they can:
+    Step v + 1 starts from weight version v. A group started at version b has no tokens from older versions, so steps
+    that start from versions b to b + max_staleness may train on it. Two rules ensure that one of these steps can:
 
     - At version v, at most num_ahead groups are started in addition to those that step v + 1 takes. At most
-      max_staleness · per_step of the additional groups are guaranteed, because later steps have room for no more.
+      max_staleness · per_step of the additional groups are guaranteed, because later steps have no room for more.
     - A step takes every guaranteed group for which later steps have no room: for each j, at most j · per_step of the
-      groups that must be taken by step v + 1 + j are left after step v + 1 (as in scheduling with deadlines). If this
-      determines all groups that the step takes, it chooses only among those; otherwise, among a window of the oldest.
+      groups that must be taken by step v + 1 + j are left after step v + 1 (as in deadline scheduling). If these groups
+      fill the step, it chooses only among them; otherwise, it chooses among a window of the oldest groups.
 
-    With drops=False, all groups are guaranteed and none is dropped; with max_staleness=0, a step then waits for all
-    started groups. With drops=True, only restarted groups are guaranteed; others are dropped when they are too old.
+    With drops=False, all groups are guaranteed and none are dropped; with max_staleness=0, a step then waits for all
+    started groups. With drops=True, only restarted groups are guaranteed; the rest are dropped when they are too old.
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
         """
-        num_ahead   groups to start ahead (None: max_staleness · per_step, which is also the maximum unless `drops`)
+        num_ahead   number of groups to start ahead of the current step. None: max_staleness · per_step, which is the
+                    maximum unless `drops` is set
         """
         room = max_staleness * per_step
         self._per_step, self._max_staleness, self._drops = per_step, max_staleness, drops
@@ -70,30 +71,30 @@ class RolloutSchedule(Generic[G]):
         return [started.group for started in self._started if started.is_finished]
 
     def has_room(self, version: int, now: int) -> bool:
-        """Return whether steps from version `now` on can take a group of this version in time."""
+        """Return whether the steps from version `now` onwards can take one more group from `version` in time."""
         latest = version + self._max_staleness
         return latest >= now and self._can_take_by(latest, now)
 
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
         """Return the number of groups to start now.
 
-        wanted       groups that the current step still takes
-        steps_left   number of steps after it
+        wanted       number of groups that the current step still needs
+        steps_left   number of steps after the current step
         """
         ahead = min(self._num_ahead, steps_left * self._per_step + self._num_beyond_room)
         return max(0, wanted + ahead - len(self._started))
 
     def num_to_wait_for(self, wanted: int) -> int:
-        """Return how many of the groups that are started now may be guaranteed."""
+        """Return how many of the groups to start now may be guaranteed."""
         num_guaranteed = sum(started.is_guaranteed for started in self._started)
         return max(0, wanted + self._max_staleness * self._per_step - num_guaranteed)
 
     def begin(self, group: G, version: int, turn: int | None = None, again: bool = False) -> None:
         """Add a group that is started now.
 
-        turn    version at which an earlier attempt of the run started it; the group keeps that deadline if there is
-                room
-        again   whether the group is restarted after its rollouts were dropped
+        turn    version at which an earlier attempt of the run started the group; it keeps the deadline from that
+                version if there is room
+        again   whether the group is restarted because its rollouts were dropped
         """
         latest = version + self._max_staleness
         if turn is not None:
@@ -102,8 +103,10 @@ class RolloutSchedule(Generic[G]):
         self._started.append(_Started(group, latest, again or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
-        """Return whether steps from version `now` on can take one more group by version `latest`, and all others in
-        time."""
+        """Return whether one more group with the deadline `latest` leaves all groups their deadlines.
+
+        `now` is the version from which the next step starts.
+        """
         return all(
             sum(started.latest <= later for started in self._started) < (later - now + 1) * self._per_step
             for later in range(latest, now + self._max_staleness + 1)
@@ -115,7 +118,7 @@ class RolloutSchedule(Generic[G]):
     def take(self, version: int, wanted: int) -> G | None:
         """Remove and return a finished group for the step from this version, which still needs `wanted` groups.
 
-        None: the step must wait for an unfinished group.
+        Return None if the step must wait for an unfinished group.
         """
         for started in self._candidates(version, wanted):
             if started.is_finished:
@@ -124,7 +127,7 @@ class RolloutSchedule(Generic[G]):
         return None
 
     def awaited(self, version: int, wanted: int) -> list[G]:
-        """Return the unfinished groups of which the step waits for one."""
+        """Return the unfinished groups from which the step may take one; it waits until one of them finishes."""
         return [started.group for started in self._candidates(version, wanted) if not started.is_finished]
 
     def expire(self, version: int) -> list[G]:

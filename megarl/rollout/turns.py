@@ -1,7 +1,7 @@
-"""Sample turns in the engine of another process, in batches, because a remote call dominates the overhead of a turn.
+"""Sample turns in another process's engine, in batches, because a remote call dominates the overhead of a turn.
 
-The process that runs rollouts has at most one call in flight. Turns that become ready in the meantime join the next
-call. A call returns as soon as turns finish, with all finished turns, or after TICK_S, so that new turns can be
+The process that runs rollouts has at most one call in flight. Turns that become ready during a call are sent with the
+next one. A call returns all finished turns as soon as any turn finishes, or after TICK_S, so that new turns can be
 submitted.
 """
 
@@ -17,14 +17,14 @@ from megarl.core.types import Completion
 from megarl.rollout.engine import Engine, TurnRequest
 
 TICK_S = 0.01
-"""Maximum time in seconds that a ready turn waits for the next call, in addition to the engine's current step."""
+"""Maximum time in seconds that a ready turn waits for the next call, beyond the engine's current step."""
 
 Turns = Mapping[int, TurnRequest]
-"""Turns to sample, by a number that identifies them in both processes."""
+"""Turns to sample: number that identifies the turn in both processes -> request."""
 
 
 class EngineTurns:
-    """The engine's side: turns that it samples for one other process."""
+    """The engine's side: the turns that it samples for one remote process."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -33,7 +33,7 @@ class EngineTurns:
         self._any_finished = asyncio.Event()
 
     async def exchange(self, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
-        """Start new turns, abort abandoned ones, and return the turns that have finished since the last call.
+        """Start new turns, abort abandoned turns, and return the completions of turns finished since the last call.
 
         Raises the error of a failed turn.
         """
@@ -59,11 +59,11 @@ class EngineTurns:
 
 
 class RemoteTurns:
-    """The caller's side: turns of this process in the engine of another process."""
+    """The caller's side: turns for this process that an engine in another process samples."""
 
     def __init__(self, exchange: Callable[[Turns, Collection[int]], Awaitable[Mapping[int, Completion]]]):
         """
-        exchange   calls EngineTurns.exchange in the engine's process
+        exchange   function that calls EngineTurns.exchange in the engine's process
         """
         self._exchange = exchange
         self._numbers = count()
@@ -71,11 +71,11 @@ class RemoteTurns:
         """Turns that have not been submitted to the engine yet."""
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._abandoned: list[int] = []
-        """Cancelled turns that the engine may still be sampling."""
+        """Canceled turns that the engine may still be sampling."""
         self._exchanging: asyncio.Task[None] | None = None
 
     async def sample(self, request: TurnRequest) -> Completion:
-        """Return the completion of a turn. Raises the error of a failed exchange. Cancelling it aborts the turn."""
+        """Return the completion of a turn, or raise the error of a failed exchange. Canceling the call aborts the turn."""
         number, completion = next(self._numbers), asyncio.get_running_loop().create_future()
         self._ready[number], self._waiting[number] = request, completion
         self._start_exchange()
@@ -102,10 +102,10 @@ class RemoteTurns:
                 abandoned = [*self._abandoned]
                 for number, completion in (await self._exchange(ready, abandoned)).items():
                     waiting = self._waiting.pop(number, None)
-                    if waiting is not None and not waiting.done():  # done if its rollout was cancelled
+                    if waiting is not None and not waiting.done():  # already done if its rollout was canceled
                         waiting.set_result(completion)
                 del self._abandoned[: len(abandoned)]
-        except Exception as error:  # an error of the engine or its process; re-raised in all waiting turns
+        except Exception as error:  # an error in the engine or its process; re-raised for all waiting turns
             waiting, self._waiting, self._ready = self._waiting, {}, {}
             self._abandoned.clear()
             for completion in waiting.values():

@@ -1,1 +1,1 @@
-"""A run from its first step to its last: its loop, folder, lock, checkpoints, resume, loggers and summary."""
+"""The lifecycle of a run: training loop, run folder, lock, checkpoints, resume, loggers and startup summary."""

@@ -1,4 +1,4 @@
-"""The attempts of a Slurm job to run a recipe. Each attempt has a file under the run folder."""
+"""Records a Slurm job's attempts to run a recipe. Each attempt has its own file in the run folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ATTEMPTS = "attempts"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The start of one attempt. Times are Unix timestamps.
+    """The record that an attempt writes when it starts. Times are Unix timestamps.
 
     Attributes:
-        job: the Slurm job id.
+        job: Slurm job id.
         restart: number of times that Slurm has requeued the job.
-        allocated: start of the allocation.
-        began: start of the attempt.
-        saved: step of the newest checkpoint at that time, 0 without one.
+        allocated: start time of the allocation.
+        began: start time of the attempt.
+        saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
     """
 
     job: str
@@ -33,25 +33,27 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts of one run, stored in its folder `run`."""
+    """The recorded attempts of the run whose run folder is `run`."""
 
     def __init__(self, run: Path):
         self._folder = run / LAUNCH / ATTEMPTS
 
     def begin(self, attempt: Attempt) -> Path:
-        """Record the start of an attempt. Return its file, which the caller touches as a heartbeat."""
+        """Record the start of an attempt and return its file. The caller touches the file as a heartbeat."""
         self._folder.mkdir(exist_ok=True)
         file = self._folder / str(max(numbered(self._folder, "{}"), default=0) + 1)
         replace_text(file, json.dumps(asdict(attempt)))
         return file
 
     def all(self) -> list[tuple[Attempt, float]]:
-        """Return all attempts, each with the time of its last heartbeat."""
+        """Return all attempts, each with the Unix timestamp of its last heartbeat."""
         files = numbered(self._folder, "{}").values()
         return [(Attempt(**json.loads(file.read_text(encoding="utf-8"))), file.stat().st_mtime) for file in files]
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
-        """Return a job's trailing attempts that started from the checkpoint of `step`, newest first. If that is the
-        newest checkpoint, none of them has made progress."""
+        """Return the job's most recent consecutive attempts that started from the checkpoint of `step`, newest first.
+
+        If that checkpoint is still the newest one, none of these attempts has made progress.
+        """
         attempts = [attempt for attempt, _ in self.all() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))

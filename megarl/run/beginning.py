@@ -1,4 +1,4 @@
-"""Checks of the run folder before models and data are loaded."""
+"""Checks the run folder before models and data are loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.run.folder import RunFolder
 
 
 def check_beginning(config: Config) -> str | None:
-    """Return a message if resume=auto finds the run finished, else None.
+    """Return a message if resume=auto is set and the run has already finished, else None.
 
     Raises:
-        UserError: an earlier run has the same name, or the finished run used an incompatible recipe.
+        UserError: the name belongs to an earlier run, or the finished run used an incompatible recipe.
     """
     folder = RunFolder.of(config)
     if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
@@ -38,12 +38,13 @@ def check_beginning(config: Config) -> str | None:
 
 
 def find_model_paths(config: Config) -> Config:
-    """Return the config with resolved model paths, or with those of an earlier attempt (`with_earlier_folders`)."""
+    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
+    (`with_earlier_folders`)."""
     folders = {} if config.resume == "never" else RunFolder.of(config).given_models
     return with_earlier_folders(config, folders)
 
 
 def _identities(config: Config) -> Models:
-    """Return the folder and weights hash of each local model, keyed by its config key."""
+    """Return the folder and the weights hash of each local model, keyed by the config key of its path."""
     folders = {key: Path(path) for key, path in model_paths(config).items() if Path(path).is_dir()}
     return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}

@@ -18,32 +18,35 @@ from megarl.resharding.selection import ONE_PROCESS, select_tensors, whole_param
 FLOAT32 = 4
 
 ADAM_STATES = 3
-"""Float32 copies of each trained parameter: the main weight and AdamW's two moments."""
+"""Number of float32 values per trained parameter: the main weight and AdamW's two moments."""
 
 ENTRY_BYTES = 1900
-"""Metadata bytes per tensor part: names, shape and checksum, in the file and in the index."""
+"""Metadata bytes per saved tensor part: its names, shape and checksum in the file and in the index."""
 
 CUTS = 3
-"""Extra parts of a matrix in which a rank's range ends mid-row: the rows before, two parts of the row, the rows
-after."""
+"""Number of extra parts of a matrix if a rank's range ends within a row. The matrix is then saved in four parts: the
+rows before, the two parts of that row, and the rows after."""
 
 RANK_BYTES = 26 * 1024
-"""Bytes of one rank's RNG states."""
+"""Size of one rank's RNG state in bytes."""
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size in bytes of a checkpoint of all trained models.
+    """Return the size of a checkpoint in bytes. A checkpoint contains all trained models.
 
     Args:
         config: the run's config.
-        hf_configs: config.json of each trained model, adjusted to its trained head.
+        hf_configs: contents of config.json for each trained model, adjusted for its trained head.
     """
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the size in bytes of one model. Every element is saved once, by one of the ranks that hold it. Tensor
-    parallelism and the ranges of data-parallel ranks determine the number of parts."""
+    """Return the number of bytes that one model takes in a checkpoint.
+
+    Each element is saved once, by one of the ranks that hold it. The number of saved parts depends on tensor
+    parallelism and on the ranges that data-parallel ranks save.
+    """
     layout = settings.layout
     if settings.adapters is not None:
         return _adapter_bytes(config, settings, hf_config)
@@ -55,11 +58,11 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         copies[name] += ADAM_STATES
         num_bytes += elements[name] * ADAM_STATES * FLOAT32
     if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
-        # A reference that copies the policy is saved in the weights' dtype, a moving average in float32.
+        # A reference that is a copy of the policy is saved in the weights' dtype. A moving average is saved in float32.
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32
         copies = {name: number + 1 for name, number in copies.items()}
-    # Gate and up projections are one parameter in Megatron but saved separately.
+    # Gate and up projections are a single parameter in Megatron but are saved separately.
     parts = {name: elements[name] // rank[name] * (2 if ".linear_fc1.weight" in name else 1) for name in elements}
     ends = layout.world_size - layout.tp * layout.pp
     entries = sum(parts[name] * number for name, number in copies.items()) + ends * CUTS * (1 + ADAM_STATES)
@@ -67,8 +70,10 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
 
 
 def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the size in bytes of a model's adapters, which are saved without the frozen weights: in float32, each
-    piece of a PEFT tensor separately."""
+    """Return the number of bytes that a model's adapters take in a checkpoint.
+
+    Adapters are saved in float32 without the frozen weights. Each piece of a PEFT tensor is saved separately.
+    """
     layout, lora = settings.layout, settings.adapters
     full_adapters, rank_adapters = (
         adapter_holder(_holder(config, layout, hf_config, tp, etp), lora.rank, lora.share_experts)
@@ -83,8 +88,8 @@ def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, An
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
-    """Return the first of `tp` tensor-parallel ranks, with all layers and experts. The vocabulary is padded as in
-    `layout`."""
+    """Return the weights on the first of `tp` tensor-parallel ranks that hold all layers and experts. The vocabulary is
+    padded as in `layout`."""
     rank_layout = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
     multiple = VOCABULARY_MULTIPLE * layout.tp // tp
     return megatron_holder(hf_config, rank_layout, 0, dtype=config.model.dtype, vocab_multiple=multiple)
@@ -95,7 +100,8 @@ def _elements(holder: Holder) -> dict[str, int]:
 
 
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
-    """Return the parameters with optimizer states. A router's bias has none because it receives no gradient."""
+    """Return the names of the parameters that have optimizer states. Router biases have none because they receive no
+    gradients."""
     key = f"{settings.section}.frozen"
     selected = select_tensors(key, settings.frozen_patterns, huggingface_holder(hf_config).shapes)
     frozen = set(whole_parameters(key, selected, holder))

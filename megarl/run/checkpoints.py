@@ -1,14 +1,14 @@
-"""The checkpoints of a run on disk. A checkpoint is complete once its folder has its final name.
+"""Stores a run's checkpoints on disk. A checkpoint is complete once its folder has its final name.
 
-    checkpoints/step_000020/manifest.json   driver state, and the size and SHA-256 of every other file
-    checkpoints/step_000020/actor/…         files of the trainer ranks
+    checkpoints/step_000020/manifest.json   driver state, and the size and SHA-256 of each of the remaining files
+    checkpoints/step_000020/actor/…         files written by the actor's ranks
     checkpoints/step_000020/rollouts/…      queued samples, if any
     checkpoints/latest                      name of the newest checkpoint
-    checkpoints/best                        name of the checkpoint with the best evaluation (evaluation.best)
-    checkpoints/.step_000030/               an incomplete checkpoint, being written or left by a killed run
+    checkpoints/best                        name of the checkpoint with the best evaluation result (evaluation.best)
+    checkpoints/.step_000030/               an incomplete checkpoint, in progress or left by a killed run
 
-Files are written to the hidden folder and fsynced. Then the folder is renamed, `latest` is updated and old checkpoints
-are removed, in this order. A run can be killed at any time and still has the checkpoint that `latest` names.
+Files are written to the hidden folder and fsynced. Then the folder is renamed, `latest` is updated, and old checkpoints
+are removed, in this order. If the run is killed at any point, the checkpoint that `latest` names remains valid.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Checkpoints:
         return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that `latest` names, None if there is none yet."""
+        """Return the checkpoint to which `latest` points, or None if no checkpoint is complete."""
         return self._pointed_to(POINTER)
 
     def best(self) -> Path | None:
-        """Return the checkpoint that `best` names, None if there is none yet."""
+        """Return the checkpoint to which `best` points, or None if the pointer does not exist."""
         return self._pointed_to(BEST)
 
     def _pointed_to(self, name: str) -> Path | None:
@@ -51,8 +51,16 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raise UserError if the disk has no space for `number` checkpoints of `num_bytes` each. `keep`, the value of
-        checkpoint.keep, is used in the message only."""
+        """Check that the disk has enough space for additional checkpoints.
+
+        Args:
+            num_bytes: size of each checkpoint.
+            keep: the value of checkpoint.keep, used only in the error message.
+            number: number of additional checkpoints.
+
+        Raises:
+            UserError: the disk does not have enough space.
+        """
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(
@@ -71,14 +79,14 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Publish the checkpoint of `step` and point `latest` to it. All `files` must be on disk already."""
+        """Publish the checkpoint of `step` and point `latest` to it. All `files` must already be on disk."""
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
             sync(folder)
         Checkpoint.open(hidden)
-        # A checkpoint of this name exists if an earlier attempt was killed before it updated `latest`.
+        # A checkpoint with this name exists if an earlier attempt was killed before it updated `latest`.
         self._remove(final)
         remove_notes(hidden)
         hidden.rename(final)
@@ -93,14 +101,14 @@ class Checkpoints:
         sync(self.path)
 
     def point_to_best(self, step: int | None) -> None:
-        """Point `best` to the checkpoint of this step, or remove the pointer if `step` is None."""
+        """Point `best` to the checkpoint of `step`, or remove the pointer if `step` is None."""
         if step is None:
             (self.path / BEST).unlink(missing_ok=True)
         elif self._named(step) != self.best():
             self.point_to(self._named(step), BEST)
 
     def keep(self, number: int) -> None:
-        """Remove all but the newest `number` checkpoints. The ones that `latest` and `best` name are always kept."""
+        """Remove all checkpoints except for the newest `number`. The targets of `latest` and `best` are always kept."""
         steps = [step for step in self.steps() if self._named(step) != self.latest()]
         for step in steps[: max(0, len(steps) + 1 - number)]:
             if self._named(step) != self.best():
@@ -113,12 +121,12 @@ class Checkpoints:
             self._remove(self._named(later))
 
     def sweep(self) -> None:
-        """Remove partially written or partially removed checkpoints of a killed run."""
+        """Remove checkpoints that a killed run has written or removed only partially."""
         for leftover in self.path.glob(f".{PREFIX}*"):
             shutil.rmtree(leftover)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint. It is renamed first, because a folder with a checkpoint's name must be complete."""
+        """Remove a checkpoint. Its folder is renamed first, so that folders with a checkpoint's name are complete."""
         if checkpoint.exists():
             hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
             shutil.rmtree(hidden, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The training loop that all kinds of runs share: data, metrics, evaluation and checkpoints."""
+"""The training loop for all kinds of runs: it handles data, metrics, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,20 +39,26 @@ from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step.state import RunState
 
 LOCK_S = 180.0
-"""Seconds that an attempt of a job waits for the previous attempt's lock, whose node may be lost."""
+"""Seconds that an attempt of a Slurm job waits for the lock of the previous attempt, whose node may have failed."""
 
 NO_PATHS: Mapping[str, str] = {}
 NO_SETS: Mapping[str, PromptSet] = {}
 
 Step = Callable[[], dict[str, float]]
-"""Runs the step numbered state.step and returns its metrics."""
+"""A function that runs the training step with the number state.step and returns its metrics."""
 
 Evaluate = Callable[[], dict[str, float]]
-"""Runs the evaluations that are due after state.step and returns their metrics."""
+"""A function that runs the evaluations that are due after state.step and returns their metrics."""
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` and return the exit code: 0 on success, 1 after a RunFailure. Temporary files go to `scratch`."""
+    """Call `run` and return the exit code: 0 on success, 1 after a RunFailure.
+
+    Args:
+        run: function to call with the config and the folder for temporary files.
+        config: the run's config.
+        scratch: folder for temporary files.
+    """
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -63,11 +69,11 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The state and the loop of one run.
+    """The state and the training loop of one run.
 
     Attributes:
-        resume_point: the starting point. Its state advances with each step.
-        evaluation: the prompts of each evaluation set, by set name.
+        resume_point: the point from which the run starts. Its state advances with each step.
+        evaluation: the prompts in each evaluation set, keyed by set name.
     """
 
     config: Config
@@ -87,18 +93,18 @@ class RunContext:
         given_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Lock and open the run folder and print the run summary, before any process starts.
+        """Lock and open the run folder, and print the run summary. No process is started.
 
         Args:
             config: the run's config.
-            models: the folders of its models.
-            data: its prompts or offline data.
-            given_paths: model paths as the user wrote them, by config key, if the config has resolved ones.
-            evaluation: the prompts of each evaluation set, by set name.
+            models: the run's model folders.
+            data: the run's prompts or offline data.
+            given_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
+            evaluation: the prompts in each evaluation set, keyed by set name.
 
         Raises:
-            UserError: the folder is in use, `resume` is not a valid checkpoint, or the disk is too full for the next
-                checkpoint.
+            UserError: the folder is in use, `resume` does not name a valid checkpoint, or the disk does not have enough
+                space for the next checkpoint.
         """
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
@@ -120,16 +126,22 @@ class RunContext:
         return self.resume_point.folder
 
     def stopwatch(self) -> Stopwatch:
-        """Start and return the stopwatch of a step. Its phases are recorded in the run's trace."""
+        """Start and return a stopwatch for a step. Its phases are recorded in the run's trace."""
         return Stopwatch(Trace(self.folder.logs).record)
 
     def take(self, n: int) -> list[Any]:
-        """Return the next n rows of the data."""
+        """Return the next n rows from the data."""
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Update the sampling weights with the prompts' solve rates, by prompt id. Return metrics of the weights, or
-        nothing if prompts are not drawn by weight."""
+        """Update the sampling weights of prompts.
+
+        Args:
+            rates: the solve rate of each prompt, keyed by prompt id.
+
+        Returns:
+            Metrics on the weights. Empty if prompts are not drawn by weight.
+        """
         cursor = self.state.cursor
         if not isinstance(cursor, WeightedCursor):
             return {}
@@ -137,13 +149,14 @@ class RunContext:
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
-        """Run all steps up to run.steps, with the evaluations that are due before the first step and after each.
+        """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step.
 
-        After a termination signal, finish the checkpoint whose state is already in host memory. With
-        checkpoint.on_signal, finish the current step and save a checkpoint. Both have checkpoint.grace_s seconds.
+        After a termination signal, the run completes the checkpoint whose state is already in host memory. If
+        checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
+        checkpoint.grace_s seconds.
 
         Args:
-            trained: the models in each checkpoint, with their weights loaded.
+            trained: the models to save in checkpoints. Their weights must be loaded.
             step: runs one step.
             evaluate: runs the evaluations that are due.
             write: writes additional files to each checkpoint.
@@ -183,7 +196,7 @@ class RunContext:
         memory: MemorySampler,
         trackers: Sequence[Tracker],
     ) -> Iterator[int]:
-        """Yield the number of each step after its metrics, including evaluation, are written."""
+        """Run the steps. Yield the number of each step after its metrics, including evaluation metrics, are written."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
         console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
@@ -206,15 +219,15 @@ class RunContext:
             yield state.step
 
     def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
-        """Save a checkpoint and raise KeyboardInterrupt if a signal asked the run to stop."""
+        """Save a checkpoint and raise KeyboardInterrupt if the run has received a termination signal."""
         if interrupts.is_told:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Export the trained model with `write` if run.export is set, else remove an older export. Mark the run as
-        finished."""
+        """Export the trained model with `write` if run.export is set. Otherwise remove any earlier export. Then mark
+        the run as finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -1,4 +1,4 @@
-"""Goodput: the fraction of a job's allocated time that was spent on steps that were not lost."""
+"""Computes goodput: the fraction of a job's allocated time that was spent on steps that were not lost."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from megarl.run.attempts import Attempts
 
 ALLOCATED = "MEGARL_ALLOCATED"
-"""Environment variable with the start of the Slurm allocation as a Unix timestamp."""
+"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The time of a run in seconds.
+    """The effective and the allocated time of a run, in seconds.
 
     Attributes:
-        lasted: total time of the steps in the run's metrics.
-        allocated: total time of all allocations so far, including startup and lost steps.
+        lasted: total duration of the steps in the run's metrics.
+        allocated: total duration of all allocations so far, including startup and lost steps.
     """
 
     lasted: float
@@ -36,7 +36,7 @@ class EffectiveTime:
 
 
 def effective_time(run: Path) -> EffectiveTime:
-    """Return the effective time of the run in folder `run` until now."""
+    """Return the effective time so far of the run in folder `run`."""
     return EffectiveTime(_lasted_s(run), allocated_s(run, time.time()))
 
 
@@ -48,7 +48,11 @@ class EffectiveShare:
         self._lasted = _lasted_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric at the end of a step with these metrics. It is empty outside a Slurm job."""
+        """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job.
+
+        Args:
+            step_metrics: metrics of the step, including time/step.
+        """
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += step_metrics["time/step"]
@@ -56,7 +60,7 @@ class EffectiveShare:
 
 
 def _lasted_s(run: Path) -> float:
-    """Return the total time of the steps in a run's metrics."""
+    """Return the total duration of the steps in a run's metrics, in seconds."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
     whole = [line for line in lines if line.endswith("\n")]  # a killed driver may leave a partial last line

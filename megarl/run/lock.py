@@ -1,4 +1,4 @@
-"""The lock that allows one driver at a time in a run folder."""
+"""The lock that allows only one driver at a time to use a run folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from megarl.core.errors import UserError
 
 POLL_S = 1.0
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of file systems mounted without lock support, as Lustre often is."""
+"""Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the exclusive lock of a run folder inside the context.
+    """Hold the exclusive lock for a run folder inside the context.
 
-    The lock file lies next to the folder, so the folder itself may be moved or recreated. The kernel releases the lock
-    when the process ends. After a node failure, a network file system may take a while to release it: `patience_s` is
-    the time in seconds to wait for that.
+    The lock file is next to the folder, so the folder itself may be moved or recreated. The kernel releases the lock
+    when the process ends. After a node failure, a network file system may take some time to release the lock.
+
+    Args:
+        folder: the run folder.
+        patience_s: seconds to wait for the lock if another process holds it.
 
     Raises:
         UserError: another process holds the lock, or the lock file cannot be created.
@@ -56,8 +59,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str]) -> bool:
-    """Try to lock the file and return whether this process may use it. File systems without locks always succeed, with
-    a warning."""
+    """Try to lock the file and return whether this process may use it. If the file system does not support locks, print
+    a warning and return True."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

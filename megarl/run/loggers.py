@@ -1,6 +1,6 @@
-"""Sinks for step metrics: a JSONL file and the console.
+"""Metric sinks: a JSONL file and the console.
 
-Metric names have the form SECTION/NAME, such as reward/mean. Steps count from 1.
+Metric names have the form SECTION/NAME, such as reward/mean. Step numbers start at 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, TextIO
 
 
 class JsonlSink:
-    """A sink that appends one JSON object per step to a file, starting with the key `step`.
+    """A sink that appends one JSON object per step to a file. The first key is `step`.
 
-    JSON has no NaN or infinity: such values are written as null, and their names are listed under "nonfinite".
+    JSON has no NaN or infinity. Such values are written as null, and the names of these metrics are listed under
+    "nonfinite".
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +58,7 @@ OFFLINE_COLUMNS = (
     ("train", 7, "{time/train:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
-"""Columns of runs on offline data. `tokens` counts trained tokens."""
+"""Columns for runs on offline data. `tokens` is the number of trained tokens."""
 
 ALTERNATIVES = {
     "loss": ("policy/nll", "preference/loss", "label/loss"),
@@ -65,14 +66,14 @@ ALTERNATIVES = {
     "grad_norm": ("policy/grad_norm", "reward_model/grad_norm"),
     "memory": ("memory/peak_rss_gb", "memory/peak_pss_gb"),  # PSS counts shared pages once
 }
-"""Cells that show one of several metrics: the last one that is present."""
+"""Metrics for cells that can show one of several metrics. A cell shows the last metric that is present."""
 
 HEADER_EVERY = 20  # lines
-ETA_STEPS = 10  # a short window, since step time drifts with response length
+ETA_STEPS = 10  # short, because step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints one line per step and repeats the header. "–" marks a missing metric.
+    """A sink that prints one line per step and repeats the header periodically. Missing metrics are shown as "–".
 
     `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
     step's updates.
@@ -81,8 +82,8 @@ class ConsoleSink:
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
         """
         Args:
-            total_steps: number of steps of the run, for the ETA.
-            stream: output stream, None for sys.stdout.
+            total_steps: number of steps in the run, used for the ETA.
+            stream: output stream. Default: sys.stdout.
             is_offline: whether the run trains on offline data.
         """
         self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
@@ -112,7 +113,7 @@ class ConsoleSink:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as 42s, 5m07s, 3h20m or 2d04h: at most six characters up to 99 days."""
+    """Format a duration as 42s, 5m07s, 3h20m or 2d04h. Durations below 100 days take at most six characters."""
     if not math.isfinite(seconds):
         return "–"
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""The checks before a run starts its processes. `megarl check` and `megarl train` run the same ones."""
+"""Checks before a run starts its processes. `megarl check` and `megarl train` run the same checks."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The inputs of a run, checked.
+    """The inputs of a run that has passed all checks.
 
     Attributes:
         models: the model folders.
-        data: prompts, or offline data.
-        trial: the trial call of the reward functions, None if there are none.
-        evaluation: the prompts of each evaluation set, by set name.
+        data: the prompts or the offline data.
+        trial: the result of a trial call to the reward functions, or None if there are no reward functions.
+        evaluation: the prompts in each evaluation set, keyed by set name.
     """
 
     models: ModelFolders
@@ -67,13 +67,13 @@ class Preflight:
 
 
 def preflight(config: Config) -> Preflight:
-    """Check machine, run folder, models, reward functions, data, checkpoint and disk.
+    """Check the machine, run folder, models, reward functions, data, checkpoint and disk.
 
-    Nothing but the model cache is modified. A reward function that fails on the first row only causes a warning,
-    because it may need more than a bare answer.
+    Only the model cache is modified. If a reward function fails on the first row, the check only prints a warning,
+    because the function may need more than a bare answer.
 
     Raises:
-        UserError: some checks failed. The message has one line per failure.
+        UserError: at least one check failed. The message contains one line per failure.
     """
     with _all_errors() as attempt:
         attempt(check_machine, config)
@@ -99,7 +99,11 @@ def preflight(config: Config) -> Preflight:
 
 
 def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
-    """Return the prompts of each evaluation set, by set name. Raise UserError with one line per failure."""
+    """Return the prompts in each evaluation set, keyed by set name.
+
+    Raises:
+        UserError: at least one set could not be loaded. The message contains one line per failure.
+    """
     with _all_errors() as attempt:
         return {
             settings.name: attempt(_load_evaluation_set, config, settings, model_folder)
@@ -108,8 +112,12 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
-    """Return the prompts of an evaluation set, with the columns that its environment or reward functions need. The
-    functions are tried on the first prompt. Raise UserError that names the set."""
+    """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
+    reward functions are called once with the first prompt.
+
+    Raises:
+        UserError: the set is invalid. The message names the set.
+    """
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)
@@ -130,8 +138,11 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a check and returns None if it raises UserError. On exit, raise one UserError with the
-    messages of all failed checks."""
+    """Yield a function that runs a check and returns its result, or None if the check raises a UserError.
+
+    Raises:
+        UserError: on exit, if any check failed. The message contains the messages of all failed checks.
+    """
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -158,7 +169,8 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Load offline data or prompts. Prompts keep the columns that reward functions need, or all for an environment."""
+    """Load the offline data or the prompts. Prompts keep all columns if the run uses an environment, else only the
+    columns that the reward functions need."""
     if config.is_offline:
         return load_offline_data(config, model_folder)
     columns = NO_COLUMNS if pool is None else pool.columns
@@ -166,8 +178,11 @@ def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) ->
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
-    """Load the environment class in a separate process and check that the model's chat template can render its turns.
-    Raise UserError if either fails."""
+    """Load the environment class in a separate process, and check that the model's chat template can render its turns.
+
+    Raises:
+        UserError: the class cannot be loaded or its turns cannot be rendered.
+    """
 
     async def find_tools() -> Sequence[Mapping[str, Any]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -178,7 +193,7 @@ def _check_environment(config: Config, model_folder: Path) -> None:
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
-    """Start a process with the reward functions, or return None if there are none."""
+    """Start a process for the reward functions. Return None if the run has no reward functions."""
     rewards = config.rewards
     if config.is_offline or not (rewards.functions or rewards.judge):
         return None
@@ -186,7 +201,11 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist. Raise UserError if it is not writable or belongs to another run."""
+    """Return the run folder, which need not exist.
+
+    Raises:
+        UserError: the folder is not writable or belongs to a different run.
+    """
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))
@@ -210,14 +229,14 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
 
 
 def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
-    """Return the number of existing checkpoints, complete or not, whose disk space new ones will reuse."""
+    """Return the number of complete and incomplete checkpoints whose disk space new checkpoints will reuse."""
     if config.resume == "never" or not checkpoints.path.is_dir():
         return 0
     return sum(entry.is_dir() for entry in checkpoints.path.iterdir())
 
 
 def print_checks(config: Config, _scratch: Path) -> None:
-    """Run all checks and print a summary of the run."""
+    """Run all checks and print a summary of the planned run."""
     config = find_model_paths(config)
     checked = preflight(config)
     rows = {"model": str(checked.models.actor), "data": _first_row(config, checked.data)}

@@ -1,4 +1,4 @@
-"""The starting point of a run: the first step, or a checkpoint."""
+"""Finds the starting point of a run: the first step or a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.step.state import RunState, weights_of
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The starting point of an attempt: its folder, its state, and the checkpoint it resumes from, if any."""
+    """The starting point of an attempt: the run folder, the state, and the checkpoint to resume from, if any."""
 
     folder: RunFolder
     state: RunState
@@ -37,11 +37,17 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    """Open the run folder according to the key `resume`. `num_bytes` is the size of one checkpoint.
+    """Open the run folder and return the starting point that the key `resume` selects.
+
+    Args:
+        config: the run's config.
+        data: the run's prompts or offline data.
+        num_bytes: size of one checkpoint.
+        models: identities of the models.
 
     Raises:
-        UserError: the checkpoint is missing, damaged or of another run, or the disk has no space for the next ones.
-            The folder is not modified.
+        UserError: the checkpoint is missing, is corrupt or belongs to a different run, or the disk does not have enough
+            space for further checkpoints. The folder is not modified.
     """
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
@@ -51,17 +57,17 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
         for key, earlier in _moved_models(config, checkpoint, models).items():
             print(f"{key}={model_paths(config)[key]}: has the same weights as {earlier}, which the run started from")
     if continues_run:
-        RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before anything changes
+        RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before modifying the folder
         if checkpoints.steps()[-1] > checkpoint.step:
-            checkpoint.verify(checkpoint.files)  # later checkpoints, possibly the only valid ones, are removed
+            checkpoint.verify(checkpoint.files)  # before removing later checkpoints: they may be the only valid ones
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
         keep, most = config.checkpoint.keep, config.most_checkpoints
-        # Existing checkpoints count even beyond `keep`, because the oldest are removed to make space.
+        # Existing checkpoints beyond `keep` also count, because the oldest ones are removed to free disk space.
         checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if continues_run else 0)))
     if continues_run:
-        # The order matters: a run that is killed in between can be resumed from the same checkpoint. Later checkpoints
-        # are removed last, once the folder is ready.
+        # The order matters: if the run is killed between these calls, it can still be resumed from the same checkpoint.
+        # Later checkpoints are removed last, after the folder is ready.
         checkpoints.point_to(checkpoint.path)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
         checkpoints.go_back_to(checkpoint.step)
@@ -71,8 +77,11 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Return the checkpoint that the key `resume` selects, None if the run starts at the first step. Raise UserError if
-    the checkpoint is missing, damaged or of another run."""
+    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step.
+
+    Raises:
+        UserError: the checkpoint is missing, is corrupt or belongs to a different run.
+    """
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
 
@@ -85,8 +94,11 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Return whether the checkpoint belongs to this run. Raise UserError for one that would be moved aside with the run
-    folder."""
+    """Return whether the checkpoint belongs to this run.
+
+    Raises:
+        UserError: the checkpoint is inside the run folder, which would be moved aside, but not at its expected path.
+    """
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True
@@ -125,8 +137,14 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
-    """Raise UserError if a model's weights differ from those that the run started from. The reference, a reward model
-    and the initial model of an implicit reward are read from the model folder again."""
+    """Check that the models have the same weights as at the start of the run.
+
+    This check is necessary because the reference, a reward model and the initial model of an implicit reward are loaded
+    from their model folders again.
+
+    Raises:
+        UserError: a model's weights have changed.
+    """
     for key, saved in _saved_models(checkpoint).items():
         if key in models and (current := models[key])["hash"] != saved["hash"]:
             remedy = " (model.revision selects a commit)" if is_hub_id(config.model.path) else ""
@@ -142,7 +160,7 @@ def _checkpoint_path(config: Config) -> Path | None:
         return None
     if config.resume == "auto":
         return Checkpoints(RunFolder.of(config).checkpoints).latest()
-    # Resolve links, so that a checkpoint inside the run folder is recognized before the folder is moved aside.
+    # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
         raise UserError(f"resume={config.resume}: no such folder. Fix: set it to never, auto or a checkpoint folder.")

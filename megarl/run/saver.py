@@ -1,4 +1,4 @@
-"""Saves checkpoints: decides when one is due, tracks its background writes and completes it."""
+"""Saves checkpoints: decides when a checkpoint is due, tracks its background writes and completes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megarl.models.paths import Models
 from megarl.run.checkpoints import Checkpoints
 
 POLL_S = 0.05
-"""Polling interval for a checkpoint's files after an interrupt, in seconds."""
+"""Interval in seconds for polling a checkpoint's files after an interrupt."""
 
 Write = Callable[[Path], Sequence[FileRecord]]
-"""Writes files to a checkpoint folder and returns their records."""
+"""A function that writes files to a checkpoint folder and returns their records."""
 
 
 def no_files(_: Path) -> Sequence[FileRecord]:
@@ -30,7 +30,7 @@ def no_files(_: Path) -> Sequence[FileRecord]:
 
 
 class Saver:
-    """Saves a checkpoint every checkpoint.every_steps steps, after the last step and on request. At most one save is
+    """Saves a checkpoint every checkpoint.every_steps steps, after the last step, and on request. At most one save is
     in progress at a time."""
 
     def __init__(
@@ -47,9 +47,9 @@ class Saver:
             folder: the checkpoint folder of the run.
             config: the run's config.
             num_bytes: size of one checkpoint.
-            data_hash: hash of the data, stored in each checkpoint.
-            models: identities of the models, stored in each checkpoint.
-            evaluated: values of evaluation.best.metric so far, by step.
+            data_hash: hash of the data. It is stored in each checkpoint.
+            models: identities of the models. They are stored in each checkpoint.
+            evaluated: earlier values of evaluation.best.metric, keyed by step.
         """
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
@@ -66,18 +66,18 @@ class Saver:
         at_once: bool = False,
         write: Write = no_files,
     ) -> dict[str, float]:
-        """Copy the training state to host memory and start writing it, if a checkpoint is due after `step`.
+        """Start saving a checkpoint if one is due after `step`. The training state is copied to host memory first.
 
         Args:
             trained: the models to save.
             step: the last completed step.
             run: the driver's state as JSON values.
-            at_once: save now even if none is due, unless this step is already saved.
+            at_once: whether to save even if no checkpoint is due, unless this step is already saved.
             write: writes additional files synchronously.
 
         Returns:
-            The metrics since the last call: the seconds that training was blocked, and the size and duration of a
-            completed checkpoint.
+            The metrics since the last call: the seconds for which training was blocked, and the size and the duration
+            of a checkpoint that was completed.
         """
         if not self._has(step) if at_once else self._due(step):
             self.finish()
@@ -94,19 +94,19 @@ class Saver:
         return metrics
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the value of evaluation.best.metric after `step`, if present."""
+        """Record the value of evaluation.best.metric after `step` if `metrics` contains it."""
         name = self._config.evaluation.best.metric
         if name is not None and name in metrics:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Complete the checkpoint in progress if its files are written. Wait for them unless checkpoint.background is
-        set."""
+        """Complete the checkpoint in progress if all its files are written. Unless checkpoint.background is set, wait
+        for the files."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, if any, complete it and remove the oldest ones beyond
+        """Wait for the checkpoint in progress, if any, and complete it. Then remove the oldest checkpoints beyond
         checkpoint.keep."""
         if self._unfinished is None:
             return
@@ -117,13 +117,14 @@ class Saver:
             self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Complete the checkpoint in progress, if any, provided that its files are written in time.
+        """Complete the checkpoint in progress, if any, if its files are written in time.
 
-        The ranks may be in the middle of a step, so only their files are polled.
+        The files are polled instead of calling the ranks, because the ranks may be in the middle of a step.
 
         Args:
-            done: the last step whose metrics are written. A later checkpoint cannot be resumed and is not completed.
-            left_s: returns the seconds left.
+            done: the last step whose metrics are written. A checkpoint from a later step is not completed, because the
+                run could not be resumed from it.
+            left_s: returns the number of seconds left.
         """
         unfinished = self._unfinished
         # The folder is renamed once the checkpoint is complete.
@@ -147,15 +148,15 @@ class Saver:
         print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
 
     def keep(self) -> None:
-        """Remove the oldest checkpoints beyond checkpoint.keep, except for the one with the best evaluation. The first
-        wins a tie."""
+        """Remove the oldest checkpoints beyond checkpoint.keep, except for the checkpoint with the best evaluation
+        result. Ties are resolved in favor of the earliest checkpoint."""
         sign = 1 if self._config.evaluation.best.mode == "max" else -1
         judged = [step for step in self._checkpoints.steps() if step in self._evaluated]
         self._checkpoints.point_to_best(max(judged, key=lambda step: sign * self._evaluated[step], default=None))
         self._checkpoints.keep(self._config.checkpoint.keep)
 
     def _has(self, step: int) -> bool:
-        """Return whether the checkpoint of this step is in progress or complete."""
+        """Return whether the checkpoint of `step` is in progress or complete."""
         latest = self._checkpoints.latest()
         is_in_progress = self._unfinished is not None and self._unfinished.step == step
         return is_in_progress or (latest is not None and latest.name == NAME.format(step))
@@ -176,12 +177,12 @@ class Unfinished:
     """A checkpoint in progress, whose files are being written to a hidden folder.
 
     Attributes:
-        groups: the worker groups that write it.
-        step: its step.
-        run: the driver's state.
+        groups: the worker groups that write the checkpoint.
+        step: the step after which the checkpoint is saved.
+        run: the driver's state as JSON values.
         folder: the hidden folder.
-        start: time.perf_counter() at the start.
-        others: additional files, already written.
+        start: value of time.perf_counter() at the start of the save.
+        others: records of additional files, which are already written.
     """
 
     groups: Sequence[TrainerGroup]
@@ -192,11 +193,12 @@ class Unfinished:
     others: Sequence[FileRecord] = ()
 
     def is_written(self) -> bool:
-        """Return whether all ranks have written their files or failed."""
+        """Return whether each rank has either written its files or failed."""
         pending = [group.checkpoint_written() for group in self.groups]
         return all(join(pending).result())
 
     def files(self) -> list[FileRecord] | None:
-        """Return the records of all files once they are written, else None. No remote calls are made."""
+        """Return the records of all files, or None if some files are not yet written. This method makes no remote
+        calls."""
         parts = [group.written_files(self.folder) for group in self.groups]
         return None if None in parts else [*self.others, *(record for part in parts for record in part)]

@@ -1,4 +1,4 @@
-"""The startup summary of a run: starting point, processes, and the passes it runs or skips."""
+"""Prints a run's startup summary: the starting point, the processes, and the passes that it runs or skips."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Advantage estimators. Each file holds one estimator and its SPEC. Actions are the trained tokens only."""
+"""Advantage estimators. Each file holds one estimator and its SPEC. Only trained tokens count as actions."""

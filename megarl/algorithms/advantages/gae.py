@@ -25,19 +25,19 @@ def gae(
 ) -> TokenAdvantages:
     """Return A_t = Σ_l (γλ)^l·δ_{t+l}, where δ_t = r_t + γ·V(s_{t+1}) − V(s_t), and the critic's target A_t + V(s_t).
 
-    GAE (https://arxiv.org/abs/1506.02438, eq. 16) with TD(λ) returns. The actions of a sample are its trained tokens.
-    The state after one trained token is the state before the next; the state after the last one has value 0.
+    GAE (https://arxiv.org/abs/1506.02438, eq. 16) with TD(λ) returns. The actions in a sample are its trained tokens.
+    The state after one trained token is the state before the next; the state after the last trained token has value 0.
 
     Args:
         reward: float32 [N]. Rewards of untrained tokens are ignored.
         mask: bool [N], true for trained tokens.
-        row_sample: int64 [N], the sample of each row, non-decreasing.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
         value: float32 [N]; value[t] belongs to the state in which token t was sampled. Values of untrained tokens
             are ignored.
-        critic_lambda: λ of the critic's target if it differs from the policy's, as in the decoupled GAE of VC-PPO
+        critic_lambda: λ for the critic's target if it differs from the policy's, as in the decoupled GAE of VC-PPO
             (https://arxiv.org/abs/2503.01491), which sets it to 1.
-        length_alpha: if given, the policy's λ is `length_adaptive_lambda` of each sample, and gae_lambda applies to
-            the critic only.
+        length_alpha: if given, `length_adaptive_lambda` computes the policy's λ for each sample, and gae_lambda applies
+            to the critic only.
     """
     require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
     sample, now = row_sample[mask], value[mask]
@@ -61,7 +61,7 @@ def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: 
 
     Args:
         mask: bool [N], true for trained tokens.
-        row_sample: int64 [N], the sample of each row.
+        row_sample: int64 [N], index of each row's sample.
     """
     require_one_shape(mask=mask, row_sample=row_sample)
     trained = mask.double()

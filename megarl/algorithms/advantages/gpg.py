@@ -10,13 +10,14 @@ from megarl.core.types import NO_TOTALS, Baseline
 
 
 def gpg(group: Sequence[Member]) -> list[Baseline]:
-    """b = mean(r): GPG (https://arxiv.org/abs/2504.02546, section 3.3), before scaling by `amplification`."""
+    """Return b = mean(r) for each sample: GPG (https://arxiv.org/abs/2504.02546, section 3.3), before scaling by
+    `amplification`."""
     return [Baseline(mean([member.reward for member in group]))] * len(group)
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:
-    """Return α = samples / samples in groups with unequal rewards, GPG's correction for groups without a gradient
-    (https://arxiv.org/abs/2504.02546, section 3.3).
+    """Return α = number of samples / number of samples in groups with unequal rewards, GPG's correction for groups
+    without a gradient (https://arxiv.org/abs/2504.02546, section 3.3).
 
     α is 1 if every group has equal rewards. Pass rewards without the KL term: with it, no two rewards would be equal.
     """

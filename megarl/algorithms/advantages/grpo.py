@@ -12,7 +12,8 @@ from megarl.core.types import Baseline, TokenTotals
 
 
 def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
-    """b = mean(r), c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2).
+    """Return the baseline b = mean(r) and scale c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300,
+    section 4.1.2).
 
     Args:
         std: "sample" divides the squared deviations by n − 1, "population" by n. "none" sets c = 1, as in Dr.GRPO
@@ -24,8 +25,8 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
-    """Return (mean, standard deviation) over all token rewards of the group, once for each sample: GRPO with process
-    supervision (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
+    """Return the (mean, standard deviation) of all token rewards in the group, repeated for each sample: GRPO with
+    process supervision (https://arxiv.org/abs/2402.03300, section 4.1.3)."""
     centers = mean_of_tokens(group)
     if std == "none":
         return centers

@@ -13,13 +13,15 @@ from megarl.core.types import Baseline
 
 
 def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:
-    """Return the advantage of each sample, expressed as a baseline of its reward: `against_all` divided by the standard
+    """Return each sample's advantage, expressed as a baseline for its reward: `against_all` divided by the standard
     deviation over the k-subsets, or `against_without`.
 
     Args:
-        k: subset size. Reduced if rewards failed, to the number of remaining samples, and to one less with
-            pass_at_k_baseline="all", since the only subset of all samples has the same best for each of them.
-        std: "none" skips the division. Otherwise the population standard deviation, as all k-subsets are enumerated.
+        k: subset size. If rewards failed, it is reduced to the number of remaining samples. With
+            pass_at_k_baseline="all" it is at most one less than that number, since all samples would share the only
+            subset of full size.
+        std: "none" skips the division. "population" uses the population standard deviation, because all k-subsets are
+            enumerated.
     """
     rewards = [member.reward for member in group]
     k = min(k, len(rewards) - (pass_at_k_baseline == "all"))
@@ -31,8 +33,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Return for each reward the probability that it is the best of k drawn without replacement: C(j, k−1) / C(n, k)
-    for a reward with j rewards below it. Ties go to the later one in the list."""
+    """Return, for each reward, the probability that it is the largest of k rewards drawn without replacement: C(j, k−1)
+    / C(n, k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
     ranks = _ranks(rewards)
@@ -44,7 +46,7 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
     k.
 
     Divided by that deviation, this is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15),
-    generalized from rewards of 0 and 1 to any rewards.
+    generalized from rewards of 0 and 1 to arbitrary rewards.
     """
     chances = best_of_k(rewards, k)
     best = max(rewards)
@@ -56,7 +58,7 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
     sets = math.comb(n - 1, k - 1)
     expected_best = []
     for reward, rank in zip(rewards, ranks, strict=True):
-        # Either i is the best of the subset, or some j above i is and i is among the members below j.
+        # Either i is the best member of the subset, or a higher-ranked j is and i is one of the members below j.
         above = (ordered[j] * math.comb(j - 1, k - 2) for j in range(rank + 1, n) if k >= 2)
         expected_best.append((reward * math.comb(rank, k - 1) + math.fsum(above)) / sets)
     return [value - mean for value in expected_best], math.sqrt(variance)
@@ -65,12 +67,12 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
 def against_without(rewards: Sequence[float], k: int) -> list[float]:
     """Return (1 / C(n, k)) · Σ (max S − max(S∖{i})) over the k-subsets S that contain i, for each i.
 
-    Leave-one-out policy optimization of max@k (arXiv 2505.15201, section 4). With k = n, the best sample has its lead
-    over the second best and all others have 0 (arXiv 2503.19595).
+    Leave-one-out policy optimization of max@k (arXiv 2505.15201, section 4). With k = n, the best sample's advantage is
+    its lead over the second best, and all others have 0 (arXiv 2503.19595).
     """
     _check(rewards, k)
     ordered, sets = sorted(rewards), math.comb(len(rewards), k)
-    # Only the best of a subset contributes: its lead over the best of the k − 1 others, all below it.
+    # Only the best member of a subset contributes: its lead over the best of the other k − 1 members.
     return [
         math.fsum((ordered[rank] - ordered[j]) * math.comb(j, k - 2) for j in range(rank)) / sets
         if k >= 2
@@ -80,7 +82,8 @@ def against_without(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def _ranks(rewards: Sequence[float]) -> list[int]:
-    """Return how many are below each; of equal ones the later in the list is above."""
+    """Return the rank of each reward: the number of rewards below it. Among equal rewards, the later one in the list
+    ranks higher."""
     order = sorted(range(len(rewards)), key=lambda i: rewards[i])
     ranks = [0] * len(rewards)
     for rank, i in enumerate(order):
@@ -94,8 +97,8 @@ def _check(rewards: Sequence[float], k: int) -> None:
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
-    """k is at most the number of samples. With the baseline over all subsets it must be less: n samples have one subset
-    of size n, whose best is the same for each sample."""
+    """k is at most the number of samples. With the baseline over all subsets it must be less: n samples have only one
+    subset of size n, which contains every sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
     if samples_per_prompt < 2:  # rejected for every group estimator
         return None

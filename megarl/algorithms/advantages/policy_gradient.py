@@ -10,7 +10,7 @@ from megarl.core.types import NO_BASELINE, Baseline
 
 
 def policy_gradient(group: Sequence[Member]) -> list[Baseline]:
-    """b_i = 0: REINFORCE (Williams 1992)."""
+    """Return b_i = 0 for each sample: REINFORCE (Williams 1992)."""
     return [NO_BASELINE] * len(group)
 
 

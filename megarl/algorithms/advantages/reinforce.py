@@ -10,8 +10,8 @@ from megarl.core.types import Baseline
 
 
 def reinforce(group: Sequence[Member]) -> list[Baseline]:
-    """b = the moving average of the mean rewards of earlier steps: REINFORCE with a baseline (Williams 1992). A decay
-    of 1 gives their plain mean."""
+    """Return b, the moving average of the mean rewards of earlier steps: REINFORCE with a baseline (Williams 1992). A
+    decay of 1 gives their plain mean."""
     return [Baseline(member.earlier) for member in group]
 
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 def reinforce_plus_plus(
     reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float
 ) -> TokenAdvantages:
-    """A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), before whitening.
+    """Return A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), before whitening.
 
     Args:
         reward: float32 [N].
         mask: bool [N], true for trained tokens.
-        row_sample: int64 [N], the sample of each row, non-decreasing.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
     """
     return TokenAdvantages(reward_to_go(reward, mask, row_sample, gamma))
 

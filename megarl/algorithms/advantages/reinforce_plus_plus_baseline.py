@@ -10,7 +10,8 @@ from megarl.core.types import Baseline
 
 
 def reinforce_plus_plus_baseline(group: Sequence[Member]) -> list[Baseline]:
-    """b = mean(r): REINFORCE++ with a group baseline (https://arxiv.org/abs/2501.03262), before whitening."""
+    """Return b = mean(r) for each sample: REINFORCE++ with a group baseline (https://arxiv.org/abs/2501.03262), before
+    whitening."""
     return [Baseline(mean([member.reward for member in group]))] * len(group)
 
 

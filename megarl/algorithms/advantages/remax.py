@@ -10,7 +10,7 @@ from megarl.core.types import Baseline
 
 
 def remax(group: Sequence[Member]) -> list[Baseline]:
-    """b = the reward of the greedy response: ReMax (https://arxiv.org/abs/2310.10505, section 4)."""
+    """Return b, the reward of the greedy response: ReMax (https://arxiv.org/abs/2310.10505, section 4)."""
     return [Baseline(member.greedy) for member in group]
 
 

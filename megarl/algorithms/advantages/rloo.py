@@ -11,7 +11,7 @@ from megarl.core.types import Baseline, TokenTotals
 
 
 def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
-    """b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2).
+    """Return b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2).
 
     Args:
         std: "none" sets c_i = 1. "sample" or "population" sets c_i = std(r_j, j≠i) + std_epsilon, or 1 if that

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def cispo(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip_low: float | None, clip_high: float
 ) -> PolicyLoss:
-    """ℓ = −sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π, so every token keeps a gradient.
+    """Return ℓ = −sg(clip(ρ, 1 − clip_low, 1 + clip_high))·A·log π, so every token keeps a gradient.
 
     CISPO (https://arxiv.org/abs/2506.13585, eq. 4 and 5) has no lower bound (clip_low=None) and tunes clip_high without
     reporting the value. ScaleRL (https://arxiv.org/abs/2510.13786) reports its upper bound, 1 + clip_high = 5.

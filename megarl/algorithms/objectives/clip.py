@@ -22,7 +22,7 @@ def clip(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """ℓ = −min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A).
+    """Return ℓ = −min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A).
 
     PPO (https://arxiv.org/abs/1707.06347, eq. 7). DAPO's clip-higher (https://arxiv.org/abs/2503.14476) sets clip_high
     > clip_low. With dual_clip c > 1, ℓ ≤ −c·A where A < 0 (https://arxiv.org/abs/1912.09729, eq. 5).

@@ -23,7 +23,8 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO's clip, with no loss for the selected tokens: a random subset of those whose covariance lies within bounds.
+    """Return PPO's clipped loss, with 0 for the selected tokens: a random subset of those whose covariance lies within
+    bounds.
 
     Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper excludes tokens that the clip already stops;
     here tokens are selected before the ratio is known.

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def dpo(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m = β·h and h is the log-ratio of the better response minus that of
-    the worse one.
+    """Return ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m = β·h and h is the log-ratio of the better response minus
+    that of the worse one.
 
     DPO (https://arxiv.org/abs/2305.18290, eq. 7). A label_smoothing ε > 0 gives conservative DPO (Mitchell, 2023).
 

@@ -20,10 +20,10 @@ def dppo_tv(
     divergence_limit: float,
     divergence_limit_negative: float | None = None,
 ) -> PolicyLoss:
-    """ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old| exceeds
-    divergence_limit, else 1.
+    """Return ℓ = −M·ρ·A, where M = 0 for a token that has moved in its advantage's direction and whose |π − π_old|
+    exceeds divergence_limit, else 1.
 
-    DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), where π_old is the policy that sampled.
+    DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), where π_old is the policy that sampled the token.
 
     Args:
         divergence_limit_negative: the limit where A < 0; None uses divergence_limit.

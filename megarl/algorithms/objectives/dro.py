@@ -24,7 +24,7 @@ def dro(
     tau: float,
     level: str,
 ) -> PolicyLoss:
-    """ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
+    """Return ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
 
     DRO (https://arxiv.org/abs/2405.19107, eq. 4), where A is the reward minus a value and π_old is a fixed reference.
     Level "token" sets R to the token's own log ρ, a variant that is also published as DRO.

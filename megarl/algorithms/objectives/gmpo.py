@@ -24,7 +24,7 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """ℓ = −A·exp(mean of c over the sample): the geometric mean of individually clipped token ratios.
+    """Return ℓ = −A·exp(mean of c over the sample): the geometric mean of individually clipped token ratios.
 
     c = min(log ρ, clip_high) where A > 0, else max(log ρ, −clip_low). The clip applies to the log-ratio. GMPO
     (https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1).

@@ -1,4 +1,4 @@
-"""GSPO: PPO's clip of the sequence-level ratio."""
+"""GSPO: PPO's clip applied to the sequence-level ratio."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """ℓ = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), where s = exp(mean of log ρ over the sample).
+    """Return ℓ = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), where s = exp(mean of log ρ over the sample).
 
     GSPO (https://arxiv.org/abs/2507.18071, eq. 5 and 7).
     """

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
-    """ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the worse one.
+    """Return ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the
+    worse one.
 
     IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here.
 

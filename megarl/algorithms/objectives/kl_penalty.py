@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def kl_penalty(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, penalty: float) -> PolicyLoss:
-    """ℓ = −ρ·A + penalty · k with k = ρ − 1 − log ρ, whose mean over tokens sampled from π_old is KL(π_old ‖ π).
+    """Return ℓ = −ρ·A + penalty·k with k = ρ − 1 − log ρ, whose mean over tokens sampled from π_old is KL(π_old ‖ π).
 
     TRPO's penalty form (https://arxiv.org/abs/1502.05477, section 4; PPO, https://arxiv.org/abs/1707.06347, eq. 8).
     With a penalty_target, `megarl.algorithms.kl.adapted_penalty` adapts the penalty after each step.

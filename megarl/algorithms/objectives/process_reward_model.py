@@ -1,4 +1,4 @@
-"""Process reward model: scores for the steps of a response."""
+"""Process reward model: scores for the steps in a response."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def process_reward_model(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), where s is the score of a step's last token and y the step's label.
+    """Return ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), where s is the score of a step's last token and y the step's
+    label.
 
     Let's Verify Step by Step (https://arxiv.org/abs/2305.20050) uses human labels, 0 or 1. Math-Shepherd
-    (https://arxiv.org/abs/2312.08935, eq. 2) uses estimated ones, hard or soft.
+    (https://arxiv.org/abs/2312.08935, eq. 2) uses estimated labels, hard or soft.
 
     Args:
         score: float32 [N].

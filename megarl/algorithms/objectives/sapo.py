@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def sapo(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, tau_positive: float, tau_negative: float
 ) -> PolicyLoss:
-    """ℓ = −(4/τ)·σ(τ·(ρ − 1))·A, where τ = tau_positive if A > 0, else tau_negative.
+    """Return ℓ = −(4/τ)·σ(τ·(ρ − 1))·A, where τ = tau_positive if A > 0, else tau_negative.
 
     SAPO (https://arxiv.org/abs/2511.20347, eq. 5 and 6). At ρ = 1 its gradient equals that of −ρ·A.
     """

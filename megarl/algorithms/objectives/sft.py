@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def sft(log_prob: torch.Tensor) -> torch.Tensor:
-    """ℓ = −log π of each assistant token, float32 [N]."""
+    """Return ℓ = −log π for each assistant token, float32 [N]."""
     return -log_prob
 
 

@@ -1,4 +1,4 @@
-"""Token-level reward model: a score for every token of a response."""
+"""Token-level reward model: a score for every token in a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def token_reward_model(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), where s is a token's score and y the label of the step it belongs to.
+    """Return ℓ = −y·log σ(s) − (1 − y)·log(1 − σ(s)), where s is a token's score and y the label of the step it belongs
+    to.
 
     The loss of a process reward model (Let's Verify Step by Step, https://arxiv.org/abs/2305.20050), applied to every
     token.

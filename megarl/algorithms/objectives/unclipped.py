@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def unclipped(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> PolicyLoss:
-    """ℓ = −ρ·A: TRPO's surrogate (https://arxiv.org/abs/1502.05477, eq. 14) without its constraint."""
+    """Return ℓ = −ρ·A: TRPO's surrogate (https://arxiv.org/abs/1502.05477, eq. 14) without its constraint."""
     ratio = policy_ratio(log_prob, old, advantage)
     return PolicyLoss.of(-ratio * advantage, ratio)
 

@@ -1,1 +1,1 @@
-"""Groups of the processes of a role, one Ray actor for each process."""
+"""Worker groups: the processes of one role, each with its Ray actor."""

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
 
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shape and dtype of each parameter of a worker."""
+"""Shape and dtype of each parameter in a worker, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The aborted rollouts of a group. num_tokens: number of tokens sampled before the abort."""
+    """The aborted rollouts in a group. num_tokens: number of tokens sampled before the abort."""
 
     num_tokens: int
 
 
 @dataclass(slots=True)
 class _Generating:
-    """A running call of `generate`. num_tokens: number of tokens in its finished samples."""
+    """A running call to `generate`. num_tokens: number of tokens in its finished samples."""
 
     requests: Sequence[SamplingRequest]
     samples: asyncio.Future[list[Sample]]
@@ -49,18 +49,18 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Because it has async methods, Ray runs all calls in one event loop: other calls run while `generate`
-    waits for its samples."""
+    """One engine. Because it has async methods, Ray runs all calls in one event loop, so other calls can run while
+    `generate` waits for its samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
-        """Build the engine, without weights."""
+        """Build the engine without loading weights."""
 
     def _load(self, arguments: Mapping[str, Any]) -> Engine:
         engine = self._make_engine(arguments)
         self._turns = defaultdict(lambda: EngineTurns(engine))
         self._generating: dict[str, _Generating] = {}
-        """Running calls of `generate`, by the name of the first request."""
+        """Running calls to `generate`, by the name of the first request."""
         return engine
 
     def call(self, method: str, *arguments: Any) -> TimedResult:
@@ -68,25 +68,25 @@ class EngineProcess(VllmActor):
             return super().call(method, *arguments)
 
     def take_work(self) -> tuple[float, int]:
-        """Return the seconds and the number of steps of sampling since the last call."""
+        """Return the seconds spent sampling and the number of sampling steps since the last call."""
         return self._worker.take_seconds(), self._worker.take_num_steps()
 
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
-        """Return each worker's parameters, and the names of kernels that repack them."""
+        """Return the parameters in each worker, and the names of kernels that repack parameters."""
         return self._worker.parameters(), self._worker.repacking()
 
     def connect(
         self, plan: CompactPlan, channel: Channel, holders: Mapping[str, Sequence[Holder]], by_loader: bool
     ) -> None:
-        """Connect the engine for the following refits. holders: the workers' holders, by engine name."""
+        """Connect the engine for subsequent refits. holders: the workers' holders, by engine name."""
         self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
     async def generate(
         self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
     ) -> list[TimedResult | Sample | None]:
         """Return the samples' metadata, then the samples, each as a separate return value: return values outlive the
-        process, unlike objects that it puts into the store. The listener receives samples as they finish. An aborted
-        call returns Aborted in place of the metadata."""
+        process, unlike objects that the process puts into the object store. The listener receives samples as they
+        finish. An aborted call returns Aborted in place of the metadata."""
         begin = time.time()
 
         def report(samples: list[Sample]) -> None:
@@ -107,20 +107,20 @@ class EngineProcess(VllmActor):
         return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
-        """Abort the running calls of `generate` whose first requests have these names."""
+        """Abort the running calls to `generate` whose first requests have these names."""
         for name in self._generating.keys() & set(names):
             call = self._generating[name]
             call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
             call.samples.cancel()
 
     async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
-        """Start turns of a process that runs rollouts, and return finished turns, see EngineTurns."""
+        """Start turns for a process that runs rollouts, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
             return await self._turns[maker].exchange(turns, abandoned)
 
     @contextmanager
     def _end_if_rank_died(self) -> Iterator[None]:
-        """End this process on an error if one of the engine's ranks has died, because the engine is then lost."""
+        """If the body raises and one of the engine's ranks has died, end this process, because the engine is lost."""
         try:
             yield
         except Exception:

@@ -1,4 +1,4 @@
-"""The driver's handle of the rollout engines: all replicas, the assignment of prompts, and recovery of lost engines."""
+"""The driver's handle to the rollout engines: replicas, prompt assignment, and recovery from lost engines."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_NAMED = 3
-"""Number of parameters or kernels that the message names if weights cannot be written in place."""
+"""Maximum number of parameters or kernels named in the message about weights that cannot be written in place."""
 
 SLOW = 1.5
 """Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
 
 MUCH_SLOWER = 2.0
-"""Slowdown relative to the fastest engine above which idle engines restart an engine's prompts: at twice the time, idle
-engines finish the same work from scratch before the slow engine does."""
+"""Slowdown relative to the fastest engine above which idle engines restart a slow engine's prompts. At twice the time
+per token, an idle engine finishes the same work from scratch before the slow engine does."""
 
 RESTARTS = 3
-"""Maximum number of restarts per engine. After that many, the cause is probably permanent."""
+"""Maximum number of restarts per engine. If an engine fails more often, the cause is probably permanent."""
 
 GENERATE = RemoteMethod("generate", timeout="rollout", phase="rollout")
-"""EngineActor.generate, which has several return values."""
+"""Remote method for EngineActor.generate. It is declared here because `generate` returns several Ray objects."""
 
 Generation = tuple[str, int]
-"""An engine's process name, and the number of earlier processes with this name that were lost."""
+"""An engine's process name, and the number of lost processes that had this name before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """The driver's handle of a sample: its metadata, and a reference to its tokens."""
+    """The driver's handle to a sample: its metadata, and a reference to its tokens."""
 
     info: SampleInfo
     ref: ray.ObjectRef
 
     @classmethod
     def put(cls, sample: Sample) -> RemoteSample:
-        """Put the sample into Ray's object store, where it stays while a reference to it exists."""
+        """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
         return cls(SampleInfo.of(sample), ray.put(sample))
 
 
@@ -80,7 +80,7 @@ class Load:
 
     Attributes:
         requests: number of requests per engine.
-        losses: per engine, the number of its processes lost before the assignment.
+        losses: number of processes that each engine had lost before the assignment.
     """
 
     requests: Mapping[str, int]
@@ -92,16 +92,16 @@ class Load:
         self.group.load.subtract(self.requests)
 
     def newly_lost(self, lost: Collection[str]) -> list[str]:
-        """Return the lost engines that no other call has reported before."""
+        """Return the lost engines that no earlier call has reported."""
         return [name for name in lost if self.group.losses[name] == self.losses[name]]
 
 
 class EngineGroup(VllmGroup):
-    """All replicas. All samples of one prompt go to the engine with the least load, to share its prefix cache. With
-    rollout.max_staleness, slower engines receive fewer prompts.
+    """All engine replicas. The samples for one prompt all go to the least-loaded engine, where they share a prefix
+    cache. With rollout.max_staleness, slower engines receive fewer prompts.
 
-    When one of several engines is lost, the others do its work while it restarts. It rejoins at the next refit. An
-    engine that shares GPUs with trainers does not restart, because there is no memory for it while they train.
+    When one of several engines is lost, the remaining engines take over its work while it restarts. It rejoins at the
+    next refit. An engine that shares GPUs with trainers does not restart, because training leaves no memory for it.
     """
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
@@ -149,16 +149,16 @@ class EngineGroup(VllmGroup):
         self.load: Counter[str] = Counter()
         """Number of pending requests of each engine."""
         self._weighs_speed = config.rollout.max_staleness > 0
-        """Whether slower engines receive fewer requests. Not if a step waits for all of its rollouts, because the
+        """Whether slower engines receive fewer requests. False if a step waits for all of its rollouts: otherwise the
         assignment, and so the run, would not be reproducible."""
         self._latencies: dict[str, float] = {}
-        """Seconds per token of each engine, averaged over the last steps."""
+        """Seconds per token for each engine, averaged over the last steps."""
         self._places: dict[str, str] = {}
-        """Engines of individually submitted groups, by the name of the first request."""
+        """Engine for each individually submitted group, by the name of the group's first request."""
         self._moving: set[str] = set()
-        """First requests of groups that move to another engine, until their calls return."""
+        """Names of the first requests in groups that move to a different engine, until their calls return."""
         self._aborted: set[str] = set()
-        """First requests of aborted groups, until their calls return."""
+        """Names of the first requests in aborted groups, until their calls return."""
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """Restarting engines, each with the calls that it must complete to be ready."""
 
@@ -175,7 +175,7 @@ class EngineGroup(VllmGroup):
 
         self._make_holders, self._holders = hold, hold(None)
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
-        """The holder of all weights, in the form that the engines receive."""
+        """Holder of the whole model in the format that the engines receive."""
         self.by_loader = False
         """Whether the engines load weights through vLLM's loader, which may transform them."""
 
@@ -185,15 +185,16 @@ class EngineGroup(VllmGroup):
         return described.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
     def start_loaded(self, version: int) -> Pending[None]:
-        """Start engines that load the model's own weights (load_format=auto) as this version, without a refit."""
+        """Start engines that load weights from the model folder (load_format=auto) as this version, without a refit."""
         return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
-        """Switch to whole tensors if parameters differ from the model's family, except for padded experts, or if
-        kernels have repacked them.
+        """Switch to sending whole tensors if kernels have repacked parameters, or if the parameters differ from those
+        of the model family in more than padded experts.
 
         Args:
-            described: the first engine's parameters per worker, and the names of kernels that repack them.
+            described: the parameters in each worker of the first engine, and the names of kernels that repack
+                parameters.
         """
         workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
@@ -208,32 +209,31 @@ class EngineGroup(VllmGroup):
             self._switch_to_loader("kernels repack weights", repacking)
 
     def pause(self) -> Pending[None]:
-        """Pause the engines between steps if other processes need their devices while requests are in flight, see
-        Engine.pause."""
+        """Pause the engines if other processes need their devices while requests are in flight. See Engine.pause."""
         return self._switch(self._pause, self._pauses)
 
     def resume(self) -> Pending[None]:
-        """Continue after a pause."""
+        """Resume sampling after a pause."""
         return self._switch(self._resume, self._pauses)
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
-        """Free the devices' memory until the next refit if rollout.sleep is set, see Engine.sleep. Weights need not be
-        kept if a refit replaces all of them, but vLLM's own loader may skip some."""
+        """Free device memory until the next refit if rollout.sleep is set. See Engine.sleep. Weights can be discarded
+        if the refit replaces all of them, but not with vLLM's own loader, which may skip some."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
-        """Run a method that makes engines release or reclaim their devices, if it applies to this run."""
+        """Run a method that makes the engines release or reclaim their devices, if `applies` is true."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _submit(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
-        """Submit calls to engines. Some of the engines may be lost (`may_fail`)."""
+        """Submit calls to engines. The loss of an engine in `may_fail` is not an error."""
         pending = self._session.submit(calls, self.phase(method), method.timeout, may_fail=self.may_fail)
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
-        """Make every worker receive the whole model, in the tensors of the checkpoint. names: the parameters or kernels
-        that cause this."""
+        """Make every worker receive the whole model as checkpoint tensors. names: the parameters or kernels that make
+        this necessary."""
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "
             f"{reason}: {'; '.join(names[:MAX_NAMED])}{'; …' if len(names) > MAX_NAMED else ''}",
@@ -252,27 +252,27 @@ class EngineGroup(VllmGroup):
 
     @property
     def generations(self) -> list[Generation]:
-        """The live processes. A restarted process differs from its predecessor."""
+        """The generation of each live process. A restarted process has a different generation from its predecessor."""
         return [(name, self.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
-        """Holders of the weights in all workers of the live processes."""
+        """Weight holders for all workers in the live processes."""
         return [holder for name in self._actors for holder in self._holders[name]]
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
-        """Return a trainer's holders with the weights in the form that these engines receive."""
+        """Return a trainer's holders with the weights in the format that these engines receive."""
         return quantised_sources(self._hf_config, holders) if self._quantizes else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantised_destinations(self._hf_config, holders) if self._quantizes else holders
 
     def assign(self, sizes: Mapping[int, int], excluded: Collection[str] = ()) -> dict[str, list[int]]:
-        """Assign groups to engines, one by one to the engine expected to finish the group first.
+        """Assign each group to the engine that is expected to finish it first. Return group numbers by engine name.
 
         Args:
-            sizes: number of requests per group, by the group's number.
-            excluded: engines that receive groups only if there are no others.
+            sizes: number of requests in each group, by group number.
+            excluded: engines that receive groups only if no other engine is left.
         """
         load, slowness = Counter(self.load), self._slowness()
         assigned = {name: [] for name in [name for name in self._actors if name not in excluded] or self._actors}
@@ -283,7 +283,7 @@ class EngineGroup(VllmGroup):
         return {name: numbers for name, numbers in assigned.items() if numbers}
 
     def _slowness(self) -> dict[str, float]:
-        """Return each engine's slowdown relative to the fastest one, as 1 if it is at most SLOW."""
+        """Return each engine's slowdown relative to the fastest one. A slowdown of at most SLOW is returned as 1."""
         if not self._weighs_speed:
             return dict.fromkeys(self._actors, 1.0)
         fastest = min((self._latencies[name] for name in self._actors if name in self._latencies), default=1.0)
@@ -291,7 +291,7 @@ class EngineGroup(VllmGroup):
         return {name: factor if factor > SLOW else 1.0 for name, factor in times.items()}
 
     def add_load(self, requests: Mapping[str, int]) -> Load:
-        """Add pending requests, by engine, to the engines' load."""
+        """Add the number of new requests for each engine to the engines' load."""
         self.load.update(requests)
         return Load(requests, {name: self.losses[name] for name in requests}, self)
 
@@ -303,8 +303,8 @@ class EngineGroup(VllmGroup):
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
-        """Sample the requests of each prompt. The result has their samples in the same shape and order. If an engine is
-        lost meanwhile, its requests go to the others.
+        """Sample responses for the requests of each prompt. The result has their samples in the same shape and order.
+        If an engine is lost in the meantime, its requests go to the remaining engines.
 
         Args:
             listener: an actor whose method `begin` receives each sample as soon as it is complete.
@@ -312,15 +312,15 @@ class EngineGroup(VllmGroup):
         return self._generate(groups, listener, {})
 
     def abort(self, groups: Collection[Sequence[str]]) -> None:
-        """Abort individually submitted groups, given by the names of their requests. Their calls return soon, with
-        Aborted or, if they had already finished, with their samples."""
+        """Abort individually submitted groups, given by the names of their requests. Their calls return soon: with
+        Aborted, or with samples if the group had already finished."""
         names = {group[0] for group in groups}
         self._aborted |= names
         for actor in self._actors.values():
             actor.abort.remote(names)
 
     def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """Restart groups of much slower engines on idle engines. groups: individually submitted groups that a step
+        """Restart groups from much slower engines on idle engines. groups: individually submitted groups that a step
         waits for, given by the names of their requests."""
         slowness = self._slowness()
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self._actors):
@@ -346,11 +346,11 @@ class EngineGroup(VllmGroup):
         done: Mapping[int, Sampled],
         excluded: Collection[str] = (),
     ) -> Pending[list[Sampled]]:
-        """Sample the groups that are not done.
+        """Sample the groups that have no result yet.
 
         Args:
-            done: results of the other groups, by their index in `groups`.
-            excluded: slow engines whose groups move to others.
+            done: results of finished groups, by their index in `groups`.
+            excluded: slow engines whose groups move to faster ones.
         """
         remaining = [i for i in range(len(groups)) if i not in done]
         assigned = self.assign({i: len(groups[i]) for i in remaining}, excluded)
@@ -388,17 +388,17 @@ class EngineGroup(VllmGroup):
     def _sample(
         self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
     ) -> list[ray.ObjectRef]:
-        """Start EngineActor.generate on this engine. Return references to its return values."""
+        """Start EngineActor.generate on this engine. Return Ray references to its return values."""
         requests = [request for group in groups for request in group]
         return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
 
     def generate_on_each(
         self, requests_of: Callable[[str], Sequence[SamplingRequest]]
     ) -> Pending[dict[str, list[RemoteSample]]]:
-        """Sample requests on every engine. The result has the samples of all engines that were not lost, by name.
+        """Sample requests on every engine. The result has the samples by engine name, without lost engines.
 
         Args:
-            requests_of: returns an engine's requests, given its name.
+            requests_of: function that maps an engine's name to its requests.
         """
         sampling = {name: self._sample(name, [requests_of(name)], None) for name in self.names}
         calls = {name: refs[0] for name, refs in sampling.items()}
@@ -410,16 +410,16 @@ class EngineGroup(VllmGroup):
         return self._submit(GENERATE, calls).then(collect)
 
     def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
-        """Return every engine's EngineInfo, by name, see Engine.facts."""
+        """Return the EngineInfo for every engine, by engine name. See Engine.facts."""
         return self._run_on_each(self._facts, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare every engine's weights with checksums. The result has the differing regions, by engine name, see
+        """Compare the weights in every engine with checksums. The result has the differing regions, by engine name. See
         Engine.differing."""
         return self._run_on_each(self._differing, share(expected))
 
     def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
-        """Run a method on every engine. The result has the return values of all engines that were not lost, by name."""
+        """Run a method on every engine. The result has the return values by engine name, without lost engines."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:
             self.drop(answers.lost, "refit")
@@ -441,17 +441,17 @@ class EngineGroup(VllmGroup):
         return self._submit(call.method, calls).then(take)
 
     def connect(self, plan: CompactPlan, channel: Channel) -> Pending[bool]:
-        """Set the plan of the following refits. The result is whether no engine was lost."""
+        """Set the plan for subsequent refits. The result is True if no engine was lost."""
         names = self.names
         connected = self._run_on_each(self._connect, share(plan), share(channel), share(self._holders), self.by_loader)
         return connected.then(lambda values: len(values) == len(names))
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
-        """Start the refit in every engine, see Engine.refit. Return the calls, by engine name."""
+        """Start the refit in every engine. Return the calls by engine name. See Engine.refit."""
         return self._refit.start(version, share(expected))
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Remove the lost engines, and restart them. Raises RunFailure if none is left."""
+        """Remove the lost engines and restart them. Raise RunFailure if no live engine is left."""
         # A refit during a rollout may have noticed the loss first.
         lost = [name for name in lost if name in self._actors]
         for name in lost:
@@ -479,7 +479,7 @@ class EngineGroup(VllmGroup):
         self._starting[name] = actor, calls
 
     def rejoin_restarted(self) -> None:
-        """Add engines that have restarted to the live ones. Call before a refit: they have no weights yet."""
+        """Add restarted engines to the live ones. Call this before a refit, because they have no weights yet."""
         for name, (actor, calls) in list(self._starting.items()):
             finished, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
             if len(finished) < len(calls):
@@ -500,7 +500,8 @@ class EngineGroup(VllmGroup):
         return f"continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """Watch the last engine, so that its loss ends every wait. With several, a loss is noticed at the next call."""
+        """If only one engine is left, watch it so that its loss ends every wait. With several engines, a loss is
+        noticed at the next call."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)

@@ -1,4 +1,4 @@
-"""The processes that run rollouts in environments, one beside each engine."""
+"""The processes that run rollouts in environments, one per engine."""
 
 from __future__ import annotations
 
@@ -34,38 +34,39 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 Complete = Callable[[TurnRequest], Awaitable[Completion]]
-"""Samples the tokens of a turn on an engine."""
+"""A function that samples the tokens of one turn on an engine."""
 
 
 class EnvironmentWorker:
-    """Runs many rollouts concurrently in one event loop. Environments run in separate processes. Training's processes
-    last for the whole run; those of an evaluation set last for one evaluation, so every evaluation starts from the same
-    state and does not touch the state of training's environments."""
+    """Runs many rollouts concurrently in one event loop, with the environments in separate processes. The processes for
+    training last for the whole run. An evaluation set has its own processes for one evaluation, so every evaluation
+    starts from the same state and does not affect the training environments."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
         """
         Args:
             num_processes: number of environment processes.
-            address: address of this machine at which agents reach the policy.
+            address: this machine's address, at which agents reach the policy.
         """
         self._config, self._tokenizer = config, tokenizer
         self._num_processes, self._address = num_processes, address
         self._training: RolloutRunner | None = None
 
     async def start(self) -> None:
-        """Start the environments of training, if there are any."""
+        """Start the training environments, if any."""
         if self._config.has_environment:
             self._training = await self._start_runner(self._config)
 
     async def close(self) -> None:
-        """Stop the environments of training. Otherwise they stop with this process."""
+        """Stop the training environments. Without this call, they stop when this process ends."""
         if self._training is not None:
             await self._training.close()
 
     async def train(
         self, requests: Sequence[SamplingRequest], complete: Complete, on_finished: Callable[[list[Sample]], T]
     ) -> list[T]:
-        """Run rollouts, and call `on_finished` on the samples of each as soon as it finishes. Return its results."""
+        """Run rollouts. Call `on_finished` with each rollout's samples as soon as the rollout finishes, and return the
+        results of these calls."""
         assert self._training is not None, "the run has an environment"
         return await _run_all(self._training, requests, complete, on_finished, len(requests))
 
@@ -76,8 +77,8 @@ class EnvironmentWorker:
         complete: Complete,
         on_finished: Callable[[list[Sample]], T],
     ) -> list[T]:
-        """Do the same for an evaluation set with this config. At most as many rollouts run concurrently as in a step of
-        training, for which the machine has enough memory."""
+        """Run the rollouts for an evaluation set with this config, like `train`. The number of concurrent rollouts is
+        at most that of a training step, for which the machine has enough memory."""
         runner = await self._start_runner(set_config)
         try:
             return await _run_all(runner, requests, complete, on_finished, _rollouts_per_engine(self._config))
@@ -114,12 +115,12 @@ async def _run_all(
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # if one has raised
+        for task in tasks:  # no effect unless a task has raised
             task.cancel()
 
 
 def _rollouts_per_engine(config: Config) -> int:
-    """Return the number of rollouts per engine in a step of training."""
+    """Return the number of rollouts per engine in a training step."""
     return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
@@ -139,8 +140,8 @@ class EnvironmentActor(AsyncProcessActor):
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
     ) -> list[list[RemoteSample]] | None:
-        """Run rollouts on this engine. Return the samples of each, or None if the engine was lost. The listener
-        receives the samples of rollouts as they finish."""
+        """Run rollouts on this engine. Return the samples for each rollout, or None if the engine was lost. The
+        listener receives each rollout's samples as soon as the rollout finishes."""
 
         def on_finished(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
@@ -152,12 +153,13 @@ class EnvironmentActor(AsyncProcessActor):
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[RemoteSample]] | None:
-        """Run the rollouts of an evaluation set with this config. Return the same as `train`."""
+        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`."""
         turns = self._turns_in(engine)
         return await _finish(self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
-        """Return this process's turns on an engine. They outlive a call: an agent that has exited may leave some."""
+        """Return the RemoteTurns for this engine. It is reused across calls, because an agent that exits may leave
+        turns unfinished."""
         if engine not in self._turns:
             self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
         return self._turns[engine]
@@ -178,8 +180,8 @@ def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
 
 
 class EnvironmentGroup(WorkerGroup):
-    """The processes that run rollouts in environments, each on the engine with the same index. All rollouts of a prompt
-    run on one engine, so that they share its prefix cache."""
+    """The processes that run rollouts in environments, each on the engine with the same index. All rollouts for a
+    prompt run on one engine, where they share a prefix cache."""
 
     title = "EnvironmentActor"
 
@@ -215,18 +217,18 @@ class EnvironmentGroup(WorkerGroup):
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of each prompt. The result has their samples by prompt, grouped by rollout. If an engine is
-        lost meanwhile, its rollouts restart on the others.
+        """Run the rollouts for each prompt. The result has their samples by prompt, grouped by rollout. If an engine is
+        lost in the meantime, its rollouts restart on the remaining engines.
 
         Args:
-            listener: an actor whose method `begin` receives the samples of each rollout as soon as it finishes.
+            listener: an actor whose method `begin` receives each rollout's samples as soon as the rollout finishes.
         """
         return self._generate(groups, self._train, listener, {})
 
     def evaluate(
         self, groups: Sequence[Sequence[SamplingRequest]], set_config: Config
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of an evaluation set with this config, like `generate`."""
+        """Run the rollouts for an evaluation set with this config, like `generate`."""
         return self._generate(groups, self._evaluate, set_config, {})
 
     def _generate(
@@ -236,7 +238,8 @@ class EnvironmentGroup(WorkerGroup):
         argument: A,
         done: dict[int, list[RemoteSample]],
     ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts of the prompts that are not done. argument: the last argument of the call."""
+        """Run the rollouts for prompts that have no result in `done`. argument: the last argument of the remote
+        call."""
         remaining = [i for i in range(len(groups)) if i not in done]
         pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
         by_engine = self._engines.assign({i: len(groups[i]) for i in remaining})

@@ -1,5 +1,5 @@
-"""Scoring of evaluation samples. Their functions run in separate processes, because functions that score training
-samples may keep state that an evaluation must not change."""
+"""Scoring of evaluation samples. Their reward functions run in separate processes, because functions that score
+training samples may keep state that an evaluation must not change."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megarl.rewards.scorer import Scorer
 
 
 class SetScorer:
-    """The functions of one evaluation set, and the pool that runs them."""
+    """The reward functions for one evaluation set, and the pool that runs them."""
 
     def __init__(self, config: Config, pool: FunctionPool):
-        """config: the config of the set."""
+        """config: the evaluation set's config."""
         self._functions = function_names(config)
         self._single = [name for name in self._functions if name not in pool.batch_functions]
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
         self._pool = pool
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
-        """Score the samples, each by its whole rollout, and write them as text to a JSONL file."""
+        """Score each sample by its whole rollout, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
         single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))
@@ -42,7 +42,7 @@ class SetScorer:
 
 
 class EvaluationScorer:
-    """The scorers of all sets. Sets with the same functions share processes."""
+    """The scorers for all evaluation sets. Sets with the same reward functions share processes."""
 
     def __init__(self, config: Config, num_processes: int):
         self._pools: dict[str, FunctionPool] = {}
@@ -67,7 +67,7 @@ def function_names(config: Config) -> tuple[str, ...]:
 
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Write the file from scratch, because an attempt that was killed here may have left one."""
+    """Overwrite the file, because an attempt that was killed during this call may have left one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     append_rollouts(file, version, zip(samples, scores, strict=True))

@@ -1,4 +1,4 @@
-"""The processes of a role and their Ray actors."""
+"""The processes in a role and their Ray actors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 
 CALLS_AT_ONCE = 100_000
-"""Maximum number of concurrent calls in an async actor. Each prompt in flight is one call, and other calls must get
-through beside them; Ray's default is 1,000."""
+"""Maximum number of concurrent calls in an async actor. Each prompt in flight is one call, and these calls must not
+block other calls. Ray's default is 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """The return value of a call, with its start and end in seconds since the epoch by the process's clock."""
+    """The return value of a call, with its start and end times in seconds since the epoch on the process's clock."""
 
     value: Any
     begin: float
@@ -34,7 +34,7 @@ class TimedResult:
 
 
 class ProcessActor:
-    """One process of the run, as a Ray actor that holds a worker and runs its methods.
+    """One process in the run: a Ray actor that holds a worker and runs its methods.
 
     Megatron and vLLM are imported in the actor's process, never in the driver's.
     """
@@ -55,7 +55,7 @@ class ProcessActor:
         return getattr(self, method) if hasattr(self, method) else getattr(self._worker, method)
 
     def _receive(self, argument: Any) -> Any:
-        """Return the argument as the method takes it."""
+        """Convert a remote call's argument to the type that the method expects."""
         return argument
 
 
@@ -71,7 +71,7 @@ class AsyncProcessActor(ProcessActor):
 
 
 class WorkerGroup:
-    """The processes of one role. Its remote methods run in all of them and return a Pending of their results."""
+    """The processes in one role. A remote method runs in all of them and returns a Pending with their results."""
 
     title: ClassVar[str]
     """Name of the actor class, which starts the title of its processes."""
@@ -79,7 +79,7 @@ class WorkerGroup:
     def __init__(self, session: Session, role: str, actors: Mapping[str, ActorHandle]):
         """
         Args:
-            role: what the group is called in error messages.
+            role: name of the group in error messages.
             actors: actors by process name.
         """
         self.role, self._session, self._actors = role, session, dict(actors)
@@ -95,13 +95,13 @@ class WorkerGroup:
         return ready(self._idle_share([self._session.trace.take_seconds(name) for name in self._actors]))
 
     def _idle_share(self, busy: Sequence[float]) -> float:
-        """busy: seconds that each process worked."""
+        """Return the idle fraction. busy: seconds of work in each process since the last call."""
         now = time.monotonic()
         elapsed, self._share_taken = now - self._share_taken, now
         return 1 - sum(busy) / (len(busy) * elapsed)
 
     def phase(self, method: RemoteMethod) -> str:
-        """Return what the driver waits for during this method, for error messages."""
+        """Return a description of what the driver waits for during this method, for error messages."""
         return method.phase or f"{self.role} {method.name.replace('_', ' ')}"
 
     def read(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:

@@ -1,4 +1,4 @@
-"""The Megatron ranks of a model, one Ray actor each."""
+"""A model's Megatron ranks, each with its Ray actor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a rank reports once its model is built."""
+    """A rank's report after it has built its model."""
 
     data_parallel_rank: int
     holder: Holder
@@ -43,18 +43,18 @@ class RankActor(ProcessActor):
         super().__init__(process, logs)
         layout = config.placed(role).layout
         if layout.tp > 1 or layout.cp > 1:
-            # Megatron overlaps these groups' communication with GEMMs by submission order, which a GPU keeps only
+            # Megatron overlaps these groups' communication with GEMMs by submission order, which a GPU preserves only
             # within one hardware queue. CUDA reads the variable when it creates the context.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._config, self._role, self._model_folder = config, role, model_folder
         self._batches = FetchedBatches()
 
     def _receive(self, argument: Any) -> Any:
-        """Fetch the LocalBatch that a RankBatch refers to."""
+        """Fetch the LocalBatch if the argument is a RankBatch."""
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
     def open_store(self) -> tuple[str, int]:
-        """Open the process group's TCPStore, on rank 0. Return its host and port."""
+        """Open the process group's TCPStore on rank 0, and return its host and port."""
         with imports():
             from megarl.cluster.store import open_store
         host = ray.util.get_node_ip_address()
@@ -90,7 +90,7 @@ def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
 
 
 class RankGroup(WorkerGroup):
-    """All ranks of a role."""
+    """All ranks in a role."""
 
     actor_class: ClassVar[Any]
     """A class derived from RankActor, as a Ray actor."""
@@ -120,8 +120,8 @@ class RankGroup(WorkerGroup):
 
     @remote(timeout="start")
     def close(self) -> None:
-        """Leave the process group on all ranks at the same time. To its peers, a rank that leaves alone looks like a
-        crash."""
+        """Leave the process group on all ranks at the same time. A rank that left alone would look like a crash to its
+        peers."""
 
     def start(self) -> Pending[None]:
         """Open the rendezvous on rank 0, then build the model on all ranks."""
@@ -139,5 +139,5 @@ class RankGroup(WorkerGroup):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
-        """Return each rank's argument for a remote method that takes the batch of its data-parallel rank."""
+        """Return each rank's arguments for a remote method that takes its data-parallel rank's batch."""
         return [(batches[rank],) for rank in self._data_parallel_ranks]

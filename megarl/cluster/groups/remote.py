@@ -1,4 +1,4 @@
-"""Remote methods: declared once on a group, with the timeout that bounds them, and run in the group's processes."""
+"""Remote methods. A method is declared once on a group, with its timeout, and runs in the group's processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ Ts = TypeVarTuple("Ts")
 
 @dataclass(frozen=True, slots=True)
 class RemoteMethod:
-    """A method that runs in another process: its name, the key of cluster.timeouts that bounds the wait, and what the
-    driver waits for, in error messages. phase=None: the group's role and the method's name."""
+    """A method that runs in a different process.
+
+    Attributes:
+        timeout: the key in cluster.timeouts that bounds the wait.
+        phase: description in error messages of what the driver waits for; None: the group's role and the method's name.
+    """
 
     name: str
     timeout: TimeoutKind
@@ -42,19 +46,20 @@ def remote(
 def remote(timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list], Any] = list) -> Any:
     """Declare a method of a WorkerGroup that runs in the group's processes.
 
-    The decorated function has no body: its name, without leading underscores, is that of the method of the process's
-    actor or, if the actor has none, of its worker; its signature gives the types. The driver cannot import most worker
-    classes, because they import Megatron; `tests/unit/cluster/groups/test_remote.py` compares both signatures.
+    The decorated function has no body. Its name, without leading underscores, names a method of the process's actor or,
+    if the actor has no such method, of the actor's worker. Its signature gives the types. The driver cannot import most
+    worker classes, because they import Megatron; `tests/unit/cluster/groups/test_remote.py` compares both signatures.
 
     Args:
         timeout, phase: as in RemoteMethod.
-        join: makes the call's result of the processes' return values, which are in order. By default, their list.
+        join: combines the return values from the processes, in process order, into the call's result. By default, the
+            result is their list.
     """
     return lambda function: Declaration(RemoteMethod(function.__name__.lstrip("_"), timeout, phase), join, function)
 
 
 class Declaration(Generic[T, R, *Ts]):
-    """A remote method in the class of a group. Accessed on a group, it is the group's RemoteCall."""
+    """A remote method declared in a group's class. On a group instance, the attribute is a RemoteCall."""
 
     def __init__(self, method: RemoteMethod, join: Callable[[list[T]], R], function: Callable[[Any, Unpack[Ts]], T]):
         self.method, self.join, self.function = method, join, function
@@ -65,7 +70,7 @@ class Declaration(Generic[T, R, *Ts]):
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall(Generic[T, R, *Ts]):
-    """A remote method of one group. Calling it runs the method in every process of the group."""
+    """A remote method bound to one group. Calling it runs the method in every process in the group."""
 
     method: RemoteMethod
     join: Callable[[list[T]], R]
@@ -88,7 +93,7 @@ class RemoteCall(Generic[T, R, *Ts]):
         return self.group.read(self.method, {name: self.on(actor, *arguments)}).then(lambda values: values[0])
 
     def start(self, *arguments: *Ts) -> dict[str, ray.ObjectRef]:
-        """Start the method in every process. Return the calls by process name, for the caller to submit."""
+        """Start the method in every process. Return the calls by process name; the caller must submit them."""
         return {name: self.on(actor, *arguments) for name, actor in self.group.actors.items()}
 
     def on(self, actor: ActorHandle, *arguments: *Ts) -> ray.ObjectRef:
@@ -100,5 +105,6 @@ class RemoteCall(Generic[T, R, *Ts]):
 
 
 def share(value: T) -> T:
-    """Put an argument into Ray's object store once for all processes, each of which receives the value itself."""
+    """Put an argument into Ray's object store once for all processes. Each process receives the value, not a
+    reference."""
     return cast(T, ray.put(value))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardEngineActor(VllmActor):
-    """One classifier or one judging language model on vLLM."""
+    """One classifier or judge model on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
         if self._judges:
@@ -55,7 +55,7 @@ class RewardEngineActor(VllmActor):
 
 
 class RewardEngineGroup(VllmGroup):
-    """All engines. The samples of one prompt go to the same one, where they share a prefix cache."""
+    """All reward engines. The samples for one prompt go to the same engine, where they share a prefix cache."""
 
     actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
 
@@ -63,8 +63,8 @@ class RewardEngineGroup(VllmGroup):
     def _score(self, samples: Sequence[RemoteSample]) -> Scores: ...
 
     def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
-        """Score each response token, float32 [R], or with a sequence classifier the sample, [1]. A judge returns
-        the token ids of its answer about the sample, int64 [A]."""
+        """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. A judge returns the
+        token ids in its answer about the sample, int64 [A]."""
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
         shares = [
             [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]

@@ -1,4 +1,4 @@
-"""The Megatron ranks of a reward model."""
+"""A reward model's Megatron ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
-    """One rank of a reward model."""
+    """One rank in a reward model."""
 
     def score_tokens(self, batch: LocalBatch) -> Scores:
         """Score samples without caching them for later passes."""
@@ -29,7 +29,7 @@ class RewardModelActor(RankActor):
 
 
 class RewardModelGroup(RankGroup):
-    """All ranks of a reward model."""
+    """All ranks in a reward model."""
 
     actor_class, title = RewardModelActor, "RewardModelActor"
 

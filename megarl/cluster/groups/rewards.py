@@ -1,4 +1,4 @@
-"""The rewards, computed in a separate process so that the driver need not load the samples' text."""
+"""Reward computation in a separate process, so that the driver need not load the samples' text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class RewardActor(AsyncProcessActor):
-    """The process that scores samples with a RewardWorker. Samples may arrive while others are being scored."""
+    """The process that scores samples with a RewardWorker. New samples may arrive while earlier ones are being
+    scored."""
 
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
@@ -60,22 +61,22 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
-"""The row of a prompt, the weight version with which its samples started, and the samples."""
+"""(prompt's row in the data, weight version with which its samples started, samples)."""
 
 WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
-"""The same with references to the samples' tokens."""
+"""A WaitingGroup with references to the samples' tokens in place of the samples."""
 
 
 class RewardWorker:
-    """Scores samples by reward functions, a judge and a reward model, and writes rollouts to files."""
+    """Scores samples with reward functions, a judge and a reward model, and writes rollouts to files."""
 
     def __init__(self, config: Config, models: ModelFolders, num_processes: int):
         """num_processes: number of processes that run the user's functions."""
         self._models, self._seed = models, config.run.seed
         self._readings: dict[str, Reading | Unreadable] = {}
-        """This step's samples in the reward model's tokens, unless it reads the sampled ids."""
+        """This step's samples, retokenized for the reward model. Empty if the model reads the sampled token ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
-        """Samples whose scoring by functions has started, by sample id."""
+        """Samples that the reward functions have started to score, by sample id."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -92,7 +93,7 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
-        """Start scoring a sample by functions. An equal sample with the same id is scored only once."""
+        """Start scoring a sample with the reward functions. An equal sample with the same id is scored only once."""
         begun, task = self._begun.get(sample.id, (None, None))
         if task is None or begun != sample:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
@@ -100,18 +101,18 @@ class RewardWorker:
         return task
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Cancel scoring of the samples of dropped rollouts."""
+        """Cancel the scoring of samples from dropped rollouts."""
         for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
             _, task = self._begun.pop(name)
             task.cancel()
 
     def close(self) -> None:
-        """Stop the processes of the user's functions. Otherwise they stop with this process."""
+        """Stop the processes that run the user's functions. Without this call, they stop when this process ends."""
         self._pool.close()
         self._evaluation.close()
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
-        """Return the samples in the reward model's own tokens, without samples that it cannot read."""
+        """Return the samples retokenized for the reward model, without samples that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [RemoteSample.put(sample) for sample in read]
@@ -126,16 +127,16 @@ class RewardWorker:
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
         """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
-        rewards if the reward model or a function returns them.
+        rewards if the reward model or a reward function returns any.
 
         Args:
-            model_scores: references to the reward model's scores, if there is one.
+            model_scores: references to the reward model's scores; empty without a reward model.
         """
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
-        # Batch functions need all samples.
+        # Batch reward functions need all samples at once.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         by_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
@@ -158,7 +159,7 @@ class RewardWorker:
         return [score for score, _ in scores], _put(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
-        """Score samples of the evaluation set with this name, see SetScorer.score."""
+        """Score samples from the evaluation set with this name. See SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
@@ -175,7 +176,7 @@ class RewardWorker:
     write_advantages = staticmethod(write_advantages)
 
     def _token_texts(self, sample: Sample) -> list[str] | None:
-        """Return the texts of the sample's tokens if its line in the file lists them."""
+        """Return the text of each token in the sample if its line in the file lists tokens; None otherwise."""
         if not has_token_details(sample.id, self._num_detailed_groups):
             return None
         return token_texts(self._decoder, sample.response_ids[:MAX_TOKENS].tolist())
@@ -185,8 +186,8 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id, or an empty dict without a judge. samples: all samples of their
-        prompts."""
+        """Return the judge's verdicts by sample id, or an empty dict without a judge. samples: must include every
+        sample for each prompt."""
         if self._rewards.judge is None:
             return {}
         comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -211,7 +212,7 @@ class RewardWorker:
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Return the reward of the classifier in this folder."""
+    """Return the reward computed by the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
@@ -226,7 +227,8 @@ def _put(by_token: Mapping[str, list[float]]) -> Scores:
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Return the reader that retokenizes samples for the reward model, or None if it reads the sampled ids."""
+    """Return the reader that retokenizes samples for the reward model, or None if the model reads the sampled token
+    ids."""
     settings = config.reward_model
     if settings.input_format == "ids":
         return None
@@ -248,7 +250,7 @@ def _kind(folder: Path) -> Kind:
 
 
 class RewardGroup(WorkerGroup):
-    """The process that scores samples, and the reward model that scores them first, if there is one."""
+    """The process that scores samples, and the reward model (if any) that scores them first."""
 
     title = "RewardActor"
 
@@ -293,20 +295,20 @@ class RewardGroup(WorkerGroup):
 
     @property
     def listener(self) -> ActorHandle:
-        """The actor that starts scoring samples as soon as it receives them."""
+        """The actor that starts to score samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Drop the samples of these rollouts, whose scores are no longer needed."""
+        """Drop the samples from these rollouts, because their scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:
         return self._start(self._config, self._models)
 
     def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Score the samples with the reward model, then with the functions. The result has their scores, and references
-        to per-token rewards, float32 [R], if the model or a function returns them."""
+        """Score the samples with the reward model, then with the reward functions. The result has their scores, and
+        references to per-token rewards, float32 [R], if the model or a function returns any."""
         refs, path = [sample.ref for sample in samples], rollouts.resolve()
         if self._model is None:
             return self._score.on_first(refs, {}, step, path)
@@ -314,12 +316,12 @@ class RewardGroup(WorkerGroup):
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
-        """Score samples of the evaluation set with this name, and write them to the file. version: the weight version
+        """Score samples from the evaluation set with this name, and write them to the file. version: the weight version
         that generated them."""
         return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Write groups that wait for a later step to a file in a new folder of a checkpoint. Return the file's
+        """Write groups that wait for a later step to a file in a new folder inside a checkpoint. Return the file's
         record."""
         refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
         return self._save_groups.on_first(refs, file.resolve()).result()
@@ -334,13 +336,13 @@ class RewardGroup(WorkerGroup):
         advantages: Mapping[str, float],
         details: Mapping[str, Mapping[str, Sequence[float]]],
     ) -> Pending[None]:
-        """Add the advantages, by sample id, and per-token details to the step's file of rollouts."""
+        """Add the advantages, by sample id, and per-token details to the step's rollout file."""
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
     ) -> Pending[Scores]:
-        """Submit the samples that the reward model can read for scoring."""
+        """Submit for scoring the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
         readable = self._read.on_first([sample.ref for sample in samples])

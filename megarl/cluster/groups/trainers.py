@@ -1,4 +1,4 @@
-"""The ranks of a model that the run trains."""
+"""The ranks that train a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
-    """One rank of a model that the run trains. Its worker is a TrainerWorker."""
+    """One rank that trains a model. Its worker is a TrainerWorker."""
 
     def old_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("old", batch)
@@ -65,12 +65,13 @@ class TrainerActor(RankActor):
         return put_scores(scores), totals
 
     def end_epoch(self) -> None:
-        """Drop this epoch's batches: the next epoch packs its samples differently."""
+        """Drop this epoch's batches, because the next epoch packs its samples differently."""
         self._batches.clear()
         self._worker.end_epoch()
 
     def end_step(self) -> None:
-        """Drop the step's batches first, so that the worker returns their device memory."""
+        """End the step in the worker. Drop the step's batches first, so that the worker can free their device
+        memory."""
         self._batches.clear()
         self._worker.end_step()
 
@@ -89,12 +90,12 @@ class TrainerActor(RankActor):
         self._worker.write_part(self._part(plan), folder)
 
     def _part(self, plan: CompactPlan) -> Plan:
-        """Return this rank's part of a plan."""
+        """Return the part of the plan that concerns this rank."""
         return plan.part([self._worker.holder.name])
 
 
 def _by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Join the ranks' results by sample."""
+    """Merge the ranks' results into one mapping by sample id."""
     return {sample: value for part in parts for sample, value in part.items()}
 
 
@@ -115,7 +116,7 @@ def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, C
 
 
 class TrainerGroup(RankGroup):
-    """All ranks of a model that the run trains. `updates` are the batches of each update by data-parallel rank."""
+    """All ranks that train one model. An argument `updates` has the batches for each update, by data-parallel rank."""
 
     actor_class, title = TrainerActor, "TrainerActor"
 
@@ -150,16 +151,16 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update")
     def end_step(self) -> None:
-        """Forget the scores that passes have kept of the step's samples."""
+        """Discard the scores that forward passes have kept for the step's samples."""
 
     @remote(timeout="update", join=_by_sample)
     def take_advantages(self) -> dict[str, float]:
-        """Take from the ranks the mean advantage over the trained tokens of each sample in the step's updates."""
+        """Take from the ranks each trained sample's mean advantage over its trained tokens, by sample id."""
         ...
 
     @remote(timeout="update", join=_by_sample)
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
-        """Take from the ranks the per-token details of a few samples, by sample and name."""
+        """Take from the ranks the per-token details for a few samples, by sample id and name."""
         ...
 
     @remote(timeout="update")
@@ -172,7 +173,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update")
     def renew_reference(self) -> None:
-        """Move the actor's reference towards the policy."""
+        """Update the actor's reference model towards the policy."""
 
     @remote(timeout="update")
     def start_profile(self, ranks: Sequence[int]) -> None:
@@ -180,17 +181,17 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update")
     def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
-        """Write the profile of each of these ranks into a file of the folder."""
+        """Stop the profiler on these ranks. Write each rank's profile to a file in the folder."""
 
     @remote(timeout="refit", join=merge)
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Move those of these parts that the key `offload` names to host memory, until `onload`. The result has the
-        bytes that this frees over all ranks, as metrics."""
+        """Move these parts to host memory until `onload`, except parts that the key `offload` does not name. The result
+        has the bytes freed on all ranks, as metrics."""
         ...
 
     @remote(timeout="refit")
     def onload(self, parts: Collection[Part]) -> None:
-        """Move these parts back to the devices if `offload` has moved them."""
+        """Move these parts back to the devices if they are offloaded."""
 
     @remote(timeout="refit")
     def prepare_refit(self) -> None:
@@ -207,7 +208,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="refit")
     def send(self) -> int:
-        """Send each rank's part of a refit. The result lists the bytes sent."""
+        """Send each rank's part of the weights in a refit. The result is the number of bytes sent by each rank."""
         ...
 
     @remote(timeout="refit", join=_add_checksums)
@@ -224,12 +225,12 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=all)
     def checkpoint_written(self) -> bool:
-        """Return whether all ranks have written their files, or failed to."""
+        """Return whether every rank has finished writing its files or has failed to do so."""
         ...
 
     @remote(timeout="checkpoint", join=_chain)
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """Wait for the files of all ranks, and return their records once they are on disk."""
+        """Wait until the files from all ranks are on disk, and return their records."""
         ...
 
     @remote(timeout="checkpoint")
@@ -239,18 +240,21 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Load the checkpoint on all ranks. Raises UserError that names a damaged file, before any rank reads more
-        than the files' checksums."""
+        """Load the checkpoint on all ranks, after verifying the files' checksums.
+
+        Raises:
+            UserError: a file is corrupt.
+        """
         return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
-        """Publish the weights, or what a refit sends in their place. The result has the address of each live parameter
-        in shared memory, by holder name."""
+        """Publish the weights (or their merged or quantized copy for a refit). The result has the shared-memory address
+        of each live parameter, by holder name."""
         return self._publish(for_refit).then(self._by_holder)
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
-        """Publish the weights on the devices. The result has, by holder name and name of the reading holder, the
-        addresses of the parameters that the plan copies to it."""
+        """Publish the weights on the devices. The result maps holder name and reader's holder name to the addresses of
+        the parameters that the plan copies from the holder to the reader."""
         readers = readers_of(plan)
         return self._publish_on_gpu.on_each((readers[holder.name],) for holder in self.holders).then(self._by_holder)
 
@@ -258,41 +262,41 @@ class TrainerGroup(RankGroup):
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
 
     def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> Pending[list[None]]:
-        """Set the plan of which `send` sends each rank's part."""
+        """Set the plan for `send`, which sends each rank's part."""
         return self._connect(share(plan), rendezvous)
 
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> Pending[dict[Region, Checksum]]:
-        """Compute the checksums that holders of these regions should have. plan: that of an export."""
+        """Compute the checksums that these regions should have in every holder. plan: an export plan."""
         return self._checksums(share(wanted), share(plan))
 
     def keep_log_probs(self, policy: Policy, updates: Updates) -> Pending[dict[str, Scores]]:
-        """Submit a forward-only pass, whose log-probs stay on the ranks for the updates of the same samples. Where
-        another epoch may place the samples on other ranks, the result has references to them, by their name in
+        """Submit a forward-only pass whose log-probs stay on the ranks for updates on the same samples. If a later
+        epoch may place the samples on different ranks, the result has references to the log-probs, by their name in
         TokenBatch."""
         log_probs = self._old_log_probs if policy == "old" else self._reference_log_probs
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
         return join(passes).then(join_named_scores)
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
-        """Compute the trainer's minus the engine's log-prob of each response token, by sample."""
+        """Compute the trainer's log-prob minus the engine's for each response token, by sample id."""
         arguments = [(batch, scoring) for (batch,) in self._by_rank(batches)]
         return self._differences.on_each(arguments)
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
-        """Score the samples' tokens. The result has references to the scores and, by sample, totals of the trained
-        tokens' scores."""
+        """Score the samples' tokens. The result has references to the scores and, by sample id, totals over the trained
+        tokens."""
         scored = [self._score_tokens.on_each(self._by_rank(batches)) for batches in updates]
         return join(scored).then(_join_scores)
 
     def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
-        """Submit one optimizer step for each update of these epochs. The result has the metrics over all ranks and
-        updates.
+        """Submit one optimizer step for each update in these epochs. The result has metrics aggregated over all ranks
+        and updates.
 
         Args:
-            begins_step: whether these are the step's first epochs. `end_step` ends the step.
+            begins_step: whether these are the first epochs in the step, which lasts until `end_step`.
         """
         noted: list[Pending] = []
-        if begins_step and self._notes_advantages:  # the moments of all updates whiten the advantages of each
+        if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]
         trained: list[Pending[dict[str, Metric]]] = []
         ended: list[Pending] = []
@@ -304,9 +308,11 @@ class TrainerGroup(RankGroup):
         return done.then(merge_updates).then(lambda metrics: join(ended).then(lambda _: metrics))
 
     def export(self, plan: Plan, out: Path) -> None:
-        """Write the whole model as a Hugging Face folder on the first rank, a few tensors at a time, or its adapters
-        as a PEFT folder, if the recipe says so. The first rank reads the other ranks' parameters in shared memory or,
-        if some are on other nodes, in files that they write beside `out`."""
+        """Write the whole model as a Hugging Face folder or, if the config requires it, its adapters as a PEFT folder.
+
+        The first rank writes a few tensors at a time. It reads the other ranks' parameters from shared memory or, if
+        some ranks are on other nodes, from files that those ranks write next to `out`.
+        """
         if self._exports_adapters is not None:
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
@@ -326,19 +332,20 @@ class TrainerGroup(RankGroup):
         return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
-        """Start writing a checkpoint into the role's folder of this one. The result is there when all ranks have copied
-        their state."""
+        """Start writing the model's state to the role's folder inside this checkpoint. The Pending is ready when all
+        ranks have copied their state."""
         (checkpoint / self._checkpoint_folder).mkdir()
         return self._save_checkpoint(checkpoint)
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
-        """Return the records of all ranks' files, or None while some are being written. This reads the folder: a rank
-        would answer only after its current call, which may take minutes."""
+        """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
+        because a rank would answer only after its current call, which may take minutes."""
         return noted_files(checkpoint, self._checkpoint_folder, len(self._processes))
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:
-    """Return source -> destination that reads from it -> the source's parameters that it reads."""
+    """Return a mapping: source holder -> destination holder -> names of the source's parameters that the destination
+    reads."""
     readers: dict[str, dict[str, set[str]]] = {source: {} for source in plan.sources}
     for destination in plan.destinations:
         for copy in plan.into(destination).copies:

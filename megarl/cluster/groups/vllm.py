@@ -1,6 +1,6 @@
 """Engines on vLLM: one Ray actor per engine or, if an engine spans several nodes, one per node.
 
-The first actor is the engine. It starts the others, and exits when one of them does. They exit when the first does.
+The first actor is the engine. It starts the remaining actors. If any of these actors exits, all of them exit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.core.collector import imports
 from megarl.rollout.vllm.environment import environment
 
 CHECK_S = 0.5
-"""Interval at which a part of an engine checks that the first part is alive, in seconds."""
+"""Interval in seconds at which an engine's other parts check that its first part is alive."""
 
 
 class VllmActor(ProcessActor):
@@ -44,17 +44,17 @@ class VllmActor(ProcessActor):
         other_nodes: Sequence[NodeAffinitySchedulingStrategy],
         logs: Path,
     ):
-        """other_nodes: the scheduling strategy of each of the engine's other parts."""
+        """other_nodes: one scheduling strategy for each additional part of the engine, in order."""
         super().__init__(process, logs)
         self._is_batch_invariant = self.is_batch_invariant(config)
         _prepare(process, self._is_batch_invariant)
         self._config, self._model_folder, self._other_nodes, self._logs = config, model_folder, other_nodes, logs
         self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
-        """The actors of the engine's other parts, each with a call that runs as long as the actor lives."""
+        """Actors for the engine's other parts, each with a call that runs as long as the actor lives."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
-        """Return whether results for a sequence must not depend on the rest of its batch."""
+        """Return whether the results for a sequence must not depend on the other sequences in its batch."""
         return False
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class VllmActor(ProcessActor):
         """Build the engine."""
 
     def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the engine's other parts. Return the arguments of the first."""
+        """Start the engine's other parts. Return the engine arguments for the first part."""
         parts = self._process.parts
         if len(parts) == 1:
             return {}
@@ -100,22 +100,22 @@ class VllmActor(ProcessActor):
         end_process()
 
     def _has_lost_a_part(self) -> bool:
-        """Return whether one of the engine's other parts has exited. Waits for the time in which Ray notices it."""
+        """Return whether one of the engine's other parts has exited. Wait long enough for Ray to notice an exit."""
         calls = [call for _, call in self._others.values()]
         return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """An engine's ranks on one of its nodes, except the first node."""
+    """An engine's ranks on one node, except on the engine's first node."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)
         _prepare(process, batch_invariant)
 
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Start the ranks, and return a message when one has died. End this process and its ranks as soon as the
-        engine's first part is gone; Ray would take half a minute longer."""
+        """Start the ranks, and return an error message when a rank has died. End this process and its ranks as soon as
+        the engine's first part is gone, because Ray would take half a minute longer to do so."""
         with imports():
             from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address
@@ -130,26 +130,26 @@ class PartActor(ProcessActor):
 
 
 def end_process() -> None:
-    """End this process and the engine's ranks on this node after the engine was lost."""
+    """End this process and the engine's ranks on this node because the engine is lost."""
     processes.end_descendants()
     os._exit(1)
 
 
 def _prepare(process: Process, batch_invariant: bool) -> None:
-    """Set the environment that vLLM reads on import. Its files and semaphores go to a scratch folder that is cleaned
-    up."""
+    """Set the environment variables that vLLM reads on import. Its files and semaphores go to a scratch folder that the
+    run cleans up."""
     scratch = own_scratch()
-    # By default, vLLM leaves behind the sockets of its processes and the files of its ranks' rendezvous.
+    # By default, vLLM leaves its processes' sockets and its ranks' rendezvous files behind.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)
-    tempfile.tempdir = None  # Python cached TMPDIR when Ray imported the module
+    tempfile.tempdir = None  # Python cached the old TMPDIR when Ray imported tempfile
     segments.name_semaphores(scratch)
 
 
 class VllmGroup(WorkerGroup):
-    """All engines of one kind."""
+    """All engines in one role."""
 
     actor_class: ClassVar[Any]
     """A class derived from VllmActor, as a Ray actor."""

@@ -1,1 +1,1 @@
-"""Memory of models and engines on GPUs and hosts, in closed form."""
+"""Closed-form estimates of the memory that models and engines need on GPUs and hosts."""

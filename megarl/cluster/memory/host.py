@@ -1,4 +1,4 @@
-"""Lower bound on the host memory of a run without GPUs."""
+"""Lower bound on the host memory that a run without GPUs needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from megarl.config.schema import Config
 
 
 def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
-    """Return the bytes that models and engines always hold, by purpose.
+    """Return the host memory in bytes that models and engines always hold, by purpose.
 
-    Activations, KV caches and the processes' own memory come on top, so a machine with less than the sum cannot run it.
+    Activations, KV caches and the processes' own memory come on top, so a machine with less memory cannot run the
+    config.
 
     Args:
-        policy: the actor's model as engines hold it, without the heads that only its trainer has.
+        policy: the actor's model as the engines hold it, without heads that exist only in the trainer.
     """
     num_bytes = item_bytes(config)
     parts: dict[str, int] = {}

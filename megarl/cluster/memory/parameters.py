@@ -1,4 +1,4 @@
-"""Sizes of a model's shards, cached across layouts."""
+"""Sizes of a model's shards, with sizes shared by several layouts cached."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.resharding.piece import Holder
 
 
 class ModelParameters:
-    """The shard sizes of one model on trainer and engine ranks.
+    """One model's shard sizes on trainer and engine ranks.
 
-    All ranks of a pipeline stage hold the same number of parameters, whatever the context and data parallelism.
+    All ranks in a pipeline stage hold the same number of parameters, regardless of context and data parallelism.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
-        """lora: the adapters that are trained in place of the model, None without adapters."""
+        """lora: the adapters that are trained instead of the model; None without adapters."""
         self._lora = lora
         self.hf_config = hf_config
         self.shape = ModelShape.of(hf_config)
@@ -33,7 +33,8 @@ class ModelParameters:
         self._engines: dict[tuple, int] = {}
 
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
-        """Return the parameters of each rank of a pipeline stage. Raises UserError if the model does not divide."""
+        """Return the parameter counts for each rank in a pipeline stage. Raises UserError if the model cannot be split
+        evenly."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
         kinds = tuple(self.shape.has_experts(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
@@ -49,7 +50,7 @@ class ModelParameters:
         return self._layers[key]
 
     def engine_bytes(self, config: Config) -> int:
-        """Return the bytes of an engine rank's weights."""
+        """Return the size of an engine rank's weights in bytes."""
         key = (config.rollout.tp, config.model.dtype, config.rollout.has_whole_experts, config.rollout.quantization)
         if key not in self._engines:
             self._engines[key] = engine_holder(config, self.hf_config, 0).shard.num_bytes
@@ -57,7 +58,7 @@ class ModelParameters:
 
 
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
-    """Return the holder of an engine rank, in the engine's weight format."""
+    """Return the holder for an engine rank, in the engine's weight format."""
     rollout = config.rollout
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
     return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
@@ -65,11 +66,11 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a run.
+    """The models in a run.
 
     Attributes:
-        trained: the trained models by role.
-        reward: config.json of the reward model, None without one.
+        trained: the trained models, by role.
+        reward: the reward model's config.json, None without a reward model.
     """
 
     trained: Mapping[Role, ModelParameters]
@@ -86,7 +87,7 @@ class Models:
 
         Args:
             trained: config.json of each trained model, including its head.
-            reward: config.json of the reward model, None without one.
+            reward: the reward model's config.json, None without a reward model.
             lora: the actor's adapters, None without adapters.
         """
         adapters = {"actor": lora}

@@ -1,4 +1,4 @@
-"""Peak memory of one trainer rank in closed form."""
+"""Closed-form estimate of a trainer rank's peak memory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 ROUTER = ".mlp.router."
-"""Part of the names of router parameters."""
+"""Substring that identifies a router parameter by its name."""
 
 
 def item_bytes(config: Config) -> int:
-    """Return the bytes of a parameter and of an activation in the run's dtype."""
+    """Return the number of bytes per parameter or activation element in the run's dtype."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Peak bytes of a rank: those in the backward pass of the second update, when Adam's state exists.
+    """A rank's peak memory in bytes, which it reaches in the second update's backward pass, when Adam's state exists.
 
     Attributes:
-        weights: P · b for P parameters of b bytes, including the vocabulary's padding. With A adapter parameters,
-            (P + M) · b + A · 4, because the adapted matrices M are also kept merged.
+        weights: P · b for P parameters with b bytes each, including vocabulary padding. With A adapter parameters,
+            (P + M) · b + A · 4, because a merged copy of the M adapted matrix elements is also kept.
         gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
-        optimizer: P / d · 8, or P / d · 12 for weights of 2 bytes: Adam's two moments and the main weights, sharded
+        optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
             hold the same ones. Adapters are float32 and take A / d · 8.
-        activations: outputs that the layers keep for microbatches whose backward pass has not run yet.
-        head: hidden states of the scored rows, their gradient, and a tile of the head; on the last stage only.
+        activations: outputs that the layers keep for microbatches whose backward pass has not yet run.
+        head: hidden states of the scored rows, their gradient, and one tile of logits; on the last stage only.
     """
 
     weights: int
@@ -55,16 +55,16 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """Parameter counts of a rank.
+    """Parameter counts on one rank.
 
     Attributes:
-        count: all parameters, including the vocabulary's padding.
-        experts: parameters of routed experts.
-        matrices: elements of the layers' weight matrices, without routers.
-        layers: whether each of its layers has experts.
-        is_last: whether it has the final norm, which is on the last stage.
-        adapters: parameters of its adapters, None without adapters. Only these are trained then.
-        expert_adapters: adapter parameters of experts, without factors that all experts of a layer share.
+        count: number of all parameters, including vocabulary padding.
+        experts: number of parameters in routed experts.
+        matrices: number of elements in the layers' weight matrices, without routers.
+        layers: for each layer on the rank, whether it has experts.
+        is_last: whether the rank has the final norm, which is on the last stage.
+        adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
+        expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
     """
 
     count: int
@@ -84,7 +84,7 @@ class RankParameters:
         return self.experts if self.adapters is None else self.expert_adapters
 
     def weight_bytes(self, num_bytes: int) -> int:
-        """Return the bytes of the weights. num_bytes: bytes of an element; see RankMemory."""
+        """Return the size of the weights in bytes, as in RankMemory. num_bytes: bytes per element."""
         if self.adapters is None:
             return self.count * num_bytes
         return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
@@ -122,15 +122,15 @@ def rank_memory(
     recompute: Recompute = "none",
     lora: Lora | None = None,
 ) -> RankMemory:
-    """Return the peak memory of a rank.
+    """Return a rank's peak memory.
 
-    The layers are those of `megatron/layer_spec.py` (Transformer Engine's keep less), and the router is assumed to
-    balance the experts.
+    Assumes the layers in `megatron/layer_spec.py` (Transformer Engine's layers keep less) and a router that balances
+    the load of the experts.
 
     Args:
-        num_bytes: bytes of a parameter and of an activation: 4 (float32) or 2 (bfloat16, float16).
-        num_tokens: tokens of one microbatch of a replica.
-        num_rows: scored rows of one microbatch of a replica.
+        num_bytes: bytes per parameter or activation element: 4 (float32) or 2 (bfloat16, float16).
+        num_tokens: number of tokens in one microbatch on a replica.
+        num_rows: number of scored rows in one microbatch on a replica.
     """
     shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
     stage = rank // (layout.tp * layout.cp * layout.dp)
@@ -148,7 +148,8 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Return the peak memory of a rank of a pipeline stage. held: its parameters; see `rank_memory` for the others."""
+    """Return the peak memory on a rank in a pipeline stage. held: the rank's parameters. The other arguments are as in
+    `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
@@ -161,15 +162,15 @@ def stage_memory(
 
 
 def range_size(layout: Layout, held: RankParameters) -> int:
-    """Return the number of parameters that a rank updates, P / d: see RankMemory."""
+    """Return the number of parameters that a rank updates, P / d as in RankMemory."""
     dense = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
     return dense + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Return the bytes that a rank writes into a checkpoint, P / d · (b + 12).
+    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12).
 
-    These are the weights that it updates (b bytes each), and their main weights and Adam moments in float32.
+    The rank writes the weights that it updates (b bytes each), and their main weights and Adam moments in float32.
     """
     weight_bytes = num_bytes if held.adapters is None else FLOAT32
     return range_size(layout, held) * (weight_bytes + 3 * FLOAT32)
@@ -178,9 +179,9 @@ def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
 def forward_bytes(
     shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Return the bytes of a forward-only pass on a rank.
+    """Return the memory in bytes that a forward-only pass needs on a rank.
 
-    These are the activations, input and output of the largest layer, and the head on the last stage.
+    It holds the largest layer's activations, input and output and, on the last stage, the head's tensors.
     """
     rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
     layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
@@ -192,15 +193,15 @@ def forward_bytes(
 def layer_bytes(
     shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
 ) -> float:
-    """Return the bytes that a layer keeps for one token until its backward pass.
+    """Return the number of bytes that a layer keeps per token until its backward pass.
 
     With hidden size h and b bytes per element:
 
         norms       (4h + 2) · 4    input and normalized input of both norms in float32, and their scales
         linear in   2h · b          inputs of attention's projections and of the MLP or router
 
-    Tensor parallelism divides attention and MLP, sequence parallelism the rest. Context parallelism divides the tokens,
-    but all keys and values are gathered.
+    Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
+    tokens, but all keys and values are gathered.
     """
     sequence = layout.tp if layout.sequence_parallel else 1
     norms = ((4 * shape.hidden + 2) * FLOAT32) / sequence
@@ -214,7 +215,7 @@ def layer_bytes(
 
 
 def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Return the bytes of a token in attention, with q query rows, k key rows and head dimension d.
+    """Return the bytes per token in attention, with q query rows, k key rows and head dimension d.
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
                                       cosines and sines; the kernel's log-sum-exp
@@ -230,7 +231,7 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
 
 def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Return the bytes of a token in latent attention.
+    """Return the bytes per token in latent attention.
 
     With q query rows, v value rows, p channels per head with a rotary embedding, and r the sum of the latents' ranks:
 
@@ -248,20 +249,20 @@ def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> floa
 
 
 def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Return the bytes of a token in an MLP with f rows, 3f · b: gate, up, and the activation's output."""
+    """Return the bytes per token in an MLP with f rows, 3f · b: gate, up, and the activation function's output."""
     return 3 * shape.intermediate * num_bytes / layout.tp
 
 
 def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Return the bytes of a token in a mixture of experts.
+    """Return the bytes per token in a mixture of experts.
 
-    With e experts of f rows, a of them active, and s rows of shared experts:
+    With e experts of f rows each, a active experts per token, and s rows in shared experts:
 
         a (h + 4f) · b    dispatched tokens; the experts' MLPs and their weighted activations
         3s · b            the shared experts' MLP
         9e + 20a          the router's scores (twice) and selection mask; the selected indices and scores (twice)
 
-    Ranks that share a sequence split its tokens; ranks that share an expert gather the expert's tokens.
+    Ranks that share a sequence split its tokens. Ranks that share an expert gather all tokens for that expert.
     """
     experts = shape.experts
     sent = experts.active * shape.hidden * layout.expert_tp / layout.tp
@@ -283,7 +284,7 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
 
 
 def _layers(names: Iterable[str]) -> list[bool]:
-    """Return, for each layer that the named parameters belong to, whether it has experts."""
+    """Return whether each layer has experts, for the layers to which the named parameters belong."""
     layers: dict[str, bool] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
@@ -294,12 +295,12 @@ def _layers(names: Iterable[str]) -> list[bool]:
 
 
 def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Return the bytes of the activations of a stage's layers.
+    """Return the size of the activations in a stage's layers, in bytes.
 
-    With recomputation, one layer at a time holds all activations that it would otherwise keep.
+    With recomputation, only one layer at a time holds the activations that it would keep without recomputation.
 
     Args:
-        has_experts: whether each layer has experts.
+        has_experts: for each layer, whether it has experts.
     """
     if not has_experts:
         return 0
@@ -310,9 +311,10 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
-    """Return the bytes of the last stage after its layers: the final norm, the scored rows and one tile of logits.
+    """Return the bytes that the last stage holds after its layers: the final norm, the scored rows and one tile of
+    logits.
 
-    Only one tile of float32 logits exists at a time. Its gradient overwrites it if it is float32 as well.
+    Only one tile of float32 logits exists at a time. If the tile's gradient is also float32, it overwrites the tile.
     """
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)

@@ -1,8 +1,8 @@
-"""GPU memory besides model tensors and KV cache: one item for each cause, with its source.
+"""GPU memory besides model tensors and KV cache: one item per cause, with its source.
 
-None of it can be measured before a run, and vLLM does not measure it if the size of the KV cache is given
-(gpu_worker.py: kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed
-from the sources of NCCL and vLLM where possible; measurements by others and assumptions are marked.
+This memory cannot be measured before a run, and vLLM does not measure it if the KV cache size is given (gpu_worker.py:
+kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed from the NCCL
+and vLLM source code where possible. Third-party measurements and assumptions are marked as such.
 """
 
 from __future__ import annotations
@@ -23,51 +23,54 @@ from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNE
 MIB, GIB = 2**20, 2**30
 
 MOST_SEQUENCES = 1024
-"""Default number of concurrent sequences in vLLM on GPUs with 70 GiB or more."""
+"""vLLM's default for the maximum number of concurrent sequences on GPUs with 70 GiB or more."""
 
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
 WORKSPACE = "engine: experts' workspace"
 SENT = "actor: fp8 copy for the engines"
-"""Names of the items."""
+"""Names of the memory items."""
 
 CONTEXT = 426 * MIB
-"""A process's CUDA context on a GPU before its first computation. Measured by others with torch 2.10 for CUDA 13 on an
-RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
+"""Bytes of a process's CUDA context on a GPU before its first computation. A third-party measurement with torch 2.10
+for CUDA 13 on an RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request
+1053)."""
 
 KERNELS = 0.25 * GIB
-"""Growth of a process's context through computation: lazily loaded kernels and cuBLAS workspaces. An assumption."""
+"""Bytes by which a process's CUDA context grows during computation, for lazily loaded kernels and cuBLAS workspaces. An
+assumption."""
 
 FRAGMENT_BYTES = GIB
-"""Bytes that a trainer's allocator reserves beyond its tensors at the peak. An assumption."""
+"""Bytes that a trainer's allocator reserves beyond its tensors at peak memory. An assumption."""
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
-"""Number of rings of a communicator, inside a node and over several nodes. NCCL's issue 1453 shows 16 over nodes of
-H100s. 24 inside a node are an assumption: together with as many tree connections, which NCCL now creates lazily, they
-take the 0.5 GiB that issue 964 measured on two A100s."""
+"""Number of rings in a communicator within a node, and across nodes. NCCL issue 1453 shows 16 rings across H100 nodes.
+24 rings within a node are an assumption: together with the same number of tree connections, which NCCL now creates
+lazily, they take the 0.5 GiB that was measured in issue 964 on two A100s."""
 
 EXCHANGE_CHANNELS_OVER_NODES = 2
-"""Number of channels between two ranks of a node if the communicator also has ranks on other nodes (issue 1189)."""
+"""Number of channels between two ranks on a node if the communicator also has ranks on other nodes (NCCL issue
+1189)."""
 
 MULTICAST = 16 * 2 * 8 * 128 * 1024
-"""NVLink SHARP's buffers for each rank of the node: 16 channels in both directions, 8 steps of NCCL_NVLS_CHUNKSIZE
-(nvls.cc: ncclNvlsBufferSetup)."""
+"""Bytes of NVLink SHARP buffers for each rank on the node: 16 channels in both directions, with 8 steps of
+NCCL_NVLS_CHUNKSIZE (nvls.cc: ncclNvlsBufferSetup)."""
 
 CAPTURED = 512
-"""Largest batch that vLLM captures CUDA graphs for by default, before Blackwell (config/vllm.py)."""
+"""Largest batch size for which vLLM captures CUDA graphs by default on GPUs before Blackwell (config/vllm.py)."""
 
 GRAPH_SETS = 2
-"""Number of graph sets: full graphs for decoding steps, and piecewise graphs between attention for steps with
+"""Number of CUDA graph sets: full graphs for decoding steps, and piecewise graphs (split at attention) for steps with
 prompts."""
 
 LAYER_GRAPH = 0.38 * MIB
-"""Bytes of a captured graph per layer: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B with 16 layers
-(vllm-project/vllm, pull request 11349). An estimate, because the size also depends on kernels and driver; totals are in
-vLLM's documented range of 1 to 3 GiB."""
+"""Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B, which has 16 layers
+(vllm-project/vllm, pull request 11349). An estimate, because the size also depends on kernels and driver; totals are
+within vLLM's documented range of 1 to 3 GiB."""
 
 
 def together(*items: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of several processes' items by name, without items of size 0."""
+    """Add up the items of several processes by name, and leave out items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
     return {name: size for name, size in sums.items() if size}
@@ -80,12 +83,13 @@ def gpu_reserve(
     reward: ModelShape | None,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Return the permanent items of a GPU: of its processes, and of processes on other GPUs that read its weights.
+    """Return the items that are always on a GPU, for its own processes and for processes on other GPUs that read its
+    weights.
 
     Args:
-        held: shape of each trained model with a rank on the GPU, and the rank's matrices (see RankParameters).
-        engine: shape of the model of an engine with a rank on the GPU, None without one.
-        reward: shape of a reward model with a rank on the GPU, None without one.
+        held: for each trained model with a rank on the GPU, its shape and the rank's matrices (see RankParameters).
+        engine: model shape of the engine with a rank on the GPU; None without an engine.
+        reward: shape of the reward model with a rank on the GPU; None without a reward model.
     """
     sends = not config.is_offline and weights_travel(config, gpus_per_node)
     items = [
@@ -105,17 +109,17 @@ def gpu_reserve(
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
-    """Return the items of a Megatron rank. They stay on the GPU when the rank's parameters are offloaded."""
+    """Return a Megatron rank's items. They stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
-    """Return the bytes of the communicators that every step uses.
+    """Return the size of the communicators that every step uses, in bytes.
 
-    NCCL creates a communicator, and the connections of an algorithm, at its first use (NCCL_RUNTIME_CONNECT). Two
-    communicators span all ranks, for errors and for the gradient norm, and carry only scalars. Expert-parallel ranks
-    exchange tokens with all others; neighbouring pipeline stages exchange activations.
+    NCCL creates a communicator, and the connections for an algorithm, on first use (NCCL_RUNTIME_CONNECT). Two
+    communicators span all ranks, for errors and for the gradient norm, and carry only scalars. Each expert-parallel
+    rank exchanges tokens with all other expert-parallel ranks; neighboring pipeline stages exchange activations.
     """
     groups = parallel_groups(layout, has_experts=shape.experts is not None)
     exchanged = {"ep": layout.ep, "pp": 2}
@@ -127,7 +131,8 @@ def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int
 
 
 def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, int]]:
-    """Return (ranks, stride) of Megatron's process groups with more than one rank that every step uses, by name."""
+    """Return (number of ranks, stride) for Megatron's process groups that every step uses, by name, without groups of
+    one rank."""
     tp, cp, dp, ep, etp = layout.tp, layout.cp, layout.dp, layout.ep, layout.expert_tp
     stage = tp * cp * dp
     groups = {"tp": (tp, 1), "cp": (cp, tp), "dp_cp": (dp * cp, tp), "pp": (layout.pp, stage)}
@@ -137,7 +142,7 @@ def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, i
 
 
 def _collective(ranks: int, stride: int, gpus_per_node: int) -> float:
-    """Return the bytes of a communicator for collectives. stride: distance between neighbouring ranks."""
+    """Return the size of a communicator for collectives, in bytes. stride: distance between neighboring ranks."""
     local = _in_node(ranks, stride, gpus_per_node)
     return _rings(ranks, stride, gpus_per_node) + (MULTICAST * local if local > 2 else 0)
 
@@ -149,11 +154,11 @@ def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
 
 
 def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
-    """Return the bytes of a communicator for sends between ranks.
+    """Return the size of a communicator for point-to-point sends, in bytes.
 
     Args:
-        stride: distance between neighbouring ranks.
-        peers: number of ranks that a rank sends to.
+        stride: distance between neighboring ranks.
+        peers: number of ranks to which each rank sends.
     """
     local = _in_node(ranks, stride, gpus_per_node)
     if local == ranks:
@@ -163,15 +168,16 @@ def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
 
 
 def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    """Return the number of ranks on one node."""
+    """Return the number of the communicator's ranks on one node."""
     return min(ranks, max(1, gpus_per_node // stride))
 
 
 def _fp8_copies(settings: Placed, matrices: int) -> float:
-    """Return the bytes of Transformer Engine's cached fp8 copies of the weights (module/base.py: _fp8_workspaces).
+    """Return the size of the fp8 weight copies that Transformer Engine caches, in bytes (module/base.py:
+    _fp8_workspaces).
 
-    There is a row-wise and a column-wise copy, with mxfp8 also a scale for each 32 elements. They are not parameters,
-    so they stay when parameters are offloaded. With disable_parameter_transpose_cache they are not cached.
+    It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies are not parameters,
+    so they stay on the GPU when parameters are offloaded. With disable_parameter_transpose_cache they are not cached.
     """
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
@@ -179,17 +185,18 @@ def _fp8_copies(settings: Placed, matrices: int) -> float:
 
 
 def _readers_reserve(config: Config, gpus_per_node: int) -> dict[str, float]:
-    """Return the CUDA contexts of engine ranks on other GPUs that read the actor's weights (cuda_memory.py)."""
+    """Return the CUDA contexts on this GPU that belong to engine ranks on other GPUs, which read the actor's weights
+    (cuda_memory.py)."""
     return {} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)}
 
 
 def _num_readers(config: Config, gpus_per_node: int) -> int:
-    """Return the maximum number of engine ranks that read an actor rank from other GPUs of its node.
+    """Return the maximum number of engine ranks that read an actor rank's weights from other GPUs on its node.
 
-    It is 0 if each actor rank holds all parameters, and the number of stages if both shard tensors in the same way
-    (apart from the vocabulary's padding). Otherwise an engine rank needs several of the node's shards, and each shard
-    is read by as many ranks on average. Replicas take turns as sources, so some serve twice as many. GPUs without an
-    engine may be read by all engine ranks of the node.
+    It is 0 if each actor rank holds all parameters, and the number of pipeline stages if actor and engines shard
+    tensors in the same way (apart from vocabulary padding). Otherwise an engine rank needs several of the node's
+    shards, and each shard is read by the same number of ranks on average. Replicas take turns as sources, so some serve
+    twice that number. GPUs without an engine may be read by all engine ranks on the node.
     """
     layout, tp = config.actor.layout, config.rollout.tp
     on_node = min(gpus_per_node, config.rollout.replicas * tp)
@@ -204,28 +211,28 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Return the items of an engine rank that stay while it sleeps.
+    """Return an engine rank's items that stay on the GPU while the engine sleeps.
 
-    vLLM's sleep mode releases weights and KV cache, which its own allocator holds; it releases CUDA graphs only with
-    sleep_mode_offload_cudagraph.
+    vLLM's sleep mode releases weights and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only
+    with sleep_mode_offload_cudagraph.
     """
     rollout = config.rollout
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
-    """Return the bytes of the communicators with which an actor rank sends weights, or an engine rank receives and
-    forwards them.
+    """Return the size in bytes of the communicators with which an actor rank sends weights, or an engine rank receives
+    and forwards them.
 
-    Shards that several ranks of a node need are sent to one of them, which forwards them. `megarl reshard` counts the
-    communicators of a plan.
+    A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl reshard` counts the
+    communicators in a plan.
     """
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
         return buffer_bytes(between=0, near=others)
     near = min(gpus_per_node, engines) - 1 if is_engine else 0
-    if config.is_colocated:  # one for each bit of a node's index, for the trainer rank and for the engine rank
+    if config.is_colocated:  # one per bit in a node index, for both the trainer rank and the engine rank
         return buffer_bytes(2 * (nodes - 1).bit_length(), near)
     return buffer_bytes(1, near)
 
@@ -259,7 +266,7 @@ def _engine_process(
 def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
     """Return the number of CUDA graphs that vLLM captures.
 
-    By default it captures batches of 1, 2 and 4, multiples of 8 below 256, and multiples of 16 from 256 on.
+    By default, it captures batch sizes 1, 2 and 4, multiples of 8 below 256, and multiples of 16 from 256 upwards.
     """
     compilation = overrides.get("compilation_config")
     compilation = compilation if isinstance(compilation, Mapping) else {}
@@ -273,15 +280,14 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the additional items of an engine rank while it is awake: vLLM's workspace for experts
-    (worker/workspace.py)."""
+    """Return the additional items on an awake engine rank: vLLM's workspace for experts (worker/workspace.py)."""
     rollout = config.rollout
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
     return {WORKSPACE: size} if size else {}
 
 
 def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the additional items of an engine rank while it samples its largest batch."""
+    """Return the additional items on an engine rank while it samples its largest batch."""
     rollout = config.rollout
     tokens = batched_tokens(rollout)
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
@@ -292,12 +298,13 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def most_sequences(rollout: Rollout) -> int:
-    """Return the maximum number of sequences that an engine samples at once."""
+    """Return the maximum number of sequences that an engine samples concurrently."""
     return min(rollout.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), batched_tokens(rollout))
 
 
 def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
-    """Return the number of elements that exist at once in the largest of vLLM's layers for a batch of prompts.
+    """Return the maximum number of activation elements that exist at once in vLLM's largest layer, for a batch of
+    prompts.
 
     For each token, with hidden size h:
 
@@ -311,10 +318,10 @@ def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Return the number of elements in the workspaces of a active experts with f rows on a rank.
+    """Return the number of elements in a rank's expert workspaces.
 
-    For each token, a · (max(h, 2f) + max(h, f)): the outputs of both products and the activation between them
-    (experts/triton_moe.py: workspace_shapes).
+    With hidden size h and a active experts with f rows each, a token takes a · (max(h, 2f) + max(h, f)) elements: the
+    outputs of both matrix products and the activation between them (experts/triton_moe.py: workspace_shapes).
     """
     if shape.experts is None:
         return 0
@@ -323,11 +330,11 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
 
 
 def _copies_of_logits(tp: int, changed: bool) -> float:
-    """Return the number of float32 rows of the whole vocabulary that exist at once for each sequence.
+    """Return the maximum number of full-vocabulary float32 rows that exist at once per sequence.
 
     The all-gather needs the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py:
-    all_gather). Sampling needs the logits, and a copy if it changes them, with a temperature other than 1, top-k or
-    top-p (worker/gpu/sample/sampler.py). Log-probs are read from them without a copy (logprob.py).
+    all_gather). Sampling needs the logits and, if it changes them (temperature other than 1, top-k or top-p), a copy
+    (worker/gpu/sample/sampler.py). Log-probs are computed from the logits without a copy (logprob.py).
     """
     gathering = 1.0 if tp == 1 else 2 + 1 / tp
     return max(gathering, 2.0 if changed else 1.0)

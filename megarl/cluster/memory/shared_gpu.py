@@ -1,4 +1,4 @@
-"""Memory of a GPU that models and an engine share, in closed form."""
+"""Closed-form estimate of the memory on a GPU that models and an engine share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The memory load of a GPU in one phase of a step.
+    """A GPU's memory load in one phase of a step.
 
     Attributes:
         phase: description of the phase.
-        parts: bytes on the GPU at the same time, by description.
-        remedy: how to fix an overfull GPU.
+        parts: bytes of each item on the GPU in this phase, by description.
+        remedy: fix to suggest if the load exceeds the GPU's memory.
     """
 
     phase: str
@@ -52,12 +52,13 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
 ) -> Load:
-    """Return the fullest phase in which the engine is awake. For training, while it sleeps, see rank_memory.
+    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, when it
+    sleeps.
 
     Args:
-        hf_config: config.json of the actor as its engines load it.
+        hf_config: the actor's config.json in the form that the engines load.
         trained: config.json of each trained model, including its head.
-        reward: config.json of the reward model, None without one.
+        reward: the reward model's config.json, None without a reward model.
     """
     models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
@@ -76,7 +77,7 @@ def _reserve(
     gpu: int,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Return the bytes besides tensors that the processes with a rank on a GPU hold there."""
+    """Return the bytes besides tensors that processes hold on a GPU, by item."""
     spans = device_spans(config)
     held = {}
     for role, model_config in trained.items():
@@ -90,10 +91,10 @@ def _reserve(
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
-    """Return the states of a model that stay on the GPU while another model or an engine computes there.
+    """Return the bytes of a model's states that stay on the GPU while a different model or an engine computes there.
 
     Args:
-        states: bytes of the states by their names in the key `offload`.
+        states: bytes of each state, by its name in the key `offload`.
     """
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
 
@@ -105,16 +106,17 @@ def engine_loads(
     always: Mapping[str, float],
     sampling: Mapping[str, float],
 ) -> list[Load]:
-    """Return the loads of the phases in which the engine is awake.
+    """Return the load in each phase in which the engine is awake.
 
-    These are the refit, the saves of all models but the actor, and sampling. For a refit or a save, only the model's
-    weights return from host memory (TrainedModels.stage_actor_for_sync, Saver.save), and they are offloaded again
-    before the KV cache wakes.
+    These phases are the refit, the checkpoint save of each model except the actor, and sampling. For a refit or a save,
+    only the model's weights return from host memory (TrainedModels.stage_actor_for_sync, Saver.save). They are
+    offloaded again before the KV cache wakes.
 
     Args:
-        models: states of each trained model with a rank on the GPU, by their names in the key `offload`.
+        models: bytes of each state in each trained model with a rank on the GPU, by the state's name in the key
+            `offload`.
         engine: bytes of the engine's weights.
-        always: bytes on the GPU in all these phases, by description.
+        always: bytes on the GPU in all of these phases, by description.
         sampling: additional bytes while the engine samples, by description.
     """
 
@@ -150,9 +152,10 @@ def engine_loads(
 
 
 def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
-    """Return the bytes of a refit's message buckets (rollout.refit_bucket_mib); empty if the refit sends nothing.
+    """Return the size of a refit's message buckets in bytes (rollout.refit_bucket_mib); empty if the refit sends
+    nothing.
 
-    Each process holds two buckets. A colocated GPU has those of a sender and of a receiver.
+    Each process holds two buckets. A colocated GPU holds the sender's and the receiver's buckets.
     """
     if not weights_travel(config, gpus_per_node):
         return {}
@@ -162,7 +165,7 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of a model's states whose sizes are certain, by their names in the key `offload`.
+    """Return the bytes of each state whose size is certain, by its name in the key `offload`.
 
     The result is empty if no rank of the model is on the GPU.
     """
@@ -170,13 +173,13 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     if gpu not in span:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
-    if settings.frozen or extra.optimizer or extra.ddp:  # each of these can make the other states smaller
+    if settings.frozen or extra.optimizer or extra.ddp:  # each of these settings can make gradients or the optimizer smaller
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
 
 def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
-    """Return the bytes of the reward model; empty if its parameters are offloaded while it does not score."""
+    """Return the reward model's weights in bytes; empty if its parameters are offloaded while it does not score."""
     settings, span = config.reward_model, device_spans(config)[NAMES["reward_model"]]
     if gpu not in span or settings.offload:
         return {}
@@ -187,7 +190,8 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """Return the bytes of the engine's weights, 0 if vLLM quantizes them, because their size is unknown then."""
+    """Return the size of the engine's weights in bytes; 0 if vLLM quantizes them, because their size is then
+    unknown."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
@@ -196,6 +200,6 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
-    """Return the memory of a rank between two steps, without activations."""
+    """Return the memory that a rank holds between two steps, without activations."""
     num_bytes = item_bytes(config)
     return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)

@@ -1,1 +1,1 @@
-"""The other nodes of a run: how they join it and report to the driver."""
+"""Multi-node runs: how the nodes without the driver join the run and report to the driver."""

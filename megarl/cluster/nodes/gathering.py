@@ -1,4 +1,4 @@
-"""The driver's wait for the other nodes of its run."""
+"""The driver's wait for the run's other nodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.core.errors import UserError
 
 POLL_S = 0.2
 VERDICT_S = 30.0
-"""Time in which Ray's health checks detect a lost node: see session.HEALTH_CHECKS."""
+"""Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait for `count` other nodes to join Ray, and return their reports in the order of their names.
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name.
 
     Raises:
         UserError: a node cannot join.
@@ -56,14 +56,14 @@ def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, ti
 
 
 def alive_nodes() -> Mapping[str, str]:
-    """Return the Ray ids of the alive nodes by address."""
+    """Return each live node's Ray id, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Return the names of the nodes that Ray has lost.
+    """Return the names of nodes that Ray has detected as lost.
 
-    A lost process is often the first sign of a lost node, so wait up to patience_s seconds for Ray to detect one.
+    A lost process is often the first sign of a lost node, so wait up to patience_s seconds until Ray detects one.
     """
     deadline = time.monotonic() + patience_s
     while nodes:

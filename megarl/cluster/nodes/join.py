@@ -1,4 +1,4 @@
-"""`megarl join`, which runs on every node but the first: it starts Ray there for the driver and ends with the run."""
+"""`megarl join`, which runs on every node except the first: it starts Ray for the driver and ends with the run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ MARGIN_S = 15.0
 """Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""Timeout of a connection to the first node, and the time without a connection after which that node counts as lost."""
+"""Timeout for a connection to the first node, and time without a connection after which that node counts as lost, both
+in seconds."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
-    """Join the run of this folder. Return the exit status: 0 if the driver ended the run, 1 after a failure."""
+    """Join the run in this folder. Return the exit status: 0 if the driver ended the run, 1 after a failure."""
     try:
         join(NodeRendezvous(folder / NODES), scratch, timeout_s)
     except RunFailure as failure:
@@ -43,15 +44,15 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     """Take part in a run until its driver ends it.
 
-    A signal to this node does not end it at once, because the driver may save first. The node stays until the driver
-    has ended the run or checkpoint.grace_s has passed.
+    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The node
+    stays until the driver has ended the run or checkpoint.grace_s has passed.
 
     Args:
-        scratch: folder for temporary files of the run.
+        scratch: folder for the run's temporary files.
 
     Raises:
-        UserError: this node cannot join, or there is no invitation in time.
-        RunFailure: the first node is lost, or Ray ended on this node.
+        UserError: this node cannot join, or no invitation arrives before the timeout.
+        RunFailure: the first node is lost, or Ray has ended on this node.
         KeyboardInterrupt: a signal ended the run.
     """
     while True:
@@ -67,7 +68,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
 
 
 def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
-    """Take part in one attempt of the run, until its driver withdraws the invitation or starts another attempt."""
+    """Take part in one attempt of the run, until the driver withdraws the invitation or starts a new attempt."""
     report = _report(invitation)
     rendezvous.report(report)
     if report.problem is not None:
@@ -102,7 +103,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
 
 
 class FirstNode:
-    """A watch on the first node. Ray alone would wait minutes for a machine that disappeared."""
+    """Monitors the first node. Ray alone would wait for minutes after that machine disappears."""
 
     def __init__(self, invitation: Invitation):
         self._invitation = invitation
@@ -116,7 +117,7 @@ class FirstNode:
 
 
 def _reaches(invitation: Invitation) -> bool:
-    """Return whether the invitation's Ray accepts connections."""
+    """Return whether the Ray instance in the invitation accepts connections."""
     with suppress(OSError):
         socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S).close()
         return True
@@ -124,7 +125,8 @@ def _reaches(invitation: Invitation) -> bool:
 
 
 def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitation:
-    """Wait for an invitation whose Ray answers, because a killed attempt may have left a stale invitation."""
+    """Wait for an invitation whose Ray instance accepts connections. A killed attempt may have left a stale
+    invitation."""
     deadline = time.monotonic() + timeout_s
     while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
@@ -137,7 +139,7 @@ def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitatio
 
 
 def _report(invitation: Invitation) -> Report:
-    """Return this node's report: its resources, and why it cannot join, if so."""
+    """Return this node's report: its resources and, if it cannot join, the reason."""
     name, gpus, address = own_name(), device.num_gpus(), address_towards(invitation.host)
     problem = None
     if address == invitation.host:

@@ -1,8 +1,8 @@
-"""The rendezvous of a run's nodes: a folder inside the run's folder, on a file system that all nodes share.
+"""The rendezvous for a run's nodes: a folder inside the run's folder, on a file system that all nodes share.
 
 Files are replaced as a whole and found by name, so no locks are needed.
 
-    invitation.json     written by the driver: the address of its Ray, and what other nodes need to join
+    invitation.json     written by the driver: its Ray address and the information that other nodes need to join
     node-ADDRESS.json   written by the node with this address: its resources and peak memory
     stacks.json         written by the driver: log files that should receive stack traces
     lost.json           written by the driver: lost nodes
@@ -31,25 +31,25 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
-"""Distributions whose versions must agree on all nodes, besides those of Python and megarl."""
+"""Distributions whose versions must agree on all nodes, in addition to Python and megarl."""
 
 NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lost.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The information that another node needs to join.
+    """The information that a node needs to join the run.
 
     Attributes:
-        id: distinguishes it from stale invitations of earlier attempts.
-        host: address of the first node.
+        id: distinguishes the invitation from stale ones by earlier attempts.
+        host: the first node's address.
         port: port of Ray's GCS on the first node.
-        token: authentication token of Ray; therefore only the run's user may read the file.
-        versions: package versions of the first node.
+        token: Ray's authentication token; because of it, only the run's user may read the file.
+        versions: package versions on the first node.
         gpus: number of GPUs that the run uses on each node.
-        object_store: bytes of Ray's object store on each node.
-        logs: folder for the logs of the run's processes.
-        grace_s: seconds in which the run may end by itself after a signal.
+        object_store: size of Ray's object store on each node, in bytes.
+        logs: folder for the log files of the run's processes.
+        grace_s: seconds that the run may take to end by itself after a signal.
     """
 
     id: str
@@ -63,7 +63,8 @@ class Invitation:
     grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
-        """Return the packages whose versions differ from the first node's: (first node, this node)."""
+        """Return the packages whose versions differ from the first node's: name -> (version there, version on this
+        node)."""
         local = installed_versions(PACKAGES)
         return {name: (v, local.get(name)) for name, v in self.versions.items() if local.get(name) != v}
 
@@ -73,10 +74,10 @@ class Report:
     """A node's report to the driver.
 
     Attributes:
-        invitation: id of the invitation that it answers.
-        peak_gb: peak memory of its processes so far in 10⁹ bytes: (RSS, PSS), see MemorySampler.
-        problem: why it does not take part, None if it does.
-        is_failure: whether the problem is a failure of the run, not a user error.
+        invitation: id of the invitation that the report answers.
+        peak_gb: peak memory of the node's processes so far, in 10⁹ bytes: (RSS, PSS). See MemorySampler.
+        problem: the reason why the node does not take part; None if it does.
+        is_failure: whether the problem is a run failure rather than a user error.
     """
 
     name: str
@@ -90,13 +91,13 @@ class Report:
 
 
 class NodeRendezvous:
-    """The rendezvous folder, used by the driver and by the other nodes."""
+    """The rendezvous folder, used by the driver and the other nodes."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def invite(self, invitation: Invitation) -> None:
-        """Start a new rendezvous and remove all files of earlier attempts."""
+        """Start a new rendezvous and remove all files left by earlier attempts."""
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.glob("*.json"):
             file.unlink()
@@ -111,15 +112,14 @@ class NodeRendezvous:
         content = _read(self._folder / INVITATION)
         if content is None:
             return None
-        # Another version of megarl may have other fields; versions are compared before the fields are used.
+        # A different megarl version may have different fields. Versions are compared before any field is used.
         return Invitation(**{field.name: content.get(field.name) for field in fields(Invitation)})
 
     def report(self, report: Report) -> None:
         _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Return the reports that answer the current invitation, in the natural order of the nodes' names (n2 before
-        n10)."""
+        """Return the reports that answer the current invitation, in natural order by node name (n2 before n10)."""
         invitation = self.invitation()
         contents = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
         reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in contents]
@@ -130,7 +130,7 @@ class NodeRendezvous:
         _write(self._folder / LOST, {"names": list(names)})
 
     def lost(self) -> list[str]:
-        """Return the names of lost nodes that ended the driver's run."""
+        """Return the names of the lost nodes that made the driver end the run."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def ask_for_stacks(self, files: Sequence[Path]) -> None:
@@ -139,13 +139,13 @@ class NodeRendezvous:
         _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
     def wanted_stacks(self) -> tuple[int, list[Path]]:
-        """Return the number of the last request for stack traces (0: none so far) and its log files."""
+        """Return the last request for stack traces: its number (0 without any request) and its log files."""
         request = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return request["number"], [Path(file) for file in request["files"]]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers inside names by value."""
+    """Return a sort key that orders numbers within names by value."""
     words = "".join(c if c.isdigit() else f" {c} " for c in name).split()
     return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 

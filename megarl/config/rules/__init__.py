@@ -1,8 +1,9 @@
 """Rules across keys, one module per section, and `check`, which applies them all.
 
-A rule is a function whose name states it. It returns None if the configuration keeps it, otherwise one line per broken
-key with value, arithmetic and remedy. Each module lists its rules in RULES. `no_effect` is the table of keys that have
-an effect only under a condition. Rules between keys and a model's config.json are in `megarl.models.rules`.
+A rule is a function named after the condition that it checks. It returns None if the configuration satisfies the
+condition, otherwise one line per violating key, with its value, the arithmetic and the remedy. Each module lists its
+rules in RULES. `no_effect` is the table of keys that have an effect only under a condition. Rules that relate keys to a
+model's config.json are in `megarl.models.rules`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ SECTIONS = (
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
-    """Check the keys against each other, and keys without effect against the base recipe's values (`defaults`).
+    """Check all rules. Keys without effect are compared with the base recipe's values (`defaults`).
 
     Raises:
-        UserError: with one line per broken rule.
+        UserError: rules are violated; the message has one line per violation.
     """
     raise_all(
         [

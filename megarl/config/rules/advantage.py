@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.advantage`."""
+"""Rules for section `algorithm.advantage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `batch`."""
+"""Rules for section `batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `cluster`."""
+"""Rules for section `cluster`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def engines_are_where_placement_says(config: Config) -> str | None:
-    """Colocated engines read the actor's weights on their own devices; disaggregated engines share no devices."""
+    """Colocated engines must read the actor's weights on their own devices; disaggregated engines must not share
+    devices."""
     spans = config.role_devices
     if config.is_offline or spans.keys() != config.num_ranks.keys():
         return None

@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.correction`."""
+"""Rules for section `algorithm.correction`."""
 
 from __future__ import annotations
 

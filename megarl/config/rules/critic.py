@@ -1,4 +1,4 @@
-"""The rule of section `critic`; rules of every trained model are in `trained`."""
+"""Rules for section `critic`; rules for all trained models are in `trained`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `data`; rules between objective and data are in `objective`."""
+"""Rules for section `data`; rules that relate the objective to the data are in `objective`."""
 
 from __future__ import annotations
 

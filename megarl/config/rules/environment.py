@@ -1,4 +1,4 @@
-"""The rules of section `environment`."""
+"""Rules for section `environment`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def own_tasks_have_an_environment(config: Config) -> str | None:
 
 
 def whole_rollouts_are_rewarded(config: Config) -> str | None:
-    """Scorers of one prompt and one response cannot score rollouts of several turns or samples."""
+    """Functions that score one prompt and one response cannot score rollouts with several turns or samples."""
     if not config.has_environment:
         return None
     per_turn = [entry.function for entry in config.rewards.functions if entry.per_turn]

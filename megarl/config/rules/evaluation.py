@@ -1,4 +1,4 @@
-"""The rules of section `evaluation`."""
+"""Rules for section `evaluation`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
 COUNTED = ("failed_frac", "truncated_frac", "length_mean")
-"""Metrics of a set beside its estimates."""
+"""Metrics of an evaluation set in addition to its estimates."""
 
 OF_TURNS = ("turns_mean",)
-"""Metrics of sets in an environment."""
+"""Additional metrics of evaluation sets that use an environment."""
 
 
 def something_samples(config: Config) -> str | None:
@@ -40,7 +40,8 @@ def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
 
 
 def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
-    """A set's own system prompt follows the rules of data.system_prompt. An inherited one is dropped if unusable."""
+    """A set's own system prompt follows the rules for data.system_prompt. An inherited system prompt is dropped if it
+    cannot be used."""
     for item in config.evaluation.sets:
         data = config_of_set(config, item).data
         if not item.system_prompt:
@@ -70,7 +71,7 @@ def options_of_sets_are_of_a_class(config: Config) -> str | None:
 
 
 def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
-    """Functions with per_turn score one response, not rollouts of several turns or samples."""
+    """Functions with per_turn score one response, not rollouts with several turns or samples."""
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
@@ -90,7 +91,7 @@ def sets_have_names_of_their_own(config: Config) -> str | None:
 
 
 def sets_are_evaluated(config: Config) -> str | None:
-    """A set's own every_steps also counts."""
+    """A set needs its own every_steps, evaluation.every_steps, at_start or at_end."""
     settings = config.evaluation
     never = [item.name for item in settings.sets if settings.interval(item) is None]
     if not never or settings.at_start or settings.at_end:
@@ -103,7 +104,7 @@ def sets_are_evaluated(config: Config) -> str | None:
 
 def samples_of_a_prompt_differ(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        is_answered = config_of_set(config, item).has_environment  # whose replies may differ
+        is_answered = config_of_set(config, item).has_environment  # the environment's replies may differ
         if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
                 f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} with temperature=0, so "
@@ -148,7 +149,7 @@ def best_is_a_metric(config: Config) -> str | None:
 
 
 def best_is_saved(config: Config) -> str | None:
-    """Every evaluation that may be the best is at a step with a checkpoint; the last step has one."""
+    """Every evaluation that may be the best must be at a step with a checkpoint. The last step always has one."""
     settings, every = config.evaluation, config.checkpoint.every_steps
     metric = settings.best.metric
     judged = next((item for item in settings.sets if metric in metrics_of(config, item)), None)

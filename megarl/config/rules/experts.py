@@ -1,4 +1,4 @@
-"""The rules of section `actor.experts`."""
+"""Rules for section `actor.experts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.kl`."""
+"""Rules for section `algorithm.kl`."""
 
 from __future__ import annotations
 

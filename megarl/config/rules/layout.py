@@ -1,4 +1,4 @@
-"""The rules within a parallel layout. `keys` is the prefix of its keys, such as "actor.layout."."""
+"""Rules for a parallel layout. `keys` is the prefix of the layout's keys, such as "actor.layout."."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.violations import raise_all
 
 
 def check_layout(keys: str, layout: Layout) -> None:
-    """Raise UserError with one line per broken rule."""
+    """Raise a UserError with one line per violated rule."""
     raise_all(rule(keys, layout) for rule in RULES)
 
 
@@ -51,7 +51,7 @@ def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> s
 
 
 def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
-    """The experts split the tp x cp x dp ranks of a pipeline stage into etp x ep x expert data parallelism."""
+    """Expert layers divide the tp x cp x dp ranks in a pipeline stage into etp x ep x expert data-parallel ranks."""
     ranks, needed = layout.tp * layout.cp * layout.dp, layout.expert_tp * layout.ep
     if ranks % needed == 0:
         return None

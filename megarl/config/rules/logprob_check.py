@@ -1,4 +1,4 @@
-"""The rules of section `logprob_check`."""
+"""Rules for section `logprob_check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `actor.lora`."""
+"""Rules for section `actor.lora`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def merged_weights_stay(config: Config) -> str | None:
 
 
 def nothing_else_of_the_model_moves(config: Config) -> str | None:
-    """Checkpoints contain only the adapters."""
+    """Checkpoints contain only the adapters, so no other weights may change."""
     rate = config.actor.megatron_overrides.model.get("moe_router_bias_update_rate", 0)
     if config.actor.adapters is None or not rate:
         return None

@@ -1,8 +1,9 @@
-"""Keys that have no effect in a run: a table of conditions, and the one check that reads it.
+"""Keys that have no effect in a run: a table of conditions, and the check that applies it.
 
-A key is refused if its condition is not met and its value differs from the base recipe's. A coefficient of 0 is a value
-like others, which a sweep may contain: keys that only scale with it may stay, and the startup log names skipped passes.
-Options that an estimator or an objective does not have are not listed here: they are unknown keys.
+A key is rejected if its condition is not met and its value differs from the base recipe's. A coefficient of 0 is an
+ordinary value that a sweep may contain: keys that only have an effect with a nonzero coefficient remain valid, and the
+startup log names skipped passes. Options that an estimator or an objective does not have are not listed here: they are
+unknown keys.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class KeyRequirement:
     Args:
         unless: the condition, in the form `key=value`.
         is_met: whether a run meets the condition.
-        keys: keys, or sections of keys, which may differ from the base recipe's values only if the condition is met.
-        neutral: keys that are compared with these values instead, whatever the base recipe has.
+        keys: keys or sections that may differ from the base recipe's values only if the condition is met.
+        neutral: key -> the value to compare it with instead of the base recipe's value.
     """
 
     unless: str
@@ -41,7 +42,7 @@ def _tracker(name: TrackerName) -> KeyRequirement:
 
 
 def _schedule(section: str) -> tuple[KeyRequirement, KeyRequirement]:
-    """Return the requirements of a trained model's learning-rate schedule."""
+    """Return the requirements for a trained model's learning-rate schedule."""
     prefix = f"{section}.optimizer.schedule"
 
     def name(config: Config) -> str:
@@ -236,7 +237,7 @@ KEY_REQUIREMENTS = (
 
 
 def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key that has no effect and asks for one. base: the values of the base recipe."""
+    """Return a line for each key that was changed but has no effect. `base` has the base recipe's values."""
     values, lines = config.model_dump(), {}
     for requirement in KEY_REQUIREMENTS:
         if requirement.is_met(config):
@@ -257,8 +258,8 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, value and default of each value that differs. In a variant section with another entry only the key
-    that names the entry is compared, because its options are not those of the default entry."""
+    """Yield key, value and default of each value that differs. If a variant section names a different entry, only the
+    key that names the entry is compared, because the two entries have different options."""
     if isinstance(value, dict) and default:
         names = {variant.key.rpartition(".")[0]: variant.discriminator for variant in VARIANTS}
         chooser = names.get(key)

@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.objective`."""
+"""Rules for section `algorithm.objective`."""
 
 from __future__ import annotations
 

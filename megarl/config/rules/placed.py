@@ -1,4 +1,4 @@
-"""The rules of every section of a model with its own ranks."""
+"""Rules for all sections of models with their own ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megarl.config.schema import Config
 
 
 def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str | None:
-    """The token budget of a rank holds its share of the longest sample: two equal chunks per context-parallel rank. The
-    two samples of a pair are in the same microbatch."""
+    """A rank's token budget must hold its share of the longest sample: two equal chunks per context-parallel rank. Both
+    samples in a pair are in the same microbatch."""
     role = placed.section
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
     together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1

@@ -1,4 +1,4 @@
-"""The rules of section `reward_model`."""
+"""Rules for section `reward_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `rewards`."""
+"""Rules for section `rewards`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def overlong_buffer_fits_a_response(config: Config) -> str | None:
 
 
 RESERVED = ("judge", "reward_model", "mean", "std", "failed_frac", "zero_std_groups", "greedy_mean")
-"""Names of other parts of the reward and of its summary metrics."""
+"""Names reserved for other reward components and for summary metrics of the reward."""
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
     something_gives_rewards,

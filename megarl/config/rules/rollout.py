@@ -1,4 +1,4 @@
-"""The rules of section `rollout`."""
+"""Rules for section `rollout`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of section `run`."""
+"""Rules for section `run`."""
 
 from __future__ import annotations
 

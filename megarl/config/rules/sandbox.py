@@ -1,4 +1,4 @@
-"""The rules of section `sandbox`."""
+"""Rules for section `sandbox`."""
 
 from __future__ import annotations
 

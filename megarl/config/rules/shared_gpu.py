@@ -1,4 +1,4 @@
-"""The rules of engines and models that share GPUs."""
+"""Rules for engines and models that share GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sharing_ranks_do_not_send(config: Config) -> str | None:
 
 
 def weights_travel(config: Config, devices_per_node: int) -> bool:
-    """Return whether a refit sends data: all weights, or those that an engine cannot read on its own node."""
+    """Return whether a refit transfers data: all weights, or only those that an engine cannot read on its own node."""
     first = device_spans(config)[NAMES["actor"]].start
     return config.sends_weights or not stays_in_nodes(config.actor.layout, devices_per_node, first)
 
@@ -53,7 +53,7 @@ def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:
     """Return whether the ranks of each node together hold all parameters.
 
     The ranks of a pipeline stage are consecutive; within a stage, so are the tensor-parallel ranks and the ep x etp
-    ranks that split the experts. first: the device of the first rank.
+    ranks that split the experts. `first` is the first rank's device.
     """
     if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
         return True

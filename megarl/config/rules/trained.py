@@ -1,4 +1,4 @@
-"""The rules of every section of a trained model."""
+"""Rules for all sections of trained models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def schedule_ends_below_its_peak(config: Config, trained: Trained) -> str | None
 
 
 def schedule_fits_the_run(config: Config, trained: Trained) -> str | None:
-    """Warmup and decay of wsd do not overlap."""
+    """The warmup and the decay of the wsd schedule must not overlap."""
     schedule, total = trained.optimizer.schedule, config.num_updates(trained)
     if schedule.name != "wsd" or schedule.decay is None:
         return None

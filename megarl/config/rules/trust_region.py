@@ -1,4 +1,4 @@
-"""The rules of section `algorithm.trust_region`; mixtures of experts are refused in `megarl.models.rules`."""
+"""Rules for section `algorithm.trust_region`; mixture-of-experts models are rejected in `megarl.models.rules`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of `rollout.vllm_overrides` and `reward_model.vllm_overrides`."""
+"""Rules for `rollout.vllm_overrides` and `reward_model.vllm_overrides`."""
 
 from __future__ import annotations
 

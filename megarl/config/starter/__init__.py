@@ -33,7 +33,7 @@ def write(folder: Path) -> list[Path]:
 
 def _texts(folder: Path) -> tuple[str, ...]:
     recipe, *others = (TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in (RECIPE, REWARD, PROMPTS))
-    # A JSON string is also a YAML string, whatever characters the folder's name has.
+    # A JSON string is also a YAML string, whatever characters the folder name contains.
     paths = {"prompts": str(folder / PROMPTS), "reward": f"{folder / REWARD}:reward"}
     quoted = {name: json.dumps(path, ensure_ascii=False) for name, path in paths.items()}
     return (Template(recipe).substitute(quoted), *others)

@@ -15,12 +15,12 @@ from megarl.planner.doctor.finding import Finding
 
 GIB = 2**30
 LEAST_SHARED_GIB = 1
-"""Minimum shared memory. It stores Ray objects and weights that are sent to engines. Containers often have only
+"""Minimum shared memory in GiB. It stores Ray objects and weights that are sent to engines. Containers often have only
 64 MiB."""
 
 LEAST_DISK_GIB, FULL_GIB = 10, 1
-"""Free disk space below which a run may fill the disk, and below which a run cannot start because logs and Ray's files
-need space."""
+"""Free disk space in GiB: below the first value, a run may fill the disk. Below the second value, a run cannot start
+because logs and Ray's files need space."""
 
 RUN_DISK = "disk of runs"
 

@@ -128,7 +128,7 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Return receivers -> places written at each receiver. A holder that receives a bucket twice is listed twice."""
+        """Return receivers -> places written at each receiver. A holder that receives a bucket twice is repeated."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))

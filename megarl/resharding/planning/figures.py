@@ -33,8 +33,8 @@ class Figures:
     communicator_bytes    estimated maximum memory for communicators per GPU, in bytes
     neighbours            maximum number of ranks with which one rank exchanges messages
     operations            maximum number of NCCL messages that one rank sends and receives
-    peak_staging_bytes    maximum size of a rank's staging buffers in bytes: the bucket in transfer between nodes, and the
-                          next bucket
+    peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
+                          and the next bucket
     ranks_source, ranks_destination    number of processes on each side
     plan_hash             Plan.plan_hash
     """

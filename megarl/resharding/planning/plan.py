@@ -1,4 +1,4 @@
-"""The plan of a refit: which rectangle of which parameter is copied where, as deterministic pure data."""
+"""The plan for a refit: which parameter rectangles are copied where, as deterministic pure data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.resharding.piece import Place
 
 
 class Link(NamedTuple):
-    """A connection from one holder to another, as indices into Plan.holders."""
+    """A connection from one holder to another, given as indices into Plan.holders."""
 
     source: int
     destination: int
 
 
 class Move(NamedTuple):
-    """A copy from one place to another of the same shape.
+    """A copy from one place to another with the same shape.
 
-    The sender casts if the dtypes differ: elements are sent as destination_dtype.
+    If the dtypes differ, the sender casts: elements are sent as destination_dtype.
     """
 
     source: Place
@@ -37,8 +37,8 @@ class Bucket:
     """Moves that are sent together in one buffer.
 
     links      links over which the buffer is sent; each source packs it once for all of its links
-    forwards   links inside a node: a receiver forwards the buffer to destinations that store it at the same places
-    num_bytes  size of the buffer
+    forwards   links inside a node over which a receiver forwards the buffer to destinations with the same places
+    num_bytes  size of the buffer in bytes
     """
 
     links: tuple[Link, ...]
@@ -48,19 +48,19 @@ class Bucket:
 
     @property
     def forward_moves(self) -> Iterator[Move]:
-        """The moves over forwarding links: both ends use the destination place and dtype."""
+        """Yield the moves over forwarding links. Both ends use the place and dtype of the destination."""
         return (Move(place, place, dtype, dtype) for _, place, _, dtype in self.moves)
 
 
 class Padding(NamedTuple):
-    """Places without a counterpart in the checkpoint, which these holders fill with zeros."""
+    """Places with no counterpart in the checkpoint, which these holders fill with zeros."""
 
     holders: tuple[int, ...]
     places: tuple[Place, ...]
 
 
 class Hop(NamedTuple):
-    """The transfer of a bucket, given by its index in the plan, over one of its links."""
+    """The transfer of one bucket, given by its index in the plan, over one of its links."""
 
     bucket: int
     link: Link
@@ -69,8 +69,8 @@ class Hop(NamedTuple):
 class Communicator(NamedTuple):
     """An NCCL communicator.
 
-    members    indices of its holders, in rank order
-    is_inside  whether it carries links inside a node; otherwise links between nodes
+    members    indices of the participating holders, in rank order
+    is_inside  whether it is used for links inside a node; otherwise for links between nodes
     """
 
     members: tuple[int, ...]
@@ -94,7 +94,7 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """Everything that a plan writes into one holder, in plan order."""
+    """All copies and fills into one holder, in plan order."""
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
@@ -111,20 +111,20 @@ class Writes:
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies from sources to destinations; a bucket describes all replicas with the same moves at once.
+    """All copies from sources to destinations. One bucket covers all replicas that have the same moves.
 
-    holders        names, sources before destinations
+    holders        names of the holders, sources before destinations
     nodes          node index of each holder
     num_sources    number of sources among the holders
-    buckets        in an executable order: a holder forwards only what it has received before
-    padding        places to fill with zeros
+    buckets        buckets in an executable order: a holder receives a bucket before it forwards it
+    padding        places that are filled with zeros
     devices        device index of each holder; empty if no holders share a device
-    order          order of all hops, computed by schedule.ordered (empty: not computed)
-    communicators  NCCL communicators that the hops need; computed together with `order`
+    order          order of all hops, computed by schedule.ordered; empty if not computed
+    communicators  NCCL communicators for the hops, computed together with `order`
 
-    A process that reads its sources directly executes into(its name). A process that sends or receives executes the
-    hops of which it is an end, in `order`, and packs and unpacks each bucket in the order of its moves. All processes
-    hold parts of the same plan, so no further coordination is needed.
+    A process that reads its sources directly executes into(name). A process that sends or receives executes the hops
+    that start or end at it, in `order`, and packs and unpacks each bucket in the order of its moves. All processes have
+    parts of the same plan, so they need no additional coordination.
     """
 
     holders: tuple[str, ...]
@@ -138,7 +138,7 @@ class Plan:
 
     @cached_property
     def plan_hash(self) -> str:
-        """SHA-256 of the plan's contents."""
+        """The SHA-256 of the plan's contents."""
         head = [self.holders, self.nodes, self.num_sources, self.padding, *([self.devices] if self.devices else [])]
         digest = hashlib.sha256(json.dumps(head).encode())
         for bucket in self.buckets:
@@ -158,7 +158,7 @@ class Plan:
 
     @cached_property
     def remote(self) -> Plan:
-        """The part of the plan that is sent: between nodes, and forwarded by destinations."""
+        """The part of the plan that processes send: transfers between nodes, and forwarding by destinations."""
         return self._only(lambda link: not self.is_node_local(link), is_remote=True)
 
     def is_node_local(self, link: Link) -> bool:
@@ -166,7 +166,7 @@ class Plan:
         return link.source < self.num_sources and self.nodes[link.source] == self.nodes[link.destination]
 
     def communicator_of(self, link: Link) -> int:
-        """Return the index of the communicator that a link uses: the first that contains both ends."""
+        """Return the index of the communicator for a link: the first one that contains both ends."""
         is_inside = self.nodes[link.source] == self.nodes[link.destination]
         return next(
             number
@@ -175,9 +175,9 @@ class Plan:
         )
 
     def _only(self, wanted: Callable[[Link], bool], is_remote: bool) -> Plan:
-        """Return the plan with only the wanted links; only the remote part keeps forwards and order.
+        """Return a copy of the plan with only the wanted links. Buckets keep their indices.
 
-        Buckets keep their indices.
+        Forwarding links and the order are kept only if `is_remote`.
         """
         buckets = (
             replace(bucket, links=tuple(filter(wanted, bucket.links)), forwards=bucket.forwards if is_remote else ())
@@ -187,7 +187,7 @@ class Plan:
         return replace(self, buckets=tuple(buckets), order=tuple(order))
 
     def into(self, name: str) -> Writes:
-        """Return the writes into one destination. Raises ValueError if `name` is not a destination."""
+        """Return the writes into one destination. Raise a ValueError if `name` is not a destination."""
         if name not in self.holders[self.num_sources :]:
             raise ValueError(f"{name} is not a destination of the plan; destinations: {', '.join(self.destinations)}")
         holder = self.holders.index(name, self.num_sources)
@@ -203,7 +203,7 @@ class Plan:
         return Writes(copies, tuple(fills))
 
     def is_local(self, link: Link) -> bool:
-        """Return whether both ends share a device."""
+        """Return whether both ends of the link share a device."""
         return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None
 
     @property
@@ -216,5 +216,5 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes over all links."""
+        """Total number of bytes transferred over all links."""
         return sum(bucket.num_bytes * (len(bucket.links) + len(bucket.forwards)) for bucket in self.buckets)

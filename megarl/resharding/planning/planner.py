@@ -1,4 +1,4 @@
-"""Build a plan from the pieces of sources and destinations. No communication is involved."""
+"""Build a plan from the pieces of sources and destinations, without communication."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 MIB = 2**20
 LARGEST_BUCKET, SMALLEST_BUCKET = 256 * MIB, MIB
 BUCKETS_PER_DESTINATION = 64
-"""Default number of buckets per destination. Waiting for one bucket then delays only a small part of the weights."""
+"""Default number of buckets per destination. With many buckets, a delayed bucket affects few of the weights."""
 SMALLEST_PART = MIB
-"""Minimum bytes of a part that is split off only to balance the load of sources."""
+"""Minimum size in bytes of a part that is split off only to balance the load on sources."""
 
 
 @without_collector()
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
     """Return a plan in which every destination element comes from exactly one source.
 
-    It arrives directly from the source or through another destination on the same node.
+    Elements arrive directly from the source or through a different destination on the same node.
 
     Args:
-        bucket_bytes: maximum bytes of a bucket. None: 1/64 of the largest destination, at least 1 MiB and at most
-            256 MiB.
+        bucket_bytes: maximum size of a bucket in bytes. None: 1/64 of the largest destination, at least 1 MiB and at
+            most 256 MiB.
 
     Raises:
-        UserError: no source holds some element.
+        UserError: a destination needs an element that no source holds.
     """
     return _Planner(sources, destinations, bucket_bytes or bucket_size(destinations)).plan()
 
 
 def bucket_size(destinations: Sequence[Holder]) -> int:
-    """Return the default bytes of a bucket."""
+    """Return the default size of a bucket in bytes."""
     largest = max((shard.num_bytes for shard in shards_of(destinations)), default=0)
     return min(max(largest // BUCKETS_PER_DESTINATION, SMALLEST_BUCKET), LARGEST_BUCKET)
 
@@ -73,7 +73,7 @@ class _Planner:
         )
 
     def _plan_part(self, part: Rectangle, sources: list[Held], destinations: list[Held]) -> None:
-        """Plan the copies of a canonical rectangle from its sources to its destinations."""
+        """Add the copies of a canonical rectangle from its sources to its destinations."""
         if len(sources) == len(destinations) == 1:
             [source], [destination] = sources, destinations
             for slab, route in self._routes(part, source.holders, destination.holders, destination.dtype):
@@ -88,7 +88,7 @@ class _Planner:
     def _routes(
         self, part: Rectangle, sources: tuple[int, ...], destinations: tuple[int, ...], dtype: str
     ) -> Iterator[tuple[Rectangle, Route]]:
-        """Split the rectangle into slabs that fit a bucket and balance replicas; yield each with its route."""
+        """Split the rectangle into slabs that fit a bucket and balance the replicas. Yield each slab and its route."""
         size, rows = num_elements(part) * ITEM_BYTES[dtype], part[0][1] - part[0][0]
         shares = min(self._balance.even_parts(sources, destinations), max(1, size // SMALLEST_PART))
         rows_in_bucket = max(1, self._bucket_bytes * rows // size)
@@ -98,10 +98,10 @@ class _Planner:
             yield slab, self._balance.route(sources, destinations, num_elements(slab) * ITEM_BYTES[dtype])
 
     def _plan_slab(self, slab: Rectangle, route: Route, senders: dict[int, Held], receivers: dict[int, Held]) -> None:
-        """Plan a slab that its senders or receivers store at different places.
+        """Add the moves for a slab that its senders or receivers store at different places.
 
         Links between the same places share a bucket. A receiver forwards within that bucket if the next receiver stores
-        the slab at the same place; otherwise it forwards with a separate move later.
+        the slab at the same place; otherwise, it forwards the slab later with a separate move.
         """
         links: dict[tuple[Held, Held], list[Link]] = defaultdict(list)
         for link in route.links:
@@ -124,7 +124,7 @@ class _Planner:
 
 
 class _Buckets:
-    """Fills buckets with the moves of each route."""
+    """Packs the moves of each route into buckets."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -141,7 +141,7 @@ class _Buckets:
         self._open[route] = moves, size + num_bytes
 
     def closed(self) -> list[Bucket]:
-        """Return all buckets, alternating between routes, so that every source can send from the start."""
+        """Return all buckets, alternating between routes so that every source can start sending immediately."""
         queues = (
             [*self._full[route], Bucket(*route, tuple(moves), size)] for route, (moves, size) in self._open.items()
         )
@@ -149,7 +149,10 @@ class _Buckets:
 
 
 def _rounds(destinations: list[Held]) -> list[dict[int, Held]]:
-    """Group destinations into rounds of holder -> place. A holder that stores the elements twice is in two rounds."""
+    """Divide the destinations into rounds with at most one place per holder.
+
+    A holder that stores the elements twice is in two rounds.
+    """
     rounds: list[dict[int, Held]] = []
     for held in destinations:
         for holder in held.holders:

@@ -1,4 +1,4 @@
-"""Plan, check and describe a reshard without moving any weights."""
+"""Plan, check and describe resharding without moving any weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes
 def reshard(
     model: str, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
 ) -> Figures:
-    """Return the figures of the plan from `source` to `destination`. Ranks fill the nodes in order.
+    """Return the figures for the plan from `source` to `destination`. Ranks are assigned to nodes in order.
 
     Args:
-        model: a config.json, or a value of model.path that is available on this machine.
-        source, destination: see side_holders.
-        colocated: rank i of both sides shares device i; otherwise the sides are on different nodes.
+        model: a path to config.json, or a value for model.path that is available on this machine.
+        source, destination: description of each side; see side_holders.
+        colocated: whether rank i on each side shares device i; otherwise the sides are on different nodes.
 
     Raises:
         UserError: an argument is invalid or does not fit the model.
@@ -49,7 +49,7 @@ def reshard(
 
 
 def read_speeds(ranks_per_node: int, bandwidth: str) -> Bandwidth:
-    """Parse --bandwidth and check --nodes-of. Raises UserError if one is invalid."""
+    """Parse --bandwidth and check --nodes-of. Raise a UserError if either is invalid."""
     if ranks_per_node < 1:
         raise UserError(f"--nodes-of {ranks_per_node}: expected at least one rank per node")
     return Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")), latency=LATENCY_S)
@@ -61,13 +61,13 @@ def plan_figures(
     speeds: Bandwidth,
     bucket_bytes: int | None = None,
 ) -> Figures:
-    """Plan the copies and return the figures, from the cache if possible.
+    """Plan the copies and return the figures, from the cache where possible.
 
     Args:
-        inputs: everything that determines both sides, JSON-serialisable; the cache key.
-        make_sides: returns the holders of both sides, with nodes and devices.
+        inputs: JSON-serializable values that determine both sides; used as the cache key.
+        make_sides: function that returns the holders on both sides, with their nodes and devices.
         speeds: bandwidth of the simulated network.
-        bucket_bytes: see make_plan.
+        bucket_bytes: maximum size of a bucket; see make_plan.
     """
 
     def compute() -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _time(predicted: float, floor: float) -> str:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with a decimal unit."""
+    """Format a number of bytes with a decimal unit prefix."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
@@ -116,7 +116,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def _read(model: str) -> dict[str, Any]:
-    """Return the model's config.json without quantization_config: trainers and engines hold unquantised weights."""
+    """Return the model's config.json without quantization_config: trainers and engines hold unquantized weights."""
     file = Path(model).expanduser()
     try:
         hf_config = (

@@ -1,4 +1,4 @@
-"""Cache results on disk, one file per result, named by a hash of its inputs."""
+"""Cache results on disk, one file per result, named after a hash of its inputs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("config", "resharding")
-"""Packages whose code is part of the cache key."""
+"""Packages whose source code is part of the cache key."""
 
 
 def cached(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON-serialisable result of compute(), from the cache folder if possible.
+    """Return the JSON-serializable result of compute(), from the cache folder where possible.
 
-    inputs   everything that determines the result, JSON-serialisable
+    inputs   JSON-serializable values that determine the result
 
-    A damaged file is recomputed. If the folder is not writable, the result is not cached. Both are logged.
+    The result is recomputed if its file is corrupt, and not cached if the folder is not writable. Both are logged.
     """
     file = folder / f"{_digest([_code_hash(), inputs])}.json"
     result = _read(file)

@@ -1,4 +1,4 @@
-"""Schedule the buckets of a plan by simulating the network ports of all processes."""
+"""Schedule the buckets in a plan by simulating the network ports of all processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.resharding.planning.plan import Hop, Link, Plan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bandwidth of one process per direction (full duplex), in bytes per second.
+    """Bandwidth of one process in bytes per second per direction (full duplex).
 
-    inter     between nodes
-    intra     inside a node
+    inter     bandwidth between nodes
+    intra     bandwidth inside a node
     latency   fixed cost of a message in seconds
     """
 
@@ -29,7 +29,10 @@ class Bandwidth:
 
 
 class Transfer(NamedTuple):
-    """A bucket (index in the plan) over one link; times are in seconds from the start of the refit."""
+    """The simulated transfer of a bucket, given by its index in the plan, over one link.
+
+    Times are in seconds from the start of the refit.
+    """
 
     bucket: int
     link: Link
@@ -41,9 +44,9 @@ class Transfer(NamedTuple):
 class Schedule:
     """The simulated transfers of a plan.
 
-    transfers      in plan order; each starts when its ports are free
+    transfers      transfers in plan order; each starts when its ports are free
     seconds        end of the last transfer
-    floor_seconds  lower bound for every schedule of this plan: bytes over the busiest port, divided by its bandwidth
+    floor_seconds  lower bound for all schedules of this plan: bytes through the busiest port, divided by its bandwidth
     """
 
     transfers: tuple[Transfer, ...]
@@ -52,29 +55,29 @@ class Schedule:
 
 
 TYPICAL = Bandwidth(inter=1.0, intra=8.0)
-"""Relative bandwidths used to order hops. The order is insensitive to the ratio: it works equally well for 8 and 18."""
+"""Relative bandwidths used to order hops. Ratios of 8 and 18 give equally good orders."""
 
 
 @without_collector()
 def ordered(plan: Plan) -> Plan:
-    """Return the plan with the order of its hops and the communicators that they need.
+    """Return a copy of the plan with an order for its hops, and with the communicators that the hops need.
 
     Processes that execute their own hops in this order cannot deadlock: at any time, both ends of the first unfinished
-    hop have finished all their earlier hops. This holds whether a process executes its hops strictly in order or only
-    those of one communicator.
+    hop have finished all their earlier hops. This is true if a process executes all its hops strictly in order, or
+    only the hops in each communicator.
     """
     return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()), communicators=communicators(plan))
 
 
 def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> Schedule:
-    """Simulate an ordered plan.
+    """Simulate the transfers in an ordered plan.
 
-    Every process has one port per direction between nodes, and one per direction inside its node. A port carries one
-    bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes, because a
-    process executes the operations of a communicator one by one. Forwarding starts when the bucket has arrived. Casts,
-    packing and copies on a device are assumed to take no time.
+    Every process has one port per direction for transfers between nodes, and one per direction inside its node. A port
+    carries one bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes,
+    because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
+    arrived. Casts, packing and copies within a device are assumed to take no time.
 
-    messages   number of messages of each bucket, for the latency; empty to ignore it
+    messages   number of messages per bucket, which adds latency; empty to ignore latency
     """
     assert plan.order or not plan.buckets, "the plan has no order; call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra
@@ -83,12 +86,12 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     for number, link in plan.order:
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
-        # A hop that starts at a destination waits for the bucket that it forwards, or for everything received so far.
+        # A hop from a destination waits for the bucket that it forwards or, in a separate bucket, for all earlier ones.
         arrival = (number, link.source) if link in bucket.forwards else link.source
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
             continue
-        is_sent = not (plan.devices and plan.is_node_local(link))  # otherwise the destination reads it directly
+        is_sent = not (plan.devices and plan.is_node_local(link))  # otherwise, the destination reads directly
         occupied = [("out", out), ("in", into)]
         if is_sent and plan.nodes[link.source] == plan.nodes[link.destination]:
             occupied += [("in", out), ("out", into)]
@@ -104,11 +107,11 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
 
 
 Port = int
-"""2 · holder index, + 1 for the port inside the node. Incoming and outgoing ports are separate (see _Direction)."""
+"""2 · holder index, plus 1 for the port inside the node. Incoming and outgoing ports are separate (see _Direction)."""
 
 
 class _Waiting(NamedTuple):
-    """A transfer that has not started."""
+    """A transfer that has not started yet."""
 
     bucket: int
     link: Link
@@ -120,11 +123,11 @@ class _Direction:
 
     def __init__(self) -> None:
         self.pending_seconds: dict[Port, float] = defaultdict(float)
-        """Seconds of transfers that have not started, per port."""
+        """Total duration in seconds of the transfers that have not started, per port."""
         self.partners: dict[Port, dict[Port, deque[_Waiting]]] = defaultdict(dict)
-        """port -> partner port -> transfers between them that are ready to start."""
+        """port -> partner port -> transfers between the two ports that are ready to start."""
         self._free: tuple[list[tuple[float, Port]], ...] = ([], [])
-        """Free ports between nodes and inside nodes, each sorted by pending seconds, most first."""
+        """Free ports between nodes, and free ports inside nodes, in descending order of pending seconds."""
         self._key: dict[Port, tuple[float, Port]] = {}
 
     def release(self, port: Port) -> None:
@@ -138,7 +141,7 @@ class _Direction:
         return port in self._key
 
     def best(self, partners: dict[Port, deque[_Waiting]], inside: int) -> Port | None:
-        """Return the free port among these with the most pending work, or None."""
+        """Return the free partner port with the most pending work, or None if all are busy."""
         free = self._free[inside]
         if len(partners) < len(free):
             return min((self._key[port] for port in partners if port in self._key), default=(0, None))[1]
@@ -146,7 +149,7 @@ class _Direction:
 
 
 class _Simulation:
-    """Greedy list scheduling: of all free ports, those with the most pending work start first."""
+    """Simulates greedy list scheduling: among the free ports, those with the most pending work start first."""
 
     def __init__(self, plan: Plan, bandwidth: Bandwidth):
         self._plan, self._speeds = plan, (bandwidth.inter, bandwidth.intra)
@@ -156,9 +159,9 @@ class _Simulation:
         self._order: list[Hop] = []
         self._forwards: list[dict[int, list[Link]]] = [_by_source(bucket.forwards) for bucket in plan.buckets]
         self._deferred: dict[int, list[tuple[int, Link]]] = defaultdict(list)
-        """destination -> links from it in separate buckets, which start after everything has arrived there."""
+        """destination -> its links in separate buckets, which start once it has received all its buckets."""
         self._missing: dict[int, int] = defaultdict(int)
-        """destination -> number of transfers that have not arrived yet, without those of `_deferred`."""
+        """destination -> number of transfers that have not arrived yet, excluding those in `_deferred`."""
 
     def run(self) -> list[Hop]:
         self._load()
@@ -245,7 +248,7 @@ class _Simulation:
         return (self._out, out), (self._in, into)
 
     def _arrived(self, bucket: int, link: Link) -> None:
-        """Offer the transfers that waited for this arrival."""
+        """Mark the transfers that waited for this arrival as ready to start."""
         destination = link.destination
         for forward in self._forwards[bucket].pop(destination, ()):
             self._offer(bucket, forward)
@@ -256,7 +259,7 @@ class _Simulation:
 
 
 def _ports(plan: Plan, bucket: int, link: Link, speeds: tuple[float, float]) -> tuple[Port, Port, float]:
-    """Return the sending port, the receiving port and the seconds of a transfer. speeds: (inter, intra)."""
+    """Return the sending port, the receiving port and the duration of a transfer. speeds: (inter, intra)."""
     inside = int(plan.nodes[link.source] == plan.nodes[link.destination])
     return 2 * link.source + inside, 2 * link.destination + inside, plan.buckets[bucket].num_bytes / speeds[inside]
 

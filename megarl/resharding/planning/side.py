@@ -1,4 +1,4 @@
-"""Parse one side of `megarl reshard` from the command line: a trainer, engines or a Hugging Face folder."""
+"""Parse the command-line description of one side of `megarl reshard`: trainer, engines or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 
 def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
-    """Return the holders described by e.g. "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf".
+    """Return the holders for a description such as "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf".
 
-    Raises UserError, naming the command-line option, if the text is invalid or does not fit the model.
+    Raises:
+        UserError: the text is invalid or does not fit the model. The message contains the command-line option.
     """
     kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
     try:
@@ -51,9 +52,10 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place rank i of both sides on device i. `source` and `destination` are the option values, for messages.
+    """Place rank i on each side on device i. Error messages contain the option values `source` and `destination`.
 
-    Raises UserError unless every device has exactly one rank of each side.
+    Raises:
+        UserError: a device does not have exactly one rank from each side.
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
@@ -79,7 +81,11 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse e.g. "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raises UserError if the text is invalid."""
+    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits).
+
+    Raises:
+        UserError: the text is invalid.
+    """
     values = dict(item.partition("=")[::2] for item in text.split(","))
     if values.keys() != set(names):
         raise UserError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
@@ -116,7 +122,7 @@ def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
 
 
 def _check_stages(layout: Layout, num_layers: int) -> None:
-    """Raise UserError if the layers do not divide evenly into stages and no uneven stage is given."""
+    """Raise a UserError if the layers cannot be split evenly over the stages and no uneven stage is given."""
     if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
         return
     each = -(-num_layers // layout.pp)

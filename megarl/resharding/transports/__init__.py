@@ -1,1 +1,1 @@
-"""Transports deliver elements of source parameters to this process, independently of the model."""
+"""Transports, which deliver elements of source parameters to this process. They do not depend on the model."""

@@ -1,4 +1,4 @@
-"""Lay out the moves of a bucket for sending or receiving: in a buffer, or directly in the parameters."""
+"""Lay out a bucket's moves for sending or receiving, either in a buffer or directly in the parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.resharding.transports.transport import view
 class Part:
     """One end of a move.
 
-    start   offset in the buffer in bytes; None if the elements are sent from, or received into, the parameter directly,
-            because they are contiguous there
+    start   byte offset in the buffer; None if the elements are contiguous in the parameter, so they are sent from or
+            received into it directly
     """
 
     move: Move
@@ -32,11 +32,11 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype on the wire."""
+        """The dtype in which elements are sent."""
         return getattr(torch, self.move.destination_dtype)
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the elements in the parameter."""
+        """Return a view of the elements in the parameter."""
         return view(parameters[self.place.parameter], self.place.rectangle)
 
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -48,9 +48,9 @@ class Part:
 class BucketLayout:
     """The layout of a bucket at one holder.
 
-    unpacked   moves that are sent as one message each
+    unpacked   moves that are sent as individual messages
     packed     moves that share the last message
-    num_bytes  size of the buffer
+    num_bytes  size of the buffer in bytes
     """
 
     unpacked: tuple[Part, ...]
@@ -62,7 +62,7 @@ class BucketLayout:
         return (*self.unpacked, *self.packed)
 
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield one tensor per message, to send or to receive into."""
+        """Yield one tensor per message, from which to send or into which to receive."""
         for part in self.unpacked:
             yield part.of(parameters) if part.start is None else part.in_buffer(buffer)
         if self.packed:
@@ -70,11 +70,11 @@ class BucketLayout:
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """Lay out a bucket, with the same messages at all holders.
+    """Lay out a bucket. The messages are the same at all holders.
 
     Args:
-        moves: moves of the bucket, each with the place of its elements at this holder.
-        parameters: parameters of this holder; moves of all other parameters use the buffer.
+        moves: the bucket's moves, each with the place of its elements at this holder.
+        parameters: parameters of this holder; moves for missing parameters use the buffer.
     """
     unpacked, packed = [], []
     offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
@@ -94,5 +94,5 @@ def _is_contiguous(move: Move, place: Place, parameters: Mapping[str, torch.Tens
 
 
 def _size_key(item: tuple[Move, Place]) -> tuple[int]:
-    """Return a sort key that puts larger dtypes first, so that all moves are aligned."""
+    """Return a sort key that puts larger dtypes first, so all moves are aligned."""
     return (-ITEM_BYTES[item[0].destination_dtype],)

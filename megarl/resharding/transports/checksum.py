@@ -14,14 +14,14 @@ from megarl.core.files import Progress
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of the bytes of a tensor in host memory. It detects corruption, not tampering."""
+    """Return the CRC-32 of the bytes in a host-memory tensor. It detects corruption, not tampering."""
     return zlib.crc32(raw_bytes(tensor))
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the elements of a tensor in host memory as bytes, without a copy if it is contiguous."""
+    """Return the elements of a host-memory tensor as bytes, without a copy if the tensor is contiguous."""
     contiguous = tensor.detach().contiguous()
-    # A numpy array would pin the memory, so that the tensor's storage could no longer be replaced.
+    # A numpy array would pin the memory, and the tensor's storage could no longer be replaced.
     array = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
     array.owner = contiguous
     return memoryview(array)
@@ -30,9 +30,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def verify(
     checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
 ) -> None:
-    """Read the tensors back and raise UserError if one differs from its checksum.
+    """Read the tensors back and raise a UserError if a checksum differs.
 
-    checksums   tensor name -> checksum when it was written
+    checksums   tensor name -> checksum computed when the tensor was written
     """
     for name, expected in checksums.items():
         tensor = read(name)

@@ -1,12 +1,12 @@
-"""Read weights of another process on the GPUs of this machine through CUDA IPC.
+"""Read another process's weights on this machine's GPUs through CUDA IPC.
 
-The owner synchronizes its device before readers access the weights: `publish` does so for the current values, and the
-owner itself after later updates. An owner that moves its tensors between refits publishes them again for each refit,
-and readers close them when the refit ends. If a reader dies, the driver closes its handles.
+The owner must synchronize its device before readers access the weights. `publish` does so for the current values; the
+owner must do so after later updates. An owner that moves its tensors between refits publishes them again for each
+refit, and readers close them when the refit ends. If a reader dies, the driver closes its handles.
 
-Readers are excluded from torch's reference counting of shared storages: otherwise torch would keep memory that the
-owner has freed until every reader has closed it, and forever if a reader died. A reader must see the GPUs of all its
-sources; it has a CUDA context on each.
+Readers are excluded from torch's reference counts for shared storages. Otherwise, torch would not release memory that
+the owner has freed until all readers have closed it, and would never release it if a reader died. All GPUs of its
+sources must be visible to a reader, which creates a CUDA context on each.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megarl.resharding.transports.published import Published, PublishedMemory, P
 from megarl.resharding.transports.transport import Delivery
 
 DEVICE_INDEX = 6
-"""Position of the GPU index in the arguments of rebuild_cuda_tensor; owner and reader may number GPUs differently."""
+"""Position of the GPU index in the arguments of rebuild_cuda_tensor. GPU indices may differ between processes."""
 COUNTER = slice(11, 13)
-"""Positions of torch's reference counter among these arguments: the name of a shared memory and an offset in it."""
+"""Positions of torch's reference counter among these arguments: name of a shared memory segment, and offset."""
 NO_COUNTER = (b"/no-such-counter", 0)
-"""A counter that does not exist: closing a storage decrements the counter only if it exists."""
+"""A nonexistent counter. Closing a storage decrements its counter only if the counter exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A storage of the owner.
+    """A handle to one of the owner's storages.
 
-    gpu         UUID of its GPU, which is the same in all processes
+    gpu         UUID of the storage's GPU, which is the same in all processes
     arguments   arguments of rebuild_cuda_tensor for the whole storage as bytes
     """
 
@@ -65,18 +65,18 @@ def _segment(storage: torch.UntypedStorage) -> Segment:
 
 
 class CudaMemory:
-    """A Channel to sources that other processes have published on GPUs of this machine."""
+    """A Channel to sources that different processes have published on this machine's GPUs."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Published[Segment]]], moving: bool):
         """
-        sources   source holder -> reading holder -> parameters published for that reader
+        sources   name of the source -> name of the reader -> parameters published for that reader
         moving    whether the owners may move their tensors after a refit; the channel is then used for one refit only
         """
         self._sources, self._moving = sources, moving
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
         published = {source: readers[member] for source, readers in self._sources.items() if member in readers}
-        # The reader's device may differ from the current device of the process.
+        # The reader's device may differ from the process's current device.
         return GpuReader(published, self._moving, next(iter(parameters.values())).device)
 
 
@@ -85,7 +85,7 @@ class GpuReader(PublishedMemory[Segment]):
 
     def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, reader_device: torch.device):
         """
-        sources   holder name -> parameters that it has published for this reader
+        sources   name of the source -> parameters that it has published for this reader
         """
         super().__init__(sources)
         self._moving, self._reader_device = moving, reader_device
@@ -96,12 +96,12 @@ class GpuReader(PublishedMemory[Segment]):
             yield from super().deliver(copies)
         finally:
             for each in {self._reader_device, *(storage.device for storage in self._open.values())}:
-                device.synchronize(each)  # the owner may change the weights once this returns
+                device.synchronize(each)  # the owner may change the weights after this method returns
             if self._moving:
                 self._open.clear()
 
     def _open_storage(self, source: str, segment: Segment) -> torch.UntypedStorage:
-        """Return the storage, opened in this process. Raises ValueError if its GPU is not visible."""
+        """Return the storage, opened in this process. Raise a ValueError if its GPU is not visible."""
         if segment not in self._open:
             self._open[segment] = _open_segment(source, segment)
         return self._open[segment]

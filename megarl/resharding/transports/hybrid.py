@@ -1,8 +1,8 @@
-"""Read weights directly on the same node and receive the rest from other processes.
+"""Read weights directly on the same node, and receive the rest as messages.
 
-Used when engines share the GPUs of trainers and each node holds only part of the weights. NCCL cannot send from a GPU
-to itself. This is not needed here: two processes on one GPU are on one node, where weights are read directly, and links
-between nodes or between the ranks of an engine always connect two GPUs.
+Used when engines share GPUs with trainers and each node holds only part of the weights. NCCL cannot send from a GPU to
+itself, but this is not needed: two processes on one GPU are on one node, where weights are read directly, and links
+between nodes or between the ranks of an engine always connect two different GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.resharding.transports.transport import Channel, Delivery, Transport
 
 @dataclass(frozen=True, slots=True)
 class RemoteRendezvous(Rendezvous):
-    """A rendezvous for the remote part of a plan."""
+    """A rendezvous for the holders in the remote part of a plan."""
 
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
@@ -28,13 +28,13 @@ class RemoteRendezvous(Rendezvous):
 
 
 _connections: dict[str, tuple[RemoteRendezvous, PointToPoint]] = {}
-"""Connections of this process: member -> its rendezvous and transport. They are kept when trainers publish moved
+"""Open connections in this process: member -> its rendezvous and transport. They are kept when trainers publish moved
 parameters again, because connecting takes far longer than publishing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HybridTransport:
-    """A Channel that combines direct reads on a node with messages between processes."""
+    """A Channel that combines direct reads inside a node with messages between processes."""
 
     node_local: Channel
     remote: RemoteRendezvous
@@ -66,6 +66,6 @@ class Reader:
         return (self._node_local if source in self._local_sources else self._remote).dtype(source, parameter)
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Deliver the local copies first, because a rank forwards some of them."""
+        """Deliver the node-local copies first, because a rank forwards some of them."""
         yield from self._node_local.deliver([copy for copy in copies if copy.source in self._local_sources])
         yield from self._remote.deliver([copy for copy in copies if copy.source not in self._local_sources])

@@ -1,4 +1,4 @@
-"""Read sources that are tensors of this process."""
+"""Read sources whose tensors are in this process's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.resharding.transports.transport import Readable, view
 
 
 class LocalMemory(Readable):
-    """Sources that are tensors of this process."""
+    """Sources whose tensors are in this process's memory."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
         """

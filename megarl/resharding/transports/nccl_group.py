@@ -1,4 +1,4 @@
-"""NCCL process groups of one member for the communicators of a plan."""
+"""Create one member's NCCL process groups for the communicators in a plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class NcclGroup:
-    """One process group per communicator of a member.
+    """One member's process groups, one per communicator.
 
-    All messages are sent in batches, as by batch_isend_irecv: a batch uses the communicator of its group, whereas torch
-    creates an extra communicator for every pair of ranks that exchanges a single message. All ranks of a group must
-    take part in creating its communicator, but only two take part in a batch; call `create` first.
+    All messages are sent in batches, as in batch_isend_irecv, because a batch uses the communicator of its group. For
+    single messages, torch would create an extra communicator per pair of ranks. All ranks in a group must take part in
+    creating its communicator, but only two take part in a batch. Call `create` first.
 
-    A rank executes the batches of a communicator one by one. A batch completes when both ends have executed it. Within
-    a batch, messages between two ranks match in order.
+    A rank executes the batches in a communicator one by one. A batch completes when both ends have executed it. Within
+    a batch, messages between two ranks are matched in order.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta, rank: int, plan: Plan, device: torch.device):
@@ -41,11 +41,11 @@ class NcclGroup:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Indices of the member's communicators. All members create them in this order, so they cannot deadlock."""
+        """Indices of the member's communicators. Creating them in this order on all members prevents deadlocks."""
         return tuple(self._backends)
 
     def create(self, number: int) -> None:
-        """Create a communicator together with its other members. Waits for them without a timeout."""
+        """Create a communicator together with its remaining members. Waits for them without a timeout."""
         self._backends[number].eager_connect_single_device(self._device)
 
     def send(self, tensors: Sequence[torch.Tensor], link: Link, receiver: int) -> dist.Work:
@@ -64,7 +64,7 @@ class NcclGroup:
     def _batch(self, operation: str, tensors: Sequence[torch.Tensor], link: Link, neighbour: int) -> dist.Work:
         number = self._plan.communicator_of(link)
         group, peer = self._groups[number], self._plan.communicators[number].members.index(neighbour)
-        # Equivalent to batch_isend_irecv, which only accepts groups that are registered with the default group.
+        # Equivalent to batch_isend_irecv, which accepts only groups registered with the default group.
         group._start_coalescing(self._device)
         try:
             for tensor in tensors:
@@ -85,9 +85,9 @@ def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dis
 def _blocking_wait() -> Iterator[None]:
     """Enable blocking wait for NCCL groups created inside the context.
 
-    Work.wait() then blocks the host until the GPU has finished, honours the group's timeout, and raises errors. By
-    default, only the GPU stream would wait, without a timeout, and torch's watchdog would kill the process after an
-    error. torch has no per-group option; it reads the environment variable when a group is created.
+    Work.wait() then blocks the host until the GPU has finished, respects the group's timeout, and raises errors. By
+    default, only the GPU stream waits, without a timeout, and torch's watchdog kills the process after an error. torch
+    has no per-group option; it reads the environment variable when a group is created.
     """
     previous = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"

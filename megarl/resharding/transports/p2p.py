@@ -1,13 +1,13 @@
-"""Send weights between processes, on one machine or several: over gloo on CPU, over NCCL on GPU.
+"""Send weights between processes on one or more machines, over gloo on CPU and over NCCL on GPU.
 
-The members form their own process group, separate from those of trainers and engines. Buckets are sent in plan order,
-and every member has two buffers: one is packed or unpacked while the other is in flight. Large contiguous moves bypass
-the buffers. If a bucket must be sent again after its buffer has been reused, it is packed again.
+The members form a separate process group from those of trainers and engines. Buckets are sent in plan order. Every
+member has two buffers, so one can be packed or unpacked while the other is in flight. Large contiguous moves bypass the
+buffers. If a bucket must be sent again after its buffer has been reused, it is packed again.
 
-NCCL has no tags. A hop is one batch of messages, and a member executes the batches of a communicator one by one. Both
-ends start their batches in plan order, so they match. The same order prevents deadlocks. Consider the first hop that
-never finishes: all earlier hops are finished, so its ends wait neither for a buffer nor for another batch of the
-communicator, and both reach it. This holds even if a GPU can run only one operation at a time, and for the first batch
+NCCL has no tags. A hop is one batch of messages, and a member executes the batches in a communicator one by one. Both
+ends start their batches in plan order, so the batches match. The same order prevents deadlocks. Consider the first hop
+that never finishes: all earlier hops are finished, so its ends wait neither for a buffer nor for an earlier batch in the
+communicator, and both reach the hop. This is true even if a GPU can run only one operation at a time, and for the first batch
 between two ranks, which blocks the host while NCCL connects them.
 """
 
@@ -37,11 +37,11 @@ BUFFERS = 2
 UNUSED_TAG, DUMMY = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
 """Tag and buffer of a message that is never sent; receiving it probes a connection."""
 CHECK_S = 1.0
-"""Seconds between connection checks while a member waits for another."""
+"""Seconds between connection checks while a member waits for its peers."""
 
 Result = TypeVar("Result")
 _Deliveries = Generator[Delivered, None, Result]
-"""A generator that yields copies that arrive in the meantime, and returns a result."""
+"""A generator that yields the copies that arrive in the meantime, and then returns a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Rendezvous:
 
     host, port    address of the TCPStore
     name          prefix in the store, unique per process group
-    timeout_s     how long a member waits for another
+    timeout_s     how long a member waits for its peers, in seconds
     """
 
     host: str
@@ -61,12 +61,12 @@ class Rendezvous:
     def open(
         self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True
     ) -> PointToPoint:
-        """Open a member's end without waiting for the others: connections are established on first use."""
+        """Open a member's end. Does not wait for the remaining members: connections are established on first use."""
         return PointToPoint(self, member, parameters, plan, in_place)
 
 
 class PendingOp(NamedTuple):
-    """A pending send to a neighbour, or a pending receive from one."""
+    """A pending send to a neighbor, or a pending receive from a neighbor."""
 
     neighbour: int
     work: dist.Work
@@ -76,10 +76,10 @@ class PendingOp(NamedTuple):
 class Message:
     """A bucket in flight.
 
-    bucket      its index in the plan
-    sender      rank that sends it to this member; None if it is not received, or has already been delivered
-    receives    receives that have not been waited for
-    sends       sends that have not been waited for
+    bucket      index of the bucket in the plan
+    sender      rank that sends the bucket to this member; None if no rank does, or once it has been delivered
+    receives    receive operations that have not been waited for
+    sends       send operations that have not been waited for
     """
 
     bucket: int
@@ -93,7 +93,7 @@ class Message:
 class PointToPoint:
     """One member's end of the connections.
 
-    An error closes it. This interrupts all members that wait for it; they then need a new instance as well.
+    An error closes the instance. This interrupts all members that wait for it; they then need new instances.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class PointToPoint:
         assert plan.order or not has_hops, "the plan has no order; call schedule.ordered() first"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
-        """Number of messages so far per link; both ends count them identically."""
+        """Number of messages per link so far. Both ends have the same count."""
         self._neighbours: set[int] = set()
-        """Members with which it has exchanged messages."""
+        """Ranks with which this member has exchanged messages."""
         self._connected_links: set[Link] = set()
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
         self._dtypes = {(copy.source, copy.move.source.parameter): copy.move.source_dtype for copy in copies}
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = _store(rendezvous)
-        # The device of an engine's rank may differ from the current device of the process.
+        # The device of an engine rank may differ from the process's current device.
         self._device = next(iter(parameters.values())).device
         self._group: dist.ProcessGroupGloo | NcclGroup | None = (
             NcclGroup(self._store, self._timeout, self._rank, plan, self._device)
@@ -126,29 +126,30 @@ class PointToPoint:
         """Whether the NCCL communicators have been created."""
         self._in_flight: deque[Message] = deque()
         self._num_sends = Counter(hop.bucket for hop in self._hops if hop.link.source == self._rank)
-        """How often this member sends each bucket."""
+        """Number of times that this member sends each bucket."""
         self._to_forward: dict[int, torch.Tensor] = {}
-        """Copies of received buckets to forward, if the member has no live parameters to pack them from again."""
+        """Copies of received buckets to forward, if the member has no live parameters from which to pack them again."""
         self.staging_bytes = 0
         self.sent_bytes = 0
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Return the dtype in the plan; the source checks its parameter against it."""
+        """Return the planned dtype of the parameter. The source checks that its parameter has this dtype."""
         if (source, parameter) not in self._dtypes:
             raise ValueError(f"{source} does not send parameter {parameter} to {self._member}")
         return getattr(torch, self._dtypes[source, parameter])
 
     def send(self) -> int:
-        """Send all buckets of this member, which must be a source, and return the bytes sent over all links."""
+        """Send all buckets from this member, which must be a source. Return the number of bytes sent over all links."""
         for _ in self.deliver(()):
             raise AssertionError(f"{self._member} is a source but received data")
         return self.sent_bytes
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Deliver all copies of the plan into this member.
+        """Deliver all copies into this member.
 
-        Raises RuntimeError, naming the other member, if one fails or does not respond in time.
+        Raises:
+            RuntimeError: a peer fails or does not respond in time. The message contains its name.
         """
         self.sent_bytes = 0
         self._tags.clear()
@@ -158,7 +159,7 @@ class PointToPoint:
                 if device.uses_nccl() and not self._is_connected:
                     self._create_communicators()
                 yield from self._exchange()
-            device.synchronize(self._device)  # all copies out of the buffers have finished
+            device.synchronize(self._device)  # wait until all copies from the buffers have finished
             self._to_forward.clear()
         except BaseException:
             self.close()
@@ -173,16 +174,17 @@ class PointToPoint:
 
     @cached_property
     def _layouts(self) -> dict[int, BucketLayout]:
-        """bucket index -> layout."""
+        """The layouts of buckets at this member: bucket index -> layout."""
         return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
 
     def _lay_out(self, bucket: Bucket) -> BucketLayout:
         return lay_out(self._places(bucket), self._parameters)
 
     def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
-        """Return the moves of the bucket with the place of their elements at this member.
+        """Return the moves in the bucket with the places of their elements at this member.
 
-        Raises ValueError if a source parameter does not have the planned dtype.
+        Raises:
+            ValueError: a source parameter does not have the planned dtype.
         """
         is_source = any(link.source == self._rank for link in bucket.links)
         for move in bucket.moves if is_source else ():
@@ -237,7 +239,7 @@ class PointToPoint:
     def _begin(
         self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
     ) -> list[PendingOp]:
-        """Start sending or receiving messages; over NCCL they form one batch."""
+        """Start sending or receiving messages. Over NCCL, they form one batch."""
         if device.uses_nccl() and link not in self._connected_links:
             self._barrier(f"from {link.source} to {link.destination}", [neighbour])
         begin = getattr(self._group, operation)
@@ -256,10 +258,10 @@ class PointToPoint:
         return self._tags[link] - 1
 
     def _barrier(self, name: str, others: Sequence[int]) -> None:
-        """Wait until the other members reach the same barrier.
+        """Wait until the given members reach the same barrier.
 
-        Called before NCCL creates a communicator, or connects two ranks in the first batch of a direction: NCCL itself
-        waits for its peers without a timeout.
+        Called before NCCL creates a communicator, and before it connects two ranks in the first batch per direction,
+        because NCCL waits for peers without a timeout.
         """
         keys = [f"{name}: {member}" for member in others]
         self._store.set(f"{name}: {self._rank}", "here")
@@ -274,7 +276,7 @@ class PointToPoint:
         """Wait for all operations and clear the list.
 
         When a connection breaks, gloo does not fail operations that are partly transferred; they block until their
-        timeout. Another thread therefore waits for them while this one probes the connections.
+        timeout. Therefore, a separate thread waits for the operations while this one probes the connections.
         """
         if device.uses_nccl():
             self._complete(pending)
@@ -293,7 +295,7 @@ class PointToPoint:
 
     @contextmanager
     def _naming(self, neighbour: int) -> Iterator[None]:
-        """Add the names of both members to RuntimeErrors."""
+        """Add the names of both members to the message of a RuntimeError."""
         try:
             yield
         except RuntimeError as error:
@@ -305,7 +307,7 @@ class PointToPoint:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
                 return message
-        if self._rank >= self._plan.num_sources:  # it may still be receiving what it is about to send
+        if self._rank >= self._plan.num_sources:  # a destination may still be receiving the elements that it forwards
             for message in self._in_flight:
                 yield from self._arrive(message)
         message = yield from self._new_message(hop.bucket, free)
@@ -321,7 +323,7 @@ class PointToPoint:
                 part.in_buffer(message.buffer).copy_(part.of(self._parameters))
 
     def _new_message(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """Return a message with an empty buffer, waiting until one is free."""
+        """Return a message with an unused buffer. Waits until a buffer is free."""
         if not free:
             yield from self._retire_oldest(free)
         self._in_flight.append(Message(bucket, free.pop(), self._layouts[bucket]))
@@ -336,7 +338,7 @@ class PointToPoint:
         free.append(self._in_flight.popleft().buffer)
 
     def _arrive(self, message: Message) -> Delivery:
-        """Wait for the receives of a message and deliver its copies."""
+        """Wait for the receive operations of a message and deliver its copies."""
         if message.sender is None:
             return
         self._wait(message.receives)
@@ -345,7 +347,7 @@ class PointToPoint:
             yield Copy(sender, self._member, part.move), elements
 
     def _unpacked(self, message: Message) -> Iterator[tuple[Part, torch.Tensor | None]]:
-        """Yield the parts with their elements, or None for parts received directly into the parameter."""
+        """Yield the parts with their elements, or with None if they were received directly into the parameter."""
         for part in message.layout.parts:
             yield part, None if part.start is None else part.in_buffer(message.buffer)
 
@@ -366,9 +368,9 @@ def _gloo_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> 
 
 
 def _network_device() -> dist.ProcessGroupGloo.Device:
-    """Return the gloo device of the first interface in GLOO_SOCKET_IFNAME, or of the host name's address if unset.
+    """Return the gloo device for the first interface in GLOO_SOCKET_IFNAME or, if unset, for the host name's address.
 
-    Connections are lazy, because most pairs of members never exchange messages.
+    Connections are established lazily, because most pairs of members never exchange messages.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
@@ -377,17 +379,17 @@ def _network_device() -> dist.ProcessGroupGloo.Device:
 
 
 def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbours: Iterable[int]) -> None:
-    """Close the connections of a group to its neighbours."""
+    """Close a group's connections to its neighbors."""
     if device.uses_nccl():
         group.abort()
         return
-    # A timed-out operation is the only way to make gloo close all connections of a member: destroying the group while
-    # data is arriving can hang. Connections that are already broken fail immediately.
+    # A timed-out operation is the only way to make gloo close all of a member's connections: destroying the group while
+    # data is arriving can hang. Operations on broken connections fail immediately.
     for neighbour in neighbours:
         with suppress(RuntimeError):
             _probe(group, neighbour).wait(timedelta(milliseconds=1))
 
 
 def _probe(group: dist.ProcessGroupGloo, neighbour: int) -> dist.Work:
-    """Start receiving a message that is never sent. Raises RuntimeError if the connection is closed."""
+    """Start receiving a message that is never sent. Raise a RuntimeError if the connection is closed."""
     return group.recv([DUMMY], neighbour, UNUSED_TAG)

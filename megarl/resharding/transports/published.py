@@ -1,4 +1,4 @@
-"""Read parameters that another process on this machine has published, without staging."""
+"""Read parameters published by another process on this machine, without staging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.resharding.piece import Rectangle
 from megarl.resharding.transports.transport import Readable, view
 
 S = TypeVar("S")
-"""A segment: the handle through which another process opens the storage of a parameter."""
+"""The type of a segment: a handle with which another process can open a parameter's storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedParameter(Generic[S]):
-    """The location of a live parameter; offset and stride are in elements."""
+    """The location of a live parameter in its storage. Offset and stride are in elements."""
 
     segment: S
     offset: int
@@ -32,11 +32,11 @@ class PublishedParameter(Generic[S]):
 
 
 Published = Mapping[str, PublishedParameter[S]]
-"""parameter name -> published parameter, for one owner."""
+"""One owner's published parameters: parameter name -> published parameter."""
 
 
 class PublishedMemory(Readable, Generic[S]):
-    """Parameters published by several owners. Subclasses open their kind of segment."""
+    """Parameters published by one or more owners. Each subclass opens one kind of segment."""
 
     def __init__(self, sources: Mapping[str, Published[S]]):
         """

@@ -1,4 +1,4 @@
-"""Read weights that ranks of another node have written to a shared file system."""
+"""Read weights that ranks on another node have written to a shared file system."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ FILE = "model.safetensors"
 
 
 class RankFiles(Readable):
-    """Sources that have each written their parameters into a folder. Files are opened lazily: the object is pickled
-    before its first read."""
+    """Sources whose parameters are in files, in one folder per source.
+
+    Files are opened lazily, because the object is pickled before its first read.
+    """
 
     def __init__(self, folders: Mapping[str, Path]):
         """
-        folders   holder name -> folder
+        folders   name of the source -> its folder
         """
         self._folders = folders
         self._opened: dict[str, SafetensorsFolder] = {}
@@ -38,7 +40,7 @@ class RankFiles(Readable):
 
 
 def write_parameters(parameters: Mapping[str, torch.Tensor], names: Collection[str], folder: Path) -> None:
-    """Write the named parameters into a new folder for RankFiles."""
+    """Write the named parameters into a new folder that RankFiles can read."""
     folder.mkdir()
     shapes = {name: tuple(parameters[name].shape) for name in names}
     dtypes = {name: dtype_name(parameters[name].dtype) for name in names}

@@ -14,13 +14,13 @@ class ReusedMemory:
 
     def __init__(self, num_bytes: int):
         """
-        num_bytes   size of the largest tensor
+        num_bytes   size of the largest tensor in bytes
         """
         self._memory = raw_bytes(torch.empty(num_bytes, dtype=torch.uint8))
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Return an uninitialised tensor, which overwrites the previous one.
+        """Return an uninitialized tensor in the block, which invalidates the previous tensor.
 
-        Its storage is exactly as large as the tensor, because torch.save writes whole storages.
+        The storage has exactly the size of the tensor, because torch.save writes whole storages.
         """
         return torch.frombuffer(self._memory, dtype=getattr(torch, dtype), count=prod(shape)).view(shape)

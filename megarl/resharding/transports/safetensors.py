@@ -1,4 +1,4 @@
-"""Read slices of the safetensors files in a Hugging Face folder, and write such files one tensor at a time."""
+"""Read slices from the safetensors files in a Hugging Face folder, and write such files one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ DTYPES = {
 
 
 class SafetensorsFolder(Readable):
-    """A folder with model.safetensors, or with shards and an index, as a context manager that closes the files.
+    """A folder with model.safetensors or with shards and an index, as a context manager that closes the files.
 
     The folder is a single source; the `source` argument of reads is ignored.
     """
 
     def __init__(self, folder: Path):
-        """Raises UserError if the folder has no safetensors weights, or shards are missing."""
+        """
+        Raises:
+            UserError: the folder has no safetensors weights, or shards are missing.
+        """
         self._folder = folder
         self._files = _files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
@@ -48,7 +51,11 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def with_file_dtypes(self, holder: Holder) -> Holder:
-        """Return the holder with the dtypes of the files. Raises UserError for a missing tensor or a wrong shape."""
+        """Return the holder with the dtypes in the files.
+
+        Raises:
+            UserError: a tensor is missing or has the wrong shape.
+        """
         for name, shape in holder.shapes.items():
             found = tuple(self._slice(name).get_shape())
             if found != shape:
@@ -57,7 +64,7 @@ class SafetensorsFolder(Readable):
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
     def unexpected(self, holder: Holder) -> list[str]:
-        """Return the names of tensors in the files that the holder does not have."""
+        """Return the names of tensors that are in the files but not in the holder."""
         return sorted(self._files.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
@@ -102,7 +109,7 @@ def write_file(
 ) -> None:
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
 
-    tensor   returns the tensor of a name; called in the order of `shapes`
+    tensor   function that returns the tensor with a given name; called in the order of `shapes`
     """
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,8 +1,9 @@
-"""Read weights of another process on this machine through shared memory, without staging.
+"""Read another process's weights on this machine through shared memory, without staging.
 
-The owner's storages are moved into anonymous shared memory once. From then on, all views of them (parameters, optimizer
-shards) live there, and readers see in-place updates immediately. Readers open the memory through the owner's file
-descriptor; it has no name in /dev/shm. The kernel frees it with the last process that maps it, even after a crash.
+The owner's storages are moved into anonymous shared memory once. From then on, all views of the storages (parameters,
+optimizer shards) are in shared memory, and readers see in-place updates immediately. Readers open the memory through
+the owner's file descriptor; it has no name in /dev/shm. The kernel frees the memory when no process maps it any longer,
+even after a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megarl.resharding.transports.published import Published, PublishedMemory, P
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A shared memory segment. The inode distinguishes it from a later segment with the same descriptor."""
+    """A shared memory segment. Its inode distinguishes it from a later segment with the same file descriptor."""
 
     pid: int
     descriptor: int
@@ -35,7 +36,7 @@ class Segment:
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still has the segment."""
+        """Whether the owner still has the segment open."""
         return os.path.exists(self.path) and os.stat(self.path).st_ino == self.inode
 
 
@@ -43,7 +44,10 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """Move the storages of CPU tensors into shared memory, in place. Idempotent.
 
     The caller must keep the tensors alive and must not reallocate them. Addresses change, so no raw pointers to the
-    tensors may exist. Raises UserError if /dev/shm is too small.
+    tensors may exist.
+
+    Raises:
+        UserError: /dev/shm is too small.
     """
     return {
         name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()
@@ -57,7 +61,7 @@ def _shared(storage: torch.UntypedStorage) -> Segment:
             f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB. Fix: "
             "enlarge it (mount -o remount,size=…, docker run --shm-size=…)"
         )
-    # torch.multiprocessing uses the same call. The segment is unlinked as soon as it is mapped.
+    # torch.multiprocessing makes the same call. The segment is unlinked as soon as it is mapped.
     descriptor, num_bytes = storage._share_fd_cpu_()
     return Segment(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
 
@@ -73,7 +77,7 @@ class SharedMemory(PublishedMemory[Segment]):
 
 
 _mappings: dict[Segment, torch.UntypedStorage] = {}
-"""Cached mappings of this process: mapping a segment again costs a page fault for every page that is read."""
+"""Cached mappings in this process. Mapping a segment again would cost a page fault for every page that is read."""
 
 
 def _mapped(segment: Segment) -> torch.UntypedStorage:

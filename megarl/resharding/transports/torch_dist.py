@@ -27,7 +27,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint and the rectangles in which it is stored."""
+    """A checkpoint tensor and the rectangles in which it is stored."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,10 +35,13 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """A checkpoint folder, as a context manager that unmaps its files. Tensors are views of the files until then."""
+    """A checkpoint folder, as a context manager that unmaps its files on exit. Tensors are views of these files."""
 
     def __init__(self, folder: Path):
-        """Raises UserError if the folder is not a torch_dist checkpoint, or a file is missing or truncated."""
+        """
+        Raises:
+            UserError: the folder is not a torch_dist checkpoint, or a file is missing or truncated.
+        """
         self._folder = folder
         metadata = _metadata(folder)
         self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -55,17 +58,17 @@ class TorchDistFolder:
 
     def __exit__(self, *_: object) -> None:
         self._chunks.clear()
-        self._maps.clear()  # a map is released with the last tensor that is a view of it
+        self._maps.clear()  # a file is unmapped when the last view of it is freed
         self._stack.close()
 
     @property
     def files(self) -> dict[str, int]:
-        """file name -> size in bytes."""
+        """The files with stored data: file name -> size in bytes."""
         names = {info.relative_path for info in self._items.values()}
         return {name: (self._folder / name).stat().st_size for name in sorted(names)}
 
     def read(self, key: str, place: Rectangle) -> torch.Tensor:
-        """Return a rectangle of a tensor: a view if it lies in one stored rectangle, otherwise a copy of the parts."""
+        """Return a rectangle of a tensor: a view if one stored rectangle contains it, otherwise a copy of the parts."""
         stored = self.tensors[key]
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
@@ -78,12 +81,12 @@ class TorchDistFolder:
         return values
 
     def read_object(self, key: str) -> bytes:
-        """Return the saved bytes of an object."""
+        """Return the serialized bytes of an object."""
         info = self._items[key, ()]
         return self._map(info.relative_path)[info.offset : info.offset + info.length]
 
     def _check_files(self) -> None:
-        """Raise UserError for missing or truncated files: reading beyond the end of a mapped file kills the process."""
+        """Raise a UserError for missing or truncated files: reading past the end of a mapped file kills the process."""
         ends: dict[str, int] = {}
         for info in self._items.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -95,13 +98,13 @@ class TorchDistFolder:
                 raise UserError(f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes")
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
-        """Return the part at `place` of the chunk stored as `rectangle`."""
+        """Return the elements at `place` from the chunk that stores `rectangle`."""
         chunk = self._chunk(key, rectangle)
         part = view(chunk.elements, moved(place, rectangle, whole(shape_of(rectangle))))
         first = chunk.start + part.storage_offset() * part.itemsize
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
         start = first - first % mmap.PAGESIZE
-        # Prefetch: the kernel reads large blocks instead of one page per fault.
+        # Prefetch, so that the kernel reads large blocks instead of one page per fault.
         chunk.data.madvise(mmap.MADV_WILLNEED, start, first - start + last * part.itemsize)
         return part
 
@@ -122,14 +125,14 @@ class TorchDistFolder:
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             file = self._stack.enter_context((self._folder / name).open("rb"))
-            # torch requires writable memory, so the map is copy-on-write; nothing writes to it.
+            # torch requires writable memory, so the mapping is copy-on-write; it is never written to.
             self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """A stored rectangle of a tensor in a mapped file. `start` is the file offset of its storage."""
+    """A stored rectangle of a tensor in a mapped file. `start` is the byte offset of its storage in the file."""
 
     data: mmap.mmap
     start: int
@@ -177,8 +180,8 @@ class Window(io.RawIOBase):
 
 
 def _mapped(data: mmap.mmap, offset: int, length: int) -> Chunk:
-    """Return a view of the tensor that torch.save wrote at the offset."""
-    with FakeTensorMode():  # loads shape, dtype and offset without the elements
+    """Return the chunk for the tensor that torch.save wrote at the offset."""
+    with FakeTensorMode():  # load shape, dtype and offset without the elements
         fake = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
     storage = fake.untyped_storage()
     start = offset + storage._checkpoint_offset
@@ -220,8 +223,8 @@ _OTHERS = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of an untrusted checkpoint.
 
-    A pickle can call arbitrary functions. Only classes that describe tensors and files are created; all other objects,
-    such as save plans, are replaced by placeholders.
+    A pickle can call arbitrary functions. Only classes that describe tensors and files are instantiated; all remaining
+    objects, such as save plans, are replaced with placeholders.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -231,7 +234,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Placeholder:
-    """Replaces an object that is not created; accepts any arguments."""
+    """Replaces an object that is not instantiated. Accepts any arguments."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
         return super().__new__(cls)
@@ -241,5 +244,5 @@ class _Placeholder:
 
 
 def _enum_member(kind: Any, name: str) -> Enum | type[_Placeholder]:
-    """Replaces getattr, with which Python before 3.11.4 pickles enum members."""
+    """Return an enum member. Replaces getattr, which Python before 3.11.4 uses to pickle enum members."""
     return kind[name] if isinstance(kind, EnumMeta) and name in kind.__members__ else _Placeholder

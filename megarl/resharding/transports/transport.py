@@ -1,4 +1,4 @@
-"""The interface of transports."""
+"""Define the interface that transports implement."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Delivery = Iterator[Delivered]
 
 class Transport(Protocol):
     staging_bytes: int
-    """Peak bytes of transfer buffers in the last delivery."""
+    """Peak size of the transfer buffers during the last delivery, in bytes."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Return the dtype of a source's parameter. Raises UserError if the source has no such parameter."""
+        """Return the dtype of a source's parameter. Raise a UserError if the source has no such parameter."""
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Yield the copies, whole or in parts and in any order, each with its elements.
+        """Yield each copy with its elements. Copies may be split into parts, and arrive in any order.
 
-        The elements are None if the transport has already written them into the destination parameter. They are valid
-        until the next copy is requested; by then the caller must have written them.
+        The elements are None if the transport has already written them into the destination parameter. Otherwise, the
+        caller must write them before it requests the next copy, because they are valid only until then.
         """
 
 
@@ -38,15 +38,14 @@ class Channel(Protocol):
 
         Args:
             member: name of the holder.
-            parameters: its parameters.
-            plan: its part of the plan.
-            in_place: whether `parameters` are the parameters that the plan writes. Otherwise they only determine the
-                device.
+            parameters: the holder's parameters.
+            plan: the holder's part of the plan.
+            in_place: whether the plan writes into `parameters`. Otherwise, they only determine the device.
         """
 
 
 class Readable(ABC):
-    """Base class of transports through which a destination reads its sources directly."""
+    """Base class for transports through which a destination reads its sources directly."""
 
     staging_bytes = 0
 
@@ -69,5 +68,5 @@ def view(tensor: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of the dtype in plans, such as "bfloat16"."""
+    """Return the name by which plans identify the dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 class Waiter:
     """A daemon thread that runs blocking waits one after another while its owner does other work.
 
-    An abandoned wait keeps blocking the thread until it ends, but does not keep the process alive.
+    An abandoned wait blocks the thread until the wait ends, but does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Waiter:
         self._waits.put(wait)
 
     def is_pending(self, seconds: float) -> bool:
-        """Wait for at most `seconds`. Return whether the wait is still pending; re-raise its error if it failed."""
+        """Block for at most `seconds` until the wait ends. Return whether it is still pending, or re-raise its error."""
         try:
             error = self._ends.get(timeout=seconds)
         except Empty:

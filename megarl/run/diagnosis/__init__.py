@@ -1,1 +1,1 @@
-"""`megarl diagnose`: one saved rollout through trainer, engine and plain transformers, layer by layer."""
+"""`megarl diagnose`: compares trainer, engine and plain transformers layer by layer on one saved rollout."""

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Relative difference of a token's hidden states above which rounding alone is not a plausible cause, by model dtype.
-The rounding error of a single number is up to 6e-8 or 4e-3, and errors accumulate over layers."""
+"""Maximum relative difference between a token's hidden states that rounding alone can plausibly cause, keyed by model
+dtype. The relative rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate
+over the layers."""
 
 LOG_PROBS = "log-probs"
 LOG_PROB_LIMITS = {"float32": 1e-3, "bfloat16": 1.5}
-"""The corresponding limits for log-probs, in nats."""
+"""Maximum difference between log-probs that rounding alone can plausibly cause, in nats, keyed by model dtype."""
 
 Outputs = Mapping[str, np.ndarray]
-"""The outputs of each stage per token, in the order of the forward pass."""
+"""Maps each stage to its per-token outputs, in the order of the forward pass."""
 
 PAIRS = (("trainer", "engine"), ("trainer", "plain"), ("engine", "plain"))
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the model and the differences of its outputs for each pair of sides."""
+    """A stage of the model and the difference between its outputs for each pair of sides."""
 
     name: str
     limit: float
@@ -35,12 +36,15 @@ class Stage:
 
     @property
     def odd(self) -> str:
-        """The side that differs more from plain transformers."""
+        """The side whose output differs more from plain transformers: `trainer` or `engine`."""
         return max(("trainer", "engine"), key=lambda side: self.differences[side, "plain"])
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference over common tokens: |a − b| for log-probs, ‖a − b‖ / ‖b‖ for hidden states."""
+    """Return the largest difference over the tokens that `a` and `b` have in common.
+
+    The difference is |a − b| for log-probs and ‖a − b‖ / ‖b‖ for hidden states.
+    """
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:
@@ -49,7 +53,7 @@ def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compare(sides: Mapping[str, Outputs], dtype: str) -> list[Stage]:
-    """Return the stages that all sides have, in the order of the forward pass."""
+    """Compare the stages that exist on all sides. Return them in the order of the forward pass."""
     names = [name for name in sides["trainer"] if all(name in outputs for outputs in sides.values())]
     return [
         Stage(
@@ -66,7 +70,7 @@ def first_different(stages: list[Stage]) -> Stage | None:
 
 
 def table(stages: list[Stage]) -> str:
-    """Return a table with a row per stage and a column per pair of sides."""
+    """Return a table with one row per stage and one column per pair of sides."""
     width = max(len(stage.name) for stage in stages)
     titles = [f"{a} – {b}" for a, b in PAIRS]
     rows = [f"{'':<{width}}  {'  '.join(titles)}"]
@@ -77,7 +81,7 @@ def table(stages: list[Stage]) -> str:
 
 
 def verdict(stages: list[Stage]) -> str:
-    """Describe the first stage that differs, the size of the difference and the side that likely causes it."""
+    """Describe the first stage that differs, the size of the difference, and the side that probably causes it."""
     first = first_different(stages)
     if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)

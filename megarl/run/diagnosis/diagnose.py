@@ -26,14 +26,15 @@ from megarl.run.evaluate import with_engines_alone
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. Every side keeps the outputs of all layers in memory."""
+"""Maximum number of leading tokens to compare. The number is limited because each side keeps the outputs of all layers
+in memory."""
 
 DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A saved rollout: step, sample id, and the token ids of prompt and response."""
+    """A saved rollout: its step, its sample id, and the token ids in its prompt and response."""
 
     step: int
     sample_id: str
@@ -42,7 +43,7 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compare."""
+        """Token ids to compare."""
         return (self.prompt_ids + self.response_ids)[:MAX_TOKENS]
 
 
@@ -65,12 +66,12 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
-    """Compute the sequence on each side, one after another, and compare the outputs.
+    """Process a token sequence on each side, one side after another, and compare the outputs.
 
     Args:
         config: the run's config.
-        token_ids: the sequence.
-        folders: the folder of each side's weights.
+        token_ids: the token sequence.
+        folders: the folder with the weights for each side.
         scratch: folder for temporary files.
 
     Raises:
@@ -84,8 +85,10 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
 
 
 def on_one_rank(config: Config, num_tokens: int) -> Config:
-    """Return the run's config for a trainer and an engine of one rank each. Adapters are disabled, because exported
-    models have them merged, and the engine loads its weights unchanged."""
+    """Return the run's config, changed so that the trainer and the engine have one rank each.
+
+    Adapters are disabled because they are already merged in exported models. The engine loads its weights unchanged.
+    """
     single_rank = with_engines_alone(config)
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
@@ -109,12 +112,17 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return the sample with this id, or the first one with token ids, from `step` or the newest step.
+    """Return a saved sample with token ids.
 
-    Samples with fewer than three tokens are skipped, because they have nothing to compare.
+    Samples with fewer than three tokens are skipped, because they are too short for a comparison.
+
+    Args:
+        folder: the run folder.
+        step: the step of the sample. Default: the newest step.
+        sample: the sample id. Default: the first sample with token ids.
 
     Raises:
-        UserError: there is no such sample.
+        UserError: no such sample exists.
     """
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
@@ -139,7 +147,8 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
-    """Return the folder of the weights: `model` if given, else the exported model, else the initial one."""
+    """Return the folder with the weights: `model` if given, else the exported model if there is one, else the initial
+    model."""
     if model is not None:
         if not (model / "config.json").is_file():
             raise UserError(f"--model {model}: not a Hugging Face model folder (no config.json)")

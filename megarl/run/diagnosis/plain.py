@@ -1,4 +1,4 @@
-"""Layer outputs of plain transformers for one sequence, in float32."""
+"""Computes the layer outputs for one token sequence with plain transformers in float32."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM
 
 @torch.no_grad()
 def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the outputs of each stage in the order of the forward pass, for all tokens but the last, float32 [T − 1,
-    hidden]. The last stage is the log-probs of all tokens but the first, float32 [T − 1]."""
+    """Return the outputs of each stage in the order of the forward pass.
+
+    The last stage contains the log-probs of all tokens except the first, as float32 [T − 1]. Each of the preceding
+    stages contains hidden states for all tokens except the last, as float32 [T − 1, hidden].
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs: dict[str, np.ndarray] = {}
 

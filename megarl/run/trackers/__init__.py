@@ -1,1 +1,1 @@
-"""Trackers of experiments: each a process beside the run, which can neither stall nor stop it."""
+"""Experiment trackers. Each tracker runs in a separate process, so that it can neither block nor stop the run."""

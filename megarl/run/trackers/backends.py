@@ -1,7 +1,7 @@
-"""Backends for experiment trackers, one class per library. They run in a separate process, so that a failing library
-cannot affect the run.
+"""Backends for experiment trackers, one class per library. They run in a separate process, so that failures in a
+library cannot affect the run.
 
-Each library is imported when its tracker is opened, and nowhere else.
+Each library is imported only when its tracker is opened.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 from megarl.core.files import replace_text
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
-"""Maps each tracker, named like its Python module, to the package to install."""
+"""Maps each tracker to the package to install. Trackers are named after their Python modules."""
 
 MLFLOW_VALUE_CHARACTERS = 6000
-"""Maximum length of a parameter value in MLflow."""
+"""Maximum length of parameter values in MLflow, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one tracker.
+    """The settings for one tracker.
 
     Attributes:
         tracker: name of the tracker.
         name: name of the run.
-        folder: the tracker's subfolder in the run folder, for its files and run id.
-        step: step after which the run resumes, 0 for a new run.
-        config: the run's full config.
+        folder: subfolder in the run folder for the tracker's files and its run id.
+        step: step after which the run resumes, or 0 for a new run.
+        config: the full config of the run.
     """
 
     tracker: str
@@ -53,7 +53,7 @@ class Settings:
         return self.config["trackers"]["project"]
 
     def read_id(self) -> str | None:
-        """Return the tracker's run id from an earlier attempt, if any."""
+        """Return the tracker's run id from an earlier attempt, or None if there is none."""
         file = self._id_file
         return file.read_text(encoding="utf-8") if file.exists() else None
 
@@ -67,7 +67,7 @@ class Settings:
 
 
 class Backend(ABC):
-    """A run in a tracker. A resumed run continues the same tracker run."""
+    """A tracker run. If a run is resumed, it continues the same tracker run."""
 
     @abstractmethod
     def __init__(self, settings: Settings):
@@ -90,7 +90,7 @@ class TensorBoard(Backend):
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(settings.folder)
-        if settings.step:  # hides later steps that an earlier attempt has written
+        if settings.step:  # hide later steps that an earlier attempt wrote
             self._writer.add_event(Event(step=settings.step + 1, file_version="brain.Event:2"))
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=settings.step + 1, session_log=start, wall_time=time.time()))
@@ -120,7 +120,7 @@ class Wandb(Backend):
             config=dict(settings.config),
             settings=wandb.Settings(console="off", save_code=False, x_disable_stats=True),
         )
-        # W&B's own steps must increase, but a resumed run repeats the steps after its checkpoint.
+        # Steps in W&B must increase, but a resumed run repeats the steps after its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -163,7 +163,7 @@ class Trackio(Backend):
         os.environ.setdefault("TRACKIO_DIR", settings.folder)
         import trackio
 
-        # Trackio resumes runs by name, and an earlier run may have had the same name.
+        # Trackio resumes runs by name, and an earlier run may have the same name.
         name = settings.read_id() or settings.save_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
         self._run = trackio.init(
             project=settings.project,
@@ -192,13 +192,13 @@ BACKENDS: Mapping[str, type[Backend]] = {
 
 
 def mlflow_name(metric: str) -> str:
-    """Return the name of a metric with only the characters that MLflow allows. The metric of a custom reward function
-    contains its file path."""
+    """Return a metric name that contains only characters that MLflow allows. Metric names for custom reward functions
+    contain a file path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each entry that is not a mapping."""
+    """Yield the dotted key and the value of each entry whose value is not a mapping."""
     for name, value in section.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

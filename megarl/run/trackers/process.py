@@ -1,5 +1,6 @@
-"""The tracker process. It reads one JSON request per line from a socket and replies with one line, empty on success or
-else the error. After an error of the tracker's library it serves the next request."""
+"""The tracker process. It reads one JSON request per line from a socket. For each request it replies with one line,
+which is empty on success and contains the error otherwise. If the tracker's library raises an error, the process
+remains available for the next request."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from megarl.run.trackers.backends import BACKENDS, Backend, Settings
 
 
 class Server:
-    """Serves the requests of one tracker: `open`, one `write` per step, and `close`."""
+    """Serves the requests for one tracker: `open`, one `write` per step, and `close`."""
 
     def __init__(self) -> None:
         self._settings: Settings | None = None
@@ -39,7 +40,7 @@ def main(descriptor: int) -> None:
             try:
                 server.serve(json.loads(line))
                 reply = ""
-            except BaseException as error:  # a library may also call sys.exit
+            except BaseException as error:  # a library may even call sys.exit
                 traceback.print_exc()
                 reply = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown error"
             lines.write(reply + "\n")

@@ -1,8 +1,9 @@
-"""The run's interface to a tracker: metrics go to a queue, and tracker errors never reach the run.
+"""The run's interface to a tracker. Metrics are queued, and tracker errors never affect the run.
 
-A thread forwards the rows to the process that runs the tracker's library, and waits for each reply up to a deadline. If
-the library raises, the row is lost. If the process hangs or dies, it is killed and restarted for a later row. The first
-loss prints a warning, and closing prints the total. metrics.jsonl always has all rows.
+A thread forwards rows to the process that runs the tracker's library, and waits for each reply until a deadline. If the
+library raises an error, the row is lost. If the process hangs or dies, it is killed and restarted for a later row. The
+first lost row causes a warning, and the total is printed when the tracker is closed. metrics.jsonl always contains all
+rows.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import PACKAGES, Settings
 
 QUEUED_ROWS = 64
-"""Queue capacity for a slow tracker. Further rows are lost."""
+"""Maximum number of rows in the queue of a slow tracker. Additional rows are lost."""
 
 RESTART_S = 60.0
-"""Seconds between the end of a process that hung or died and its restart."""
+"""Seconds to wait before restarting a process that has hung or died."""
 
 INTERRUPTED_S = 3.0
-"""Seconds to close all trackers if the run ends early, since little time is left after a signal."""
+"""Time limit in seconds for closing all trackers if the run ends early. It is short because little time is left after a
+termination signal."""
 
 Row = tuple[int, dict[str, float]]
 
@@ -47,25 +49,26 @@ class Tracker:
         """
         Args:
             settings: the tracker's settings.
-            log: log file of the tracker process.
-            timeout_s: deadline per request.
-            restart_s: delay before a failed process is restarted.
+            log: log file for the tracker process.
+            timeout_s: time limit per request in seconds.
+            restart_s: seconds to wait before a failed process is restarted.
         """
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._starts_at = 0.0
-        """Earliest time of the next process start."""
+        """Earliest time at which the process may be started again."""
         self._num_rows = self._num_written = 0
         self._has_warned = False
         self._is_over = False
-        """Whether the remaining queued rows are dropped."""
+        """Whether to drop the remaining rows in the queue."""
         self._thread = threading.Thread(target=self._serve, name=f"tracker {settings.tracker}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a step's metrics, without NaN and infinities, which some trackers do not support."""
+        """Queue the metrics of a step. NaN and infinite values are removed because some trackers do not support
+        them."""
         self._num_rows += 1
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._queue.qsize() < QUEUED_ROWS:
@@ -74,11 +77,12 @@ class Tracker:
             self._warn(f"it is {QUEUED_ROWS} steps behind")
 
     def begin_close(self) -> None:
-        """Close the tracker after the queued rows, without waiting."""
+        """Request that the tracker is closed after all queued rows are written. Return without waiting."""
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
-        """Wait until the tracker is closed, kill its process at the deadline, and print the number of lost rows."""
+        """Wait until the tracker is closed or the deadline has passed. Kill the process at the deadline, and print the
+        number of lost rows."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_over = True
@@ -98,7 +102,7 @@ class Tracker:
             self._attempt({"close": True})
 
     def _attempt(self, request: Mapping[str, Any]) -> bool:
-        """Send a request to the process, starting the process if necessary. Return whether the request succeeded."""
+        """Send a request to the process, which is started if necessary. Return whether the request succeeded."""
         try:
             if self._process is None:
                 if time.monotonic() < self._starts_at:
@@ -120,7 +124,7 @@ class Tracker:
     def _start_process(self) -> None:
         connection, child_connection = socket.socketpair()
         with child_connection, self._log.open("ab") as log:
-            # A separate process group protects it from signals to the run until its last rows are written.
+            # A separate process group protects the process from signals to the run until its last rows are written.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megarl.run.trackers.process", str(child_connection.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -168,7 +172,11 @@ class Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Raise UserError with one line per configured tracker that is not installed."""
+    """Check that the configured trackers are installed.
+
+    Raises:
+        UserError: some trackers are not installed. The message contains one line per tracker.
+    """
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
@@ -183,7 +191,8 @@ def check_trackers(config: Config) -> None:
 
 @contextmanager
 def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list[Tracker]]:
-    """Yield the trackers of a run that resumes after `step`, and close them on exit within trackers.timeout_s."""
+    """Open and yield the trackers for a run that resumes after `step`. On exit, close them within
+    trackers.timeout_s."""
     timeout_s = config.trackers.timeout_s
     trackers = [
         Tracker(_settings(config, folder, name, step), folder.logs / f"tracker_{name}.log", timeout_s)
