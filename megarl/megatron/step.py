@@ -57,8 +57,8 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """All-gather the parameters after the last update. With overlapped communication, the next training forward pass
-    would otherwise be the first to fetch the remaining parts from their ranks."""
+    """All-gather the parameters after the last update. With overlapped communication, the parts owned by remote ranks
+    would otherwise be fetched only in the next training forward pass."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

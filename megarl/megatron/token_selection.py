@@ -22,7 +22,7 @@ def with_selection(
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with the `selected` mask set.
 
-    Selects the fraction covariance_share of the tokens in the update's loss that has the highest selection keys, but at
+    Select the fraction covariance_share of the tokens in the update's loss that has the highest selection keys, but at
     least one token; ties with the last selected token are included. Collective over the data-parallel ranks. Tokens
     whose keys differ by less than rounding may be selected under one layout but not under another.
 

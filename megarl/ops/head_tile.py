@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 
 NEVER = -1e30
-"""The logit of a token with probability 0. Finite, so that 0 · logit is 0."""
+"""The logit of a token with probability 0. It is finite so that 0 · logit is 0."""
 
 BLOCK = 2**18
-"""Elements of a tile processed at a time: 1 MiB in float32."""
+"""Number of tile elements processed at a time: 1 MiB in float32."""
 
 
 def fold(
@@ -23,12 +23,12 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Accumulate a tile of logits into the running sums of its rows, in place. Overwrites the logits.
+    """Accumulate a tile of logits into the running sums for its rows, in place. Overwrites the logits.
 
     Args:
         logits: float32 [n, v].
-        targets: int64 [n], target columns; a column outside the tile belongs to another tile.
-        scale: float32 [n], multiplies the logits of each row; None means 1.
+        targets: int64 [n], target columns; a column outside the tile belongs to a different tile.
+        scale: float32 [n], factor for the logits in each row; None means 1.
         kept: bool [n, v], false for columns with probability 0; None keeps all.
         sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
             its tile has been processed.
