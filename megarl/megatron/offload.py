@@ -68,7 +68,7 @@ class Offload:
 
     @contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Return a context manager that restores the offloaded tensors among `tensors` to the device for reading."""
+        """Return a context manager that brings offloaded `tensors` back to the device for reading."""
         requested = {tensor.untyped_storage()._cdata for tensor in tensors}
         fetched = [
             storages[address] for storages in self._offloaded.values() for address in requested.intersection(storages)

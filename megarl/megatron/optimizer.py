@@ -43,7 +43,7 @@ def build_optimizer(
     weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
 
     Args:
-        without_decay: parameters without weight decay in addition to biases and norms.
+        without_decay: additional parameters without weight decay, besides biases and norms.
     """
     for parameter in without_decay:
         parameter.without_decay = True

@@ -19,7 +19,7 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Join the process group and create Megatron's tensor, pipeline and data-parallel groups.
+    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups.
 
     Args:
         timeout_s: timeout for every collective in seconds, after which a rank with a dead peer fails.

@@ -25,8 +25,7 @@ def reseed(value: int, num_updates: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the RNG state of Python, torch and the device, and of Megatron's generators for tensor-parallel
-    regions."""
+    """Return the RNG state for Python, torch, the device and Megatron's tensor-parallel regions."""
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),

@@ -32,7 +32,7 @@ class Routes:
     Attributes:
         experts: [t, layers, experts per token], as in TokenBatch; None lets the trainer choose the experts for every
             token.
-        is_sampled: bool [t], false for padding after the samples.
+        is_sampled: bool [t], false for the padding after the samples.
     """
 
     experts: torch.Tensor | None
@@ -121,7 +121,7 @@ class LayerRouter:
 
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
-    """Install a LayerRouter in each router of a chunk."""
+    """Install a LayerRouter in each router in a chunk."""
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
         layer = router.layer_number - 1  # Megatron numbers layers from 1 across all stages

@@ -1,4 +1,4 @@
-"""Per-token details for the rollouts page: advantages and log-prob differences.
+"""Collects per-token details for the rollouts page: advantages and log-prob differences.
 
 Most samples are reported by their mean values. For a few groups per step, the values for every token are kept.
 """

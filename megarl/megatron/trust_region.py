@@ -45,7 +45,7 @@ Vector = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a TRPO update.
+    """Result of one TRPO update.
 
     Attributes:
         rate: the factor applied to the natural gradient; 0 if no trial was accepted and the parameters are unchanged.
@@ -145,7 +145,7 @@ class Shards:
 
     @torch.no_grad()
     def move(self, start: Vector, factor: float, direction: Vector) -> None:
-        """Set the parameters to start + factor · direction and all-gather them."""
+        """Set the parameters to `start` + `factor` · `direction` and all-gather them."""
         for parameter, begin, part in zip(self._parameters, start, direction, strict=True):
             parameter.copy_(begin).add_(part, alpha=factor)
         for part in self._parts:

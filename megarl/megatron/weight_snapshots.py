@@ -13,7 +13,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class WeightSnapshots:
-    """Named copies of this rank's weights, such as the reference's."""
+    """Named copies of this rank's weights, such as the reference weights."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]):
         self._weights = weights

@@ -1,4 +1,5 @@
-"""Tile kernels of the linear head in plain torch, for CPU. They process a few rows at a time, which stay in cache.
+"""Tile kernels for the linear head in plain torch, for CPU. They process a few rows at a time so that the rows stay in
+cache.
 
 `megarl/ops/head_tile_triton.py` implements the same functions as CUDA kernels.
 """
@@ -29,9 +30,9 @@ def fold(
         logits: float32 [n, v].
         targets: int64 [n], target columns; a column outside the tile belongs to a different tile.
         scale: float32 [n], factor for the logits in each row; None means 1.
-        kept: bool [n, v], false for columns with probability 0; None keeps all.
-        sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
-            its tile has been processed.
+        kept: bool [n, v], false for columns with probability 0; None keeps all columns.
+        sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); and the target's logit, valid
+            once the target's tile has been processed.
     """
     for rows in _blocks(logits):
         z = _prepared(logits[rows], scale, kept, rows)

@@ -1,4 +1,4 @@
-"""Tile kernels of the linear head in Triton, for CUDA. See `megarl/ops/head_tile.py`.
+"""Tile kernels for the linear head in Triton, for CUDA. See `megarl/ops/head_tile.py`.
 
 One program handles one row of the tile, BLOCK columns at a time. Both kernels read the tile once and allocate no memory
 of the tile's size. `fold` writes four numbers per row; `to_gradient` writes the gradient, in place over the logits if

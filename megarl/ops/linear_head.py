@@ -63,13 +63,13 @@ def log_prob_and_entropy(
     candidate_ids: torch.Tensor | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the log-prob of each target and the entropy of its distribution, float32 [N, 2].
+    """Return each target's log-prob and the entropy of its distribution, float32 [N, 2].
 
     Args:
         hidden: [N, h], identical on all ranks of `process_group`. Its gradient is only this shard's contribution; the
             caller must reduce it.
-        weight: [V / tp, h], this rank's rows of the output weight. If it has a `main_grad` buffer (Megatron's
-            gradient accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
+        weight: [V / tp, h], this rank's rows in the output weight. If it has a `main_grad` buffer (Megatron's gradient
+            accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
         targets: int64 [N], ids in the full vocabulary.
         temperature: divisor of the logits, a float, or float32 [N] with one temperature per token.
         vocab_size: number of token rows in the unsharded weight. Rows beyond it are padding with probability 0.

@@ -49,7 +49,7 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
 
 
 def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
-    """Assert that every token attends to as many tokens as precede it in its document, including itself."""
+    """Assert that documents are packed depth first: the token at position p in its document attends to p + 1 tokens."""
     steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
     in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
     assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not packed depth first"

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 
 def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Return SiLU(gate) · up. Autograd saves three intermediate tensors in addition to the input. This is the plain
-    reference for `swiglu`."""
+    """Return SiLU(gate) · up. Autograd saves SiLU(gate) in addition to the input. This is the plain reference for
+    `swiglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

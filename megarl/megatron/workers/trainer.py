@@ -87,7 +87,7 @@ class TrainerWorker(ModelWorker, ABC):
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
-        """Number of optimizer steps, which determines the learning rate."""
+        """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
         self._profiler = Profiler()
@@ -157,7 +157,7 @@ class TrainerWorker(ModelWorker, ABC):
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
     def send(self) -> int:
-        """Send this rank's part of a refit."""
+        """Send this rank's part of a refit and return the number of bytes sent."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
@@ -166,8 +166,8 @@ class TrainerWorker(ModelWorker, ABC):
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """Take one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skip it if the gradient is
-        not finite. Return metrics on the ranks that report for their replica, and an empty dict on all other ranks. A
+        """Take one optimizer step on the loss Σ w·ℓ over the microbatches on all ranks, or skip it if the gradient is
+        non-finite. Return metrics on the ranks that report for their replica, and an empty dict on all other ranks. A
         skipped update has no loss metrics.
 
         Raises:
