@@ -1,8 +1,8 @@
-"""Assignment of a pack's tokens to context-parallel ranks.
+"""Assigns a pack's tokens to context-parallel ranks.
 
-In causal attention, early tokens of a document are cheap and late ones expensive. Megatron therefore splits a sequence
-into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many documents and must be cut so
-that each document is balanced.
+In causal attention, early tokens in a document are cheap and late tokens are expensive. Megatron therefore splits a
+sequence into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many documents and must be
+cut so that each document is balanced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ContextShares:
 
     @property
     def all(self) -> torch.Tensor:
-        """Pack positions of all ranks' tokens, in the rank order of an all-gather, int64 [T]."""
+        """Pack positions of the tokens on all ranks, in all-gather order, int64 [T]."""
         return self.places.flatten()
 
     @property

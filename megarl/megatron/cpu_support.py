@@ -87,7 +87,8 @@ def device_queries() -> None:
 
 
 def tensor_moves() -> None:
-    """Make tensor.cuda() return the tensor. Tied embeddings under pipeline parallelism call it on their weight."""
+    """Make tensor.cuda() return the tensor. Megatron calls it on the weight of tied embeddings under pipeline
+    parallelism."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
@@ -173,12 +174,12 @@ def rotary_shares() -> None:
         chunks = pos_emb.chunk(2 * size, dim=seq_dim)
         return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=seq_dim)
 
-    rope_utils.get_pos_emb_on_this_cp_rank.__code__ = share.__code__  # other modules import the function by name
+    rope_utils.get_pos_emb_on_this_cp_rank.__code__ = share.__code__  # several modules import the function by name
 
 
 def expert_dispatch() -> None:
     """Replace the device-to-host copies of the all-to-all dispatcher, which copies token counts on a CUDA stream. On
-    CPU only the conversion to numpy remains."""
+    CPU, only the conversion to numpy remains."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def on_host(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -283,7 +283,7 @@ def preference_loss(
     reference.
 
     Args:
-        scored: log-prob and entropy.
+        scored: log-prob and entropy for each row.
         beta: None if the objective has no reference.
         has_moved: whether the policy has been updated since the start of the step.
     """

@@ -1,7 +1,7 @@
-"""Handling of non-finite gradients: the update is skipped, and several skipped updates in a row end the run.
+"""Handles non-finite gradients: the update is skipped, and the run fails after several consecutive skipped updates.
 
-All ranks decide alike because they check the same number: the norm of the whole gradient, which Megatron sums over the
-ranks. It is NaN or infinite if any element of the gradient is.
+All ranks make the same decision because they check the same number: the norm of the full gradient, which Megatron
+reduces over the ranks. It is NaN or infinite if any gradient element is.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts of skipped updates.
+    """Counts skipped updates.
 
     Attributes:
-        total: since the start of the run.
-        in_a_row: since the last update that was applied.
+        total: number of updates skipped since the start of the run.
+        in_a_row: number of updates skipped since the last applied update.
     """
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """Record an update. `counts` is false for updates skipped to reduce the loss scale, which do not extend the
-        series."""
+        """Record an update. `counts` is false for updates skipped to reduce the loss scale, which do not increase
+        `in_a_row`."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + counts if is_skipped else 0
 
@@ -39,13 +39,14 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Restore the counts of a checkpoint. Format 1 has none: its runs ended at the first non-finite gradient."""
+        """Restore the counts from a checkpoint. Checkpoint format 1 has no counts, because runs then ended at the first
+        non-finite gradient."""
         self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
 
 
 class RouterBiases:
-    """A copy of the router biases, which follow expert load without a gradient, and before it is known whether the
-    gradient is finite."""
+    """A copy of the router biases, to restore them after a skipped update. The biases follow expert load without a
+    gradient and change before it is known whether the gradient is finite."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         names = named_weights(chunks).keys() - named_parameters(chunks).keys()
@@ -58,15 +59,15 @@ class RouterBiases:
 
 
 def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[Sums], loss: str) -> str:
-    """Describe the worst microbatch of all ranks; the result is the same on each. Collective.
+    """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
 
     The worst is the first microbatch with a non-finite metric or, if only the gradient overflowed, the one with the
     largest absolute loss.
 
     Args:
-        members: the samples of each microbatch of this rank.
-        sums: the metrics of each microbatch; empty before the last stage.
-        loss: the name of the loss metric.
+        members: the samples in each of this rank's microbatches.
+        sums: the metrics for each microbatch; empty before the last stage.
+        loss: name of the loss metric.
     """
     descriptions = [_describe(*pair, loss) for pair in zip(members, sums, strict=False)]
     gathered: list = [None] * dist.get_world_size()
@@ -76,7 +77,7 @@ def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[S
 
 
 def _describe(members: Sequence[TrainingSample], sums: Sums, loss: str) -> tuple[float, str]:
-    """Return a microbatch's severity and its description."""
+    """Return a microbatch's severity and description."""
     values = {name: metric.value for name, metric in read(sums).items()}
     nonfinite = {name: value for name, value in values.items() if not math.isfinite(value)}
     shown = ", ".join(f"{name} {value:g}" for name, value in (nonfinite or {loss: values[loss]}).items())

@@ -1,5 +1,5 @@
-"""Offload of parameters, gradients and optimizer state to host memory and back, each separately and bit for bit.
-Gradients are discarded instead, as every update starts from zeros."""
+"""Offloads parameters and optimizer state to host memory and restores them bit for bit, each part separately. Gradients
+are discarded instead, because every update starts from zeros."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ Part = Literal["parameters", "gradients", "optimizer"]
 
 
 class Offload:
-    """Moves whole storages, so that all views of them (parameters in DDP's buffers, the optimizer's shards) stay valid.
-    Their addresses change, and tensors of an offloaded part must not be used.
+    """Moves whole storages, so that all their views (parameters in DDP's buffers, the optimizer's shards) stay valid.
+    Addresses change, and tensors in an offloaded part must not be used.
 
-    Gradients take no host memory and no time: they are restored as zeros. On CPU, storages are moved to copies that are
-    host memory as well: this exercises the same code but saves nothing. Parameters published in shared memory cannot
-    move, because engines read them there.
+    Gradients take no host memory and no time: they are restored as zeros. On CPU, the copies are in host memory like
+    the originals, which exercises the same code but saves no memory. Parameters published in shared memory cannot move,
+    because engines read them in place.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None = None):
-        """`optimizer` is None for an untrained model, which has parameters only."""
+        """`optimizer` is None for an untrained model, which has only parameters."""
         self._chunks, self._optimizer = chunks, optimizer
         self._offloaded: dict[Part, dict[int, tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
-        """Offloaded storages by address, each with its bytes in host memory, or their number if discarded."""
+        """Address -> offloaded storage and its bytes in host memory, or the number of bytes if they were discarded."""
         self._hosts: dict[int, torch.Tensor] = {}
-        """Host buffer of each storage, kept for reuse."""
+        """Address -> host buffer for the storage, kept for reuse."""
 
     def move_out(self, part: Part) -> int:
-        """Offload a part and return the bytes freed on the device, including storages that were already offloaded.
-        Raises UserError if the part is published."""
+        """Offload a part and return the number of bytes freed on the device, including storages that were already
+        offloaded.
+
+        Raises:
+            UserError: the part is published in shared memory.
+        """
         present = [storage for storage in self._storages(part) if storage.nbytes()]
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in present):
             raise UserError(
@@ -54,7 +58,8 @@ class Offload:
         return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in offloaded.values())
 
     def move_in(self, part: Part) -> int:
-        """Restore a part and return the bytes it takes on the device. No-op if it is not offloaded."""
+        """Restore a part and return the number of bytes that it occupies on the device. No-op if the part is not
+        offloaded."""
         offloaded = self._offloaded.pop(part, {}).values()
         for storage, kept in offloaded:
             _restore(storage, kept)
@@ -63,7 +68,7 @@ class Offload:
 
     @contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Temporarily restore the offloaded ones among these tensors to the device, for reading."""
+        """Return a context manager that brings offloaded `tensors` back to the device for reading."""
         requested = {tensor.untyped_storage()._cdata for tensor in tensors}
         fetched = [
             storages[address] for storages in self._offloaded.values() for address in requested.intersection(storages)
@@ -78,8 +83,7 @@ class Offload:
                 storage.resize_(0)
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Copy a storage to host memory. With a GPU, reuse the same pinned buffer each time, because pinning is
-        slow."""
+        """Copy a storage to host memory. On GPU, reuse the same pinned buffer each time, because pinning is slow."""
         source, host = _bytes(storage), self._hosts.get(storage._cdata)
         if host is None or host.numel() != storage.nbytes():
             host = device.host_empty_like(source)
@@ -88,7 +92,7 @@ class Offload:
         return host.copy_(source, non_blocking=True)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """Yield each storage of a part once. Without 16-bit parameters, the optimizer's main weights are views of the
+        """Yield each storage in a part once. With float32 parameters, the optimizer's main weights are views of the
         parameters and count as parameters."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
             "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
@@ -117,7 +121,7 @@ class Offload:
 
 
 def _restore(storage: torch.UntypedStorage, kept: torch.Tensor | int) -> None:
-    """Refill an offloaded storage, with zeros if its bytes were discarded."""
+    """Refill an offloaded storage with its bytes, or with zeros if the bytes were discarded."""
     if isinstance(kept, int):
         storage.resize_(kept)
         _bytes(storage).zero_()

@@ -23,14 +23,14 @@ from megarl.megatron.overrides import build, checked, described
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
 )
-"""Parameters without weight decay: explicitly marked ones, biases, and norm weights, which decay would pull to 0, where
-a norm's output vanishes."""
+"""Matches parameters without weight decay: explicitly marked parameters, biases and norm weights. Decay would pull norm
+weights to 0, where a norm's output vanishes."""
 
 DEFAULTS = (
     *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
     *("optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
 )
-"""Fields of OptimizerConfig whose defaults learning rates, loss, offload and checkpoints rely on."""
+"""OptimizerConfig fields on whose defaults the learning rates, loss, offload and checkpoints rely."""
 
 
 def build_optimizer(
@@ -39,11 +39,11 @@ def build_optimizer(
     dtype: torch.dtype,
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
-    """Build the optimizer, whose float32 state is sharded over the data-parallel ranks. With 16-bit parameters, its
-    main weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
+    """Build the optimizer. Its float32 state is sharded over the data-parallel ranks. For 16-bit parameters, the main
+    weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
 
     Args:
-        without_decay: parameters without weight decay in addition to biases and norms.
+        without_decay: additional parameters without weight decay, besides biases and norms.
     """
     for parameter in without_decay:
         parameter.without_decay = True
@@ -86,21 +86,21 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return the parts of the optimizer that hold parameters. Under some layouts a model with experts has a second part
-    for them. Parts without parameters are omitted."""
+    """Return the optimizer parts that hold parameters. Under some layouts, a model with experts has a second part for
+    the experts. Parts without parameters are omitted."""
     return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set learning rate and weight decay of the next update. Both are set before every update, because a loaded
-    optimizer has its saved values."""
+    """Set the learning rate and weight decay for the next update. Both are set before every update, because a loaded
+    optimizer contains the saved values."""
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
         param_group["weight_decay"] = weight_decay * param_group["wd_mult"]
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """Make torch's AdamW use its fused kernel, available on CPU and CUDA: a single pass over memory, without temporary
-    copies of the largest parameter."""
+    """Make torch's AdamW use its fused kernel, which is available on CPU and CUDA. It makes a single pass over memory,
+    without temporary copies of the largest parameter."""
     for param_group in optimizer.param_groups:
         param_group["fused"] = True

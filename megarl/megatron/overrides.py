@@ -1,4 +1,4 @@
-"""The key megatron_overrides: fields of Megatron's dataclasses, validated by name and type."""
+"""Validates megatron_overrides: fields in Megatron's dataclasses, checked by name and type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the override fields for the dataclass `target`, with names of dtypes and enum members resolved.
+    """Return the override fields for the dataclass `target`, with the names of dtypes and enum members resolved.
 
     Args:
         key: the config key that holds the fields, such as actor.megatron_overrides.model.
-        reserved: fields derived from our own keys -> that key; None if the trainer relies on the field's default.
+        reserved: field that must not be overridden -> config key from which it is derived; None if the trainer relies
+            on the field's default.
 
     Raises:
         UserError: a field is unknown, reserved, or of the wrong type.
@@ -47,7 +48,11 @@ def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Build the dataclass. If it rejects its fields, raise UserError that names the settings."""
+    """Build the dataclass.
+
+    Raises:
+        UserError: the dataclass rejects its fields. The message names `settings`.
+    """
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
@@ -55,7 +60,8 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Describe a section's settings for a message: the overrides under the key, or the section if there are none."""
+    """Return a description of a section's settings for a message: the overrides under the key, or the section name if
+    there are no overrides."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 

@@ -1,4 +1,4 @@
-"""Packing requirements of a layout and number format."""
+"""Packing requirements that follow from a layout and number format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.models.token_cost import TokenCost
 
 def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:
     layout = settings.layout
-    # Context parallelism gives each rank two chunks; sequence parallelism splits a rank's tokens into tp parts.
+    # Context parallelism gives each rank two chunks; sequence parallelism splits each rank's tokens into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     return Packing(
         token_budget=settings.tokens_per_microbatch * layout.cp,
@@ -23,7 +23,7 @@ def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:
         # Transformer Engine splits every document over ranks; our attention splits the pack.
         document_multiple=chunks if uses_transformer_engine() else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
-        # Interleaved stages process pp microbatches at a time, with no smaller remainder.
+        # The interleaved schedule processes pp microbatches at a time and does not support a remainder.
         microbatch_multiple=layout.pp if layout.vpp > 1 else 1,
         cost=TokenCost.of_model(hf_config),
     )

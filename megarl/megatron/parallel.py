@@ -1,4 +1,4 @@
-"""The trainer's process group and its subdivision by Megatron."""
+"""The trainer's process group and Megatron's subgroups."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Join the process group and create Megatron's tensor, pipeline and data-parallel groups.
+    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups.
 
     Args:
-        timeout_s: timeout of every collective, after which a rank with a dead peer fails.
+        timeout_s: timeout for every collective in seconds, after which a rank with a dead peer fails.
     """
     cpu_support.install()
     dist.init_process_group(
@@ -40,8 +40,8 @@ def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_
 
 @contextmanager
 def pretended(layout: Layout, rank: int) -> Iterator[None]:
-    """Simulate one rank of a layout in a single process: process groups have ranks and sizes, but nothing
-    communicates."""
+    """Return a context manager that simulates one rank of a layout in a single process. Process groups have ranks and
+    sizes but do not communicate."""
     cpu_support.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -58,7 +58,7 @@ def _subdivide(layout: Layout, **options: float) -> None:
 
 
 def sizes(layout: Layout) -> dict[str, int | None]:
-    """Return the sizes of a layout under megatron-core's names."""
+    """Return megatron-core's name -> size for each parallel dimension in a layout."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -70,7 +70,7 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the host-memory process group of all ranks, for a thread that runs while training uses the other
+    """Return the process group of all ranks for host tensors. A thread can use it while training uses the remaining
     groups."""
     assert _host_group is not None, "initialize was not called"
     return _host_group
@@ -84,14 +84,14 @@ def destroy() -> None:
 
 
 def local_part(tokens: torch.Tensor) -> torch.Tensor:
-    """Return this tensor-parallel rank's part of a sequence's tokens under sequence parallelism."""
+    """Return the tokens in a sequence that belong to this tensor-parallel rank under sequence parallelism."""
     return tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())[
         parallel_state.get_tensor_model_parallel_rank()
     ]
 
 
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
-    """Return the process group that shards a tensor: expert tensor parallelism has its own."""
+    """Return the process group whose ranks shard a tensor. Experts have a separate tensor-parallel group."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -107,7 +107,7 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Return whether this rank's virtual stage is the model's first. `virtual` is None if there are no virtual
+    """Return whether this rank's virtual stage is the model's first stage. `virtual` is None if there are no virtual
     stages."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
@@ -117,12 +117,12 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Return whether this rank reports loss and metrics of its data-parallel and context-parallel replica. Exactly one
-    rank of each replica does."""
+    """Return whether this rank reports loss and metrics for its data-parallel and context-parallel replica. Exactly one
+    rank per replica does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def returns_results() -> bool:
-    """Return whether this rank returns the results of all rows of its data-parallel replica. Exactly one rank of each
+    """Return whether this rank returns the results for all rows in its data-parallel replica. Exactly one rank per
     replica does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

@@ -1,5 +1,5 @@
-"""Checks which settings of a run's models Megatron rejects. Run as a program, it reads config and models as JSON from
-stdin and prints a JSON list of messages."""
+"""Finds model settings that Megatron rejects. As a program, it reads the config and model configs as JSON from stdin
+and prints a JSON list of messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.megatron.optimizer import optimizer_config
 
 
 def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
-    """Return a message for each of Megatron's dataclasses that rejects its settings. `hf_configs` maps roles to their
-    models' configs."""
+    """Return one message for each Megatron dataclass that rejects its settings. `hf_configs` maps roles to model
+    configs."""
     dtype, messages = getattr(torch, config.model.dtype), []
     for role, hf_config in hf_configs.items():
         settings = config.placed(role)

@@ -1,4 +1,4 @@
-"""torch's profiler for a rank's work in one step."""
+"""Profiles one rank's work in one step with torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Profiler:
-    """Records operators and kernels between `start` and `stop`. Shapes, stacks and memory are not recorded because of
-    their overhead."""
+    """Records operators and kernels between `start` and `stop`. Shapes, stacks and memory are not recorded, to limit
+    the overhead."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None

@@ -1,4 +1,4 @@
-"""Random number generators of a trainer rank: seeding, saving and restoring their states."""
+"""Random number generators on a trainer rank: seeding, and saving and restoring the RNG state."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from megarl.core import device
 
 
 def seed(value: int) -> None:
-    """Seed all generators. Megatron's also depend on the rank's position in the layout."""
+    """Seed all generators. Megatron's generators additionally depend on the rank's position in the layout."""
     random.seed(value)
     torch.manual_seed(value)
     model_parallel_cuda_manual_seed(value)
 
 
 def reseed(value: int, num_updates: int) -> None:
-    """Seed the ranks of a run that resumes after num_updates in a layout without saved states. The seed is
-    deterministic and differs from that of the start."""
+    """Seed the generators in a run that resumes after `num_updates` updates under a layout without saved RNG state. The
+    seed is deterministic and differs from the initial seed."""
     seed(random.Random(f"{value}.{num_updates}").getrandbits(31))
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of Python's, torch's and the device's generator, and of Megatron's generators for
-    tensor-parallel regions."""
+    """Return the RNG state for Python, torch, the device and Megatron's tensor-parallel regions."""
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),

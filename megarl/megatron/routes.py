@@ -1,8 +1,9 @@
-"""Expert routing: replay of the engine's routes in the trainer, and metrics of their differences.
+"""Expert routing: replays the engine's routes in the trainer and measures how they differ from the trainer's.
 
-A Megatron router delegates its choice to an object, by default Megatron's RouterReplay. Ours replaces it because
-Megatron's has a process-wide registry, so actor and critic would use each other's routes; it requires routes for every
-token; and it switches all routers between forward and recomputation at once, although these alternate in a pipeline.
+A Megatron router delegates the choice of experts to an object, by default a RouterReplay. We replace RouterReplay for
+three reasons: it has a process-wide registry, so actor and critic would use each other's routes; it requires routes for
+every token; and it switches all routers between forward pass and recomputation at once, although these alternate in a
+pipeline.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from megarl.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of this rank's tokens of a microbatch, in the order in which its routers process them.
+    """The routes for this rank's tokens in a microbatch, in the order in which the routers process the tokens.
 
     Attributes:
-        experts: [t, layers, experts per token], as in TokenBatch; None lets the trainer choose for every token.
-        is_sampled: bool [t], false for padding after the samples.
+        experts: [t, layers, experts per token], as in TokenBatch; None lets the trainer choose the experts for every
+            token.
+        is_sampled: bool [t], false for the padding after the samples.
     """
 
     experts: torch.Tensor | None
@@ -38,8 +40,8 @@ class Routes:
 
     @classmethod
     def of(cls, batch: TokenBatch, places: torch.Tensor, sequence_parallel: bool) -> Routes:
-        """Return this rank's routes. `places` holds the pack positions of this context-parallel rank's tokens; sequence
-        parallelism splits them evenly over tensor-parallel ranks."""
+        """Return this rank's routes. `places` holds the pack positions of this context-parallel rank's tokens, which
+        sequence parallelism splits evenly over the tensor-parallel ranks."""
         if sequence_parallel:
             places = parallel.local_part(places)
         is_sampled = torch.zeros_like(batch.tokens, dtype=torch.bool)
@@ -48,20 +50,20 @@ class Routes:
 
 
 class LayerRouter:
-    """The choice of experts in one layer, called by a Megatron router with its scores.
+    """Chooses the experts in one layer. A Megatron router calls it with the router scores.
 
     In the backward pass a layer may be recomputed for any microbatch in flight. Schedules run a chunk's backward passes
-    in the order of its forward passes, so a queue suffices.
+    in the same order as its forward passes, so a queue suffices.
     """
 
     def __init__(self, router: TopKRouter, layer: int, num_experts: int):
-        """`layer` is the index of the router's layer among those with experts."""
+        """`layer` is the index of the router's layer among the layers with experts."""
         self.layer = layer
         self._router, self._num_experts = router, num_experts
         self._routes: Routes | None = None
-        """Routes of the microbatch in its forward pass; None outside of forward passes."""
+        """Routes for the microbatch in the current forward pass; None outside forward passes."""
         self._recomputed: list[Routes] = []
-        """Routes of microbatches that will be recomputed."""
+        """Routes for microbatches that will be recomputed."""
         self._counts: torch.Tensor | None = None
 
     def begin(self, routes: Routes) -> None:
@@ -78,8 +80,8 @@ class LayerRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and indices of each token's experts. Replayed experts are scored like any others, with a
-        gradient: their scores do not come from the router's own top-k."""
+        """Return scores and indices of each token's experts. Replayed experts are scored like the router's own choice,
+        with a gradient, because their scores are gathered from `scores` rather than from the router's top-k."""
         routes = self._recomputed.pop(0) if self._routes is None else self._routes
         with torch.no_grad():
             _, preferred = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -95,7 +97,7 @@ class LayerRouter:
 
     @torch.no_grad()
     def _count(self, preferred: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
-        """Count the tokens of each expert, the tokens replayed to other experts than the router's choice, and all
+        """Count the tokens per expert, the replayed tokens whose experts differ from the router's choice, and all
         replayed tokens."""
         if self._counts is None:
             self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=preferred.device)
@@ -108,7 +110,7 @@ class LayerRouter:
             self._counts[-1] += is_replayed.sum()
 
     def take_counts(self) -> torch.Tensor | None:
-        """Return the counts since the last call, or None if there are none."""
+        """Return the counts since the last call, or None if no token was counted."""
         counts, self._counts = self._counts, None
         return counts
 
@@ -119,10 +121,10 @@ class LayerRouter:
 
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
-    """Install a LayerRouter in each router of a chunk."""
+    """Install a LayerRouter in each router in a chunk."""
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
-        layer = router.layer_number - 1  # Megatron counts all layers of all stages from 1
+        layer = router.layer_number - 1  # Megatron numbers layers from 1 across all stages
         assert shape.has_experts(layer), f"layer {layer} has no experts"
         router.router_replay = LayerRouter(router, sum(shape.experts.layers[:layer]), shape.experts.count)
     model.layer_routers = [router.router_replay for router in routers]
@@ -134,7 +136,7 @@ def layer_routers(chunks: Sequence[DistributedDataParallel]) -> list[LayerRouter
 
 @contextmanager
 def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
-    """Route a microbatch's tokens by these routes while the chunk's forward pass runs."""
+    """Return a context manager that routes a microbatch's tokens by `routes` in the chunk's forward pass."""
     for router in model.layer_routers:
         router.begin(routes)
     yield
@@ -143,7 +145,7 @@ def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
 
 
 def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, prefix: str) -> dict[str, Metric]:
-    """Return the routing metrics of one update over all ranks. Collective."""
+    """Return the routing metrics for one update over all ranks. Collective."""
     if shape.experts is None:
         return {}
     routers = layer_routers(chunks)
@@ -159,12 +161,12 @@ def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, 
 
 
 def metrics_of(counts: torch.Tensor, prefix: str) -> dict[str, Metric]:
-    """Return the metrics of the LayerRouter counts of each layer, int64 [layers, experts + 2].
+    """Return the routing metrics. `counts`, int64 [layers, experts + 2], holds each layer's LayerRouter counts.
 
     max_vio: load of a layer's busiest expert relative to the mean, minus 1, averaged over layers; 0 if all loads are
     equal (MaxVio, arXiv 2408.15664).
 
-    routes_differ: fraction of replayed (token, layer) pairs for which the trainer would have chosen other experts.
+    routes_differ: fraction of replayed (token, layer) pairs for which the trainer would have chosen different experts.
     """
     loads, (differing, replayed) = counts[:, :-2].double(), counts[:, -2:].sum(dim=0).tolist()
     metrics = {}

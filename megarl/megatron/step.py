@@ -1,4 +1,4 @@
-"""Forward-backward over the microbatches of an update, and forward-only passes, for any model and objective."""
+"""Forward-backward passes over an update's microbatches, and forward-only passes, for any model and objective."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megarl.megatron.routes import routed
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]
 ) -> list[Sums]:
-    """Accumulate the gradient of Σ w·ℓ over all microbatches and ranks in the parameters' main_grad. Return the
-    loss's metrics of each microbatch on this rank (empty before the last stage)."""
+    """Accumulate the gradient of Σ w·ℓ over all microbatches and ranks in the parameters' main_grad. Return the loss
+    metrics for each microbatch on this rank (empty before the last stage)."""
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks. Both are undone
     # here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
@@ -45,9 +45,9 @@ def accumulate_gradients(
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Run one optimizer step, unless the gradient is non-finite: then weights and moments are unchanged. Return the
-    norm of the gradient before clipping, from which all ranks know whether the step ran."""
-    # Megatron's step computes this norm again for clipping but does not check it. The cost is an additional pass over
+    """Run one optimizer step unless the gradient is non-finite, in which case weights and moments are unchanged. Return
+    the gradient norm before clipping. It is finite if and only if the step ran, on all ranks."""
+    # Megatron's step computes this norm again for clipping but does not check it. This costs an additional pass over
     # the rank's gradient shard.
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -57,15 +57,15 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """All-gather the parameters after the last update. With overlapped communication, other ranks' parts would
-    otherwise be fetched only by the next training forward pass."""
+    """All-gather the parameters after the last update. With overlapped communication, the parts owned by remote ranks
+    would otherwise be fetched only in the next training forward pass."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """Return the head's output for the rows of each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
+    """Return the head's output for the rows in each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
     The list is empty except on the last stage."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Return the loss's metrics of each microbatch on this rank from a forward-only pass (empty before the last
+    """Run a forward-only pass and return the loss metrics for each microbatch on this rank (empty before the last
     stage)."""
 
     def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -94,8 +94,8 @@ def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Seq
 def _schedule(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
 ) -> dict[str, Any]:
-    """Return the arguments of this layout's Megatron schedule, which returns the second result of compute_loss for each
-    microbatch."""
+    """Return the arguments for this layout's Megatron schedule. For each microbatch, the schedule returns the second
+    result of `compute_loss`."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -129,8 +129,8 @@ def _inputs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBa
 
 
 class _Inputs:
-    """The model inputs of each microbatch, shared by the model's chunks. A thread prepares the next input while the
-    current one is computed; it runs no collectives."""
+    """The model inputs for each microbatch, shared by the model's chunks. A thread prepares the next input while the
+    current input is processed; the thread runs no collectives."""
 
     def __init__(self, batches: Sequence[TokenBatch], sequence_parallel: bool, thread: Executor):
         self._batches, self._sequence_parallel, self._thread = batches, sequence_parallel, thread

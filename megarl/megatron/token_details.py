@@ -1,6 +1,6 @@
-"""Per-token details for the rollouts page: advantages and log-prob differences.
+"""Collects per-token details for the rollouts page: advantages and log-prob differences.
 
-Most samples are reported by their means. For a few groups per step, every token's values are kept.
+Most samples are reported by their mean values. For a few groups per step, the values for every token are kept.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megarl.megatron.metric_sums import Sums
 from megarl.rewards.rollout_file import has_token_details
 
 ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
-"""Their names in a rollout's row. A difference is the trainer's log-prob at the start of the step minus the
-engine's."""
+"""Names of the details in a rollout row. A log-prob difference is the trainer's log-prob at the start of the step minus
+the engine's."""
 
 
 class TokenDetails:
-    """Collects the token details of trained samples until they are taken."""
+    """Collects token details for trained samples until `take` is called."""
 
     def __init__(self, num_groups: int):
         """`num_groups` is the number of groups per step with token details."""
         self._num_groups = num_groups
         self._details: dict[str, dict[str, torch.Tensor]] = {}
         self._members: list[list[str]] = []
-        """Names of the samples of each microbatch of the current update."""
+        """Sample ids in each microbatch of the current update."""
 
     def begin_update(self, batches: Sequence[TokenBatch], batch: LocalBatch) -> None:
-        """Record advantages, and log-prob differences if a pass computed the old log-probs."""
+        """Record the update's advantages and, if a pass computed the old log-probs, the log-prob differences."""
         self._members = [[item.sample.id for item in members] for members in batch.members]
         if not self._num_groups:
             return
@@ -42,9 +42,9 @@ class TokenDetails:
                 self._record(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
-        """Wrap the loss so that its metrics record the log-prob differences of a step's first update if no pass
-        computed old log-probs. Microbatches arrive in order. Not supported for rows split over context-parallel ranks,
-        which are skipped."""
+        """Wrap the loss so that computing its metrics records the log-prob differences. Used for a step's first update
+        if no pass computed the old log-probs. Microbatches arrive in order. Rows split over context-parallel ranks are
+        not supported."""
         if not self._num_groups:
             return loss
         numbers = iter(range(len(self._members)))
@@ -57,7 +57,7 @@ class TokenDetails:
         return replace(loss, metrics=metrics)
 
     def take(self) -> dict[str, dict[str, list[float]]]:
-        """Return sample id -> name -> value of each response token, for all updates since the last call."""
+        """Return sample id -> detail name -> value for each response token, for all updates since the last call."""
         details, self._details = self._details, {}
         return {name: {key: values.tolist() for key, values in rows.items()} for name, rows in details.items()}
 

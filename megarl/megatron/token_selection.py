@@ -1,5 +1,5 @@
-"""Selection of the tokens that an objective treats separately, over all microbatches and ranks of an update and before
-its first microbatch."""
+"""Selects the tokens that an objective treats separately. The selection covers all microbatches and ranks in an update
+and is made before the first microbatch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megarl.core.types import TrainingSample
 def with_selection(
     algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
 ) -> list[TokenBatch]:
-    """Return this rank's microbatches with `selected`.
+    """Return this rank's microbatches with the `selected` mask set.
 
-    Of all tokens in the update's loss, the fraction covariance_share with the highest selection keys is selected, at
-    least one token, including ties with the last one. Collective over the data-parallel ranks. Tokens whose keys differ
-    by less than rounding may be selected in one layout and not in another.
+    Select the fraction covariance_share of the tokens in the update's loss that has the highest selection keys, but at
+    least one token; ties with the last selected token are included. Collective over the data-parallel ranks. Tokens
+    whose keys differ by less than rounding may be selected under one layout but not under another.
 
     Args:
-        members: the samples of each microbatch.
+        members: the samples in each microbatch.
     """
     objective, selection = algorithm.objective, algorithm.objective.spec.selection
     olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]
@@ -48,7 +48,7 @@ def with_selection(
 
 
 def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
-    """Return count, mean old log-prob and mean advantage of the update's tokens in the loss."""
+    """Return the number of tokens in the update's loss, and their mean old log-prob and mean advantage."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
     for batch, old in zip(batches, olds, strict=True):
         sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
@@ -58,14 +58,15 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
 
 
 def _draw(item: TrainingSample) -> torch.Tensor:
-    """Return random numbers, float32 [R], derived from the sample's name only, so that they are the same in every
-    layout."""
+    """Return one random number per response token, float32 [R]. The numbers depend only on the sample's name, so they
+    are the same under every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
     return torch.rand(len(item.sample.response_ids), generator=generator)
 
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer than k. Collective."""
+    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer than k values.
+    Collective."""
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top

@@ -1,14 +1,14 @@
 """TRPO's update (Schulman et al. 2015, arXiv:1502.05477): a natural gradient step under a hard bound on the divergence.
 
-It costs about twenty passes over the samples where AdamW needs one, and is included for reference. Second derivatives,
+TRPO is included for reference: it needs about twenty passes over the samples where AdamW needs one. Second derivatives,
 which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the paper's appendix C) is F =
-1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central differences of two forward
-passes.
+1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central differences between two
+forward passes.
 
-Each rank holds its shard of the parameters and of every vector, as the distributed optimizer splits them. A Fisher
-product reduces its gradient over all replicas, like an update, and all-gathers the shifted parameters within them. A
-dot product is an all-reduce of one number over all ranks, in which replicated shards count once. A line search trial is
-a forward pass and an all-reduce of three numbers.
+Each rank holds its shard of the parameters and of every vector, split as in the distributed optimizer. A Fisher product
+reduces its gradient over all replicas, like an update, and all-gathers the shifted parameters within each replica. A
+dot product all-reduces one number over all ranks and counts replicated shards once. A line search trial costs a forward
+pass and an all-reduce of three numbers.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.optimizer import parts_of
 
 DIFFERENCE = 1e-3
-"""Norm of a central difference's one-sided step, relative to the norm of all parameters."""
+"""Norm of the one-sided step in a central difference, relative to the norm of all parameters."""
 
 SHORTER = 0.5
 """Factor by which the line search shortens a step."""
 
 Vector = list[torch.Tensor]
-"""This rank's shards of a vector of all trained parameters, float32."""
+"""This rank's shards of a float32 vector with one element per trained parameter element."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a TRPO update.
+    """Result of one TRPO update.
 
     Attributes:
-        rate: the factor of the natural gradient; 0 if no trial was accepted and the parameters are unchanged.
-        divergence: from the old policy, mean over the trained tokens.
+        rate: the factor applied to the natural gradient; 0 if no trial was accepted and the parameters are unchanged.
+        divergence: mean divergence from the old policy over the trained tokens, in nats.
         trials: number of line search trials.
     """
 
@@ -66,15 +66,15 @@ def take_step(
     sums: Sequence[Sums],
     limits: TrustRegion,
 ) -> StepResult:
-    """Move the parameters from θ to θ − β·x, where x solves F·x = ∇loss by conjugate gradients. Collective over all
-    ranks; requires prepared gradients.
+    """Move the parameters from θ to θ − β·x, where conjugate gradients solve F·x = ∇loss for x. Collective over all
+    ranks. Requires prepared gradients.
 
     β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit, and is halved until
-    the loss is below that at θ and the divergence is within the limit.
+    the loss is below the loss at θ and the divergence is within the limit.
 
     Args:
         objective: the loss, with metrics policy/loss and policy/kl_old. The batches have old log-probs.
-        sums: its metrics at θ, by microbatch.
+        sums: the objective's metrics at θ, for each microbatch.
     """
     shards = Shards(chunks, optimizer)
     gradient, start = shards.gradient(), shards.copy()
@@ -95,8 +95,8 @@ def take_step(
 def conjugate_gradients(
     product: Callable[[Vector], Vector], right: Vector, dot: Callable[[Vector, Vector], float], iterations: int
 ) -> tuple[Vector, float]:
-    """Return x with product(x) ≈ right, and x·product(x). `product` multiplies by a symmetric positive definite matrix
-    (Hestenes and Stiefel 1952)."""
+    """Return x with product(x) ≈ right, and the scalar x·product(x). `product` must multiply by a symmetric positive
+    definite matrix (Hestenes and Stiefel 1952)."""
     solution = [torch.zeros_like(part) for part in right]
     residual, direction = [part.clone() for part in right], [part.clone() for part in right]
     square = first = dot(residual, residual)
@@ -115,10 +115,10 @@ def conjugate_gradients(
 
 
 class Shards:
-    """This rank's shards of the trained parameters, as its optimizer holds them."""
+    """This rank's shards of the trained parameters, split as in its optimizer."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
-        """Requires prepared gradients of all parameters."""
+        """Requires prepared gradients for all parameters."""
         self.chunks, self._optimizer = chunks, optimizer
         self._parts = parts_of(optimizer)
         self._parameters = [parameter for part in self._parts for parameter in part.get_parameters()]
@@ -126,7 +126,7 @@ class Shards:
             param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
             for parameter in self._parameters
         ]
-        """Whether each shard counts in dot products: of a replicated shard, one copy does."""
+        """Whether each shard counts in dot products. Only one copy of a replicated shard counts."""
 
     def gradient(self) -> Vector:
         return [parameter.grad.clone() for parameter in self._parameters]
@@ -135,7 +135,7 @@ class Shards:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def dot(self, one: Vector, other: Vector) -> float:
-        """Return the dot product of two whole vectors. Collective over all ranks."""
+        """Return the dot product of two unsharded vectors. Collective over all ranks."""
         products = [
             torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
         ]
@@ -145,7 +145,7 @@ class Shards:
 
     @torch.no_grad()
     def move(self, start: Vector, factor: float, direction: Vector) -> None:
-        """Set the parameters to start + factor · direction and all-gather them."""
+        """Set the parameters to `start` + `factor` · `direction` and all-gather them."""
         for parameter, begin, part in zip(self._parameters, start, direction, strict=True):
             parameter.copy_(begin).add_(part, alpha=factor)
         for part in self._parts:
@@ -175,7 +175,7 @@ class FisherProduct:
         above, below = (self._log_probs(sign * length, vector) for sign in (1, -1))
         self._shards.move(self._start, 0.0, vector)
         batches = self._batches
-        if above:  # only the last stage has a loss
+        if above:  # only the last stage computes a loss
             slopes = [(a - b) / (2 * length) for a, b in zip(above, below, strict=True)]
             batches = [replace(batch, advantage=slope) for batch, slope in zip(batches, slopes, strict=True)]
         product = self._shards.gradient_of(Loss(self._loss, lambda *_: {}), batches)
@@ -191,7 +191,7 @@ class FisherProduct:
 
 
 def _read(sums: Sequence[Sums]) -> tuple[float, float]:
-    """Return loss and divergence from the old policy over the microbatches of all ranks. Collective."""
+    """Return the loss and the divergence from the old policy over the microbatches on all ranks. Collective."""
     metrics = merge(map(read, sums)) if parallel.reports_metrics() else {}
     values = torch.zeros(3, dtype=torch.float64, device=device.device())
     if "policy/kl_old" in metrics:

@@ -1,4 +1,4 @@
-"""Copies of a model's weights in host memory, swapped with the live weights during a pass."""
+"""Copies of a model's weights in host memory, which can be swapped with the live weights during a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class WeightSnapshots:
-    """Named copies of this rank's weights, such as the reference's."""
+    """Named copies of this rank's weights, such as the reference weights."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]):
         self._weights = weights
@@ -22,12 +22,12 @@ class WeightSnapshots:
         self._shares: dict[str, float] = {}
 
     def keep(self, name: str, share: float | None = None) -> None:
-        """Copy the live weights into a snapshot of this name.
+        """Copy the live weights into the snapshot `name`.
 
         Args:
-            share: the weight of the live weights in `renew`, in (0, 1]; None makes the snapshot immutable. Below 1
-                the snapshot is a moving average, kept in float32 because small changes would be rounded away in
-                bfloat16.
+            share: fraction of the live weights in each `renew`, in (0, 1]; None makes the snapshot immutable. If it is
+                below 1, the snapshot is a moving average, kept in float32 because bfloat16 would round small changes
+                away.
         """
         kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
         self._sets[name] = kept
@@ -43,11 +43,11 @@ class WeightSnapshots:
             self._sets[name][key].copy_(mean)
 
     def state(self) -> dict[str, Weights]:
-        """Return the mutable snapshots by name, without copying, for saving."""
+        """Return snapshot name -> weights for the mutable snapshots, without copying."""
         return dict(self._means)
 
     def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Restore the snapshots of a `state` bit for bit."""
+        """Restore the snapshots from a `state` bit for bit."""
         for name, weights in state.items():
             for key, mean in self._means[name].items():
                 mean.copy_(weights[key])
@@ -55,8 +55,8 @@ class WeightSnapshots:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Swap the named snapshot into the model while entered, and restore the live weights bit for bit afterwards.
-        The optimizer's float32 main weights are unchanged."""
+        """Return a context manager that swaps the named snapshot into the model while entered, and restores the live
+        weights bit for bit afterwards. The optimizer's float32 main weights are unchanged."""
         self._exchange(name)
         try:
             yield
@@ -64,8 +64,8 @@ class WeightSnapshots:
             self._exchange(name)
 
     def _exchange(self, name: str) -> None:
-        """Exchange live and named weights, one parameter at a time, so that at most one parameter is on the device
-        twice."""
+        """Exchange the live weights with the named snapshot, one parameter at a time, so that at most one parameter is
+        on the device twice."""
         kept = self._sets[name]
         for key, live in self._live():
             previous = live.clone()

@@ -1,4 +1,5 @@
-"""Tile kernels of the linear head in plain torch, for CPU. They process a few rows at a time, which stay in cache.
+"""Tile kernels for the linear head in plain torch, for CPU. They process a few rows at a time so that the rows stay in
+cache.
 
 `megarl/ops/head_tile_triton.py` implements the same functions as CUDA kernels.
 """
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 import torch
 
 NEVER = -1e30
-"""The logit of a token with probability 0. Finite, so that 0 · logit is 0."""
+"""The logit of a token with probability 0. It is finite so that 0 · logit is 0."""
 
 BLOCK = 2**18
-"""Elements of a tile processed at a time: 1 MiB in float32."""
+"""Number of tile elements processed at a time: 1 MiB in float32."""
 
 
 def fold(
@@ -23,15 +24,15 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Accumulate a tile of logits into the running sums of its rows, in place. Overwrites the logits.
+    """Accumulate a tile of logits into the running sums for its rows, in place. Overwrites the logits.
 
     Args:
         logits: float32 [n, v].
-        targets: int64 [n], target columns; a column outside the tile belongs to another tile.
-        scale: float32 [n], multiplies the logits of each row; None means 1.
-        kept: bool [n, v], false for columns with probability 0; None keeps all.
-        sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); the target's logit, once
-            its tile has been processed.
+        targets: int64 [n], target columns; a column outside the tile belongs to a different tile.
+        scale: float32 [n], factor for the logits in each row; None means 1.
+        kept: bool [n, v], false for columns with probability 0; None keeps all columns.
+        sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); and the target's logit, valid
+            once the target's tile has been processed.
     """
     for rows in _blocks(logits):
         z = _prepared(logits[rows], scale, kept, rows)

@@ -1,8 +1,8 @@
-"""Tile kernels of the linear head in Triton, for CUDA. See `megarl/ops/head_tile.py`.
+"""Tile kernels for the linear head in Triton, for CUDA. See `megarl/ops/head_tile.py`.
 
-One program handles one row of the tile, BLOCK columns at a time. Both kernels read the tile once and allocate nothing
-of its size: the first writes four numbers per row, the second writes the gradient, in place over the logits if their
-dtypes match.
+One program handles one row of the tile, BLOCK columns at a time. Both kernels read the tile once and allocate no memory
+of the tile's size. `fold` writes four numbers per row; `to_gradient` writes the gradient, in place over the logits if
+the dtypes match.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fold(
     kept: torch.Tensor | None,
     sums: torch.Tensor,
 ) -> None:
-    """Like head_tile.fold, but leaves the logits unchanged."""
+    """Same as head_tile.fold, but leaves the logits unchanged."""
     rows, width = logits.shape
     _fold[(rows,)](logits, targets, scale, kept, sums, width, logits.stride(0), sums.stride(0), **_options(scale, kept))
 
@@ -38,7 +38,7 @@ def to_gradient(
     coefficients: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Like head_tile.to_gradient."""
+    """Same as head_tile.to_gradient."""
     rows, width = logits.shape
     strides = logits.stride(0), coefficients.stride(0), gradient.stride(0)
     _to_gradient[(rows,)](
@@ -52,7 +52,7 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 @triton.jit
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Return float32 [block]: the row's scaled logits at these columns, NEVER for columns with probability 0."""
+    """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns with probability 0."""
     inside = columns < width
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
     if has_kept:

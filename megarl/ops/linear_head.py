@@ -1,14 +1,14 @@
 """Log-prob and entropy of sampled tokens, computed from hidden states and a vocabulary-sharded output weight.
 
-Logits are formed in tiles of tokens × vocabulary and never stored. The forward pass folds each tile into a running
+Logits are computed in tiles of tokens × vocabulary and never stored. The forward pass folds each tile into a running
 log-sum-exp; the backward pass recomputes the tile. With logits z, L = log Σ exp z, p = exp(z − L) and entropy H:
 
     log-prob  = z[y] − L                  ∂ log-prob / ∂z = 1[y] − p
     H         = L − Σ p·z                 ∂ H / ∂z        = −p · (log p + H)
 
-If the sampling policy was truncated to candidate tokens (top-k, top-p), both quantities are those of the truncated
-policy: the sums run over the candidates, and all other logits have no gradient. The target is always a candidate,
-whether listed or not.
+If the sampling policy was truncated to candidate tokens (top-k, top-p), both quantities refer to the truncated policy:
+the sums run over the candidates, and the logits of all other tokens have no gradient. The target is always a candidate,
+whether it is listed or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.ops.products import add_product, put_product
 from megarl.ops.tile import TILE
 
 CPU_TILE = (1024, 4096)
-"""Tokens × vocabulary of a tile on CPU. CPU caches favor smaller tiles than GPU matrix products."""
+"""Size of a tile on CPU, (tokens, vocabulary entries). CPU caches favor smaller tiles than GPU matrix products do."""
 
 
 def plain_log_prob_and_entropy(
@@ -40,8 +40,8 @@ def plain_log_prob_and_entropy(
     bias: torch.Tensor | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob and entropy, [N] each, from full logits [N, V] of the unsharded weight: the plain reference for
-    `log_prob_and_entropy`."""
+    """Return log-prob and entropy, [N] each, from the full logits [N, V] for an unsharded weight. This is the plain
+    reference for `log_prob_and_entropy`."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     logits = logits / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
     if candidate_ids is not None:
@@ -63,20 +63,20 @@ def log_prob_and_entropy(
     candidate_ids: torch.Tensor | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the log-prob of each target and the entropy of its distribution, float32 [N, 2].
+    """Return each target's log-prob and the entropy of its distribution, float32 [N, 2].
 
     Args:
-        hidden: [N, h], identical on all ranks of `process_group`. Its gradient is this shard's contribution; the caller
-            reduces it.
-        weight: [V / tp, h], this rank's rows of the output weight. If it has a `main_grad` buffer (Megatron's
-            gradient accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
-        targets: int64 [N], ids in the whole vocabulary.
-        temperature: divisor of the logits; a float, or float32 [N] for one per token.
-        vocab_size: number of token rows of the unsharded weight. Rows beyond it are padding, with probability 0.
+        hidden: [N, h], identical on all ranks of `process_group`. Its gradient is only this shard's contribution; the
+            caller must reduce it.
+        weight: [V / tp, h], this rank's rows in the output weight. If it has a `main_grad` buffer (Megatron's gradient
+            accumulation), the gradient is added to it and `grad_added_to_main_grad` is set.
+        targets: int64 [N], ids in the full vocabulary.
+        temperature: divisor of the logits, a float, or float32 [N] with one temperature per token.
+        vocab_size: number of token rows in the unsharded weight. Rows beyond it are padding with probability 0.
         process_group: the tensor-parallel ranks that hold the shards, in order.
         bias: [V / tp], this rank's part of the output bias; None if the layer has none.
-        candidate_ids: int64 [N, K], the only tokens with nonzero probability, as ids in the whole vocabulary,
-            padded with −1. A row of −1 only, or None, makes every token a candidate.
+        candidate_ids: int64 [N, K], the only tokens with nonzero probability, as ids in the full vocabulary, padded
+            with −1. A row that contains only −1, or None, makes every token a candidate.
         logits_dtype: float32, or a narrower dtype to which logits are rounded before the temperature is applied, as
             if the matrix product returned that dtype. The gradient ignores the rounding.
     """
@@ -97,8 +97,8 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Some tokens and their per-token inputs. Vocabulary ids are relative to this rank's first row, so ids of other
-    ranks are negative or beyond its last row.
+    """A set of tokens and their per-token inputs. Vocabulary ids are relative to this rank's first row, so ids that
+    belong to other ranks are negative or beyond this rank's last row.
 
     Attributes:
         hidden: [n, h].
@@ -128,14 +128,15 @@ class _Tokens:
         )
 
     def split(self) -> Iterator[_Tokens]:
-        """Yield the tokens of each tile."""
+        """Yield the tokens for each tile."""
         size, _ = _tile()
         for start in range(0, len(self.targets), size):
             values = [getattr(self, field.name) for field in fields(self)]
             yield _Tokens(*(None if value is None else value[start : start + size] for value in values))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Return bool [n, width], true for candidates in the tile that starts at column `start`."""
+        """Return the candidate mask, bool [n, width], for the tile that starts at column `start`; None if every token
+        is a candidate."""
         if self.candidate_ids is None:
             return None
         columns = self.candidate_ids - start
@@ -219,11 +220,11 @@ def _tile_functions() -> ModuleType:
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight gradient for autograd when the real one is already in main_grad: a tensor that triggers DDP's
-    hook, which ignores its values.
+    """Return the weight gradient for autograd when the actual gradient is already in main_grad: a tensor that triggers
+    DDP's hook, which ignores the tensor's values.
 
-    Under zero_out_wgrad return None. The weight is then tied to the embedding, whose gradient triggers the hook, and
-    these values would be read.
+    Returns None under zero_out_wgrad. In that case the weight is tied to the embedding, whose gradient triggers the
+    hook, and the values of the dummy would be read.
     """
     weight.grad_added_to_main_grad = True
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
@@ -251,8 +252,8 @@ def _reduce(sums: torch.Tensor, process_group: dist.ProcessGroup) -> None:
 
 
 def _coefficients(gradient: torch.Tensor, scale: torch.Tensor | None, entropy: torch.Tensor) -> torch.Tensor:
-    """Return a, b, c of the logits' gradient p · (a + b · log p) + c · 1[target], float32 [3, N], from the output's
-    gradient [N, 2]."""
+    """Return the coefficients a, b, c in the logits' gradient p · (a + b · log p) + c · 1[target], float32 [3, N], from
+    the output's gradient [N, 2]."""
     grad_log_prob, grad_entropy = gradient.float().unbind(-1)
     coefficients = torch.stack((-grad_entropy * entropy - grad_log_prob, -grad_entropy, grad_log_prob))
     return coefficients if scale is None else coefficients * scale
@@ -267,7 +268,7 @@ def _add_gradients(
     for start, rows, logits in _tiles(tokens, weight, bias, logits_dtype):
         span = slice(start, start + len(rows))
         candidate_ids = tokens.keeps(start, len(rows))
-        # The matrix products below need the gradient in the dtype of their other factor.
+        # The matrix products below require both factors in the same dtype.
         gradient = logits if rows.dtype is logits.dtype else torch.empty_like(logits, dtype=rows.dtype)
         to_gradient(logits, tokens.targets - start, tokens.scale, candidate_ids, log_sum_exp, coefficients, gradient)
         if hidden_grad is not None:
@@ -281,9 +282,10 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield for each tile the first row, the weight's rows, and the logits, float32 [n, v], before the temperature.
+    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature is
+    applied.
 
-    All tiles share one logits buffer. With bfloat16 as logits_dtype, logits near 20 are 0.06 to 0.13 apart.
+    All tiles share one logits buffer. With logits_dtype=bfloat16, adjacent logits near 20 are 0.06 to 0.13 apart.
     """
     _, size = _tile()
     num_elements = len(tokens.targets) * min(size, len(weight))

@@ -1,7 +1,7 @@
-"""Causal self-attention over packed documents in plain torch, at the cost of the documents.
+"""Causal self-attention over packed documents in plain torch, at the cost of separate attention per document.
 
-A mask over the whole pack would cost the square of the pack. Instead, documents of similar length are unpacked into a
-padded batch, processed by torch's causal kernel, and packed again.
+With a mask over the whole pack, the cost would grow with the square of the pack length. Instead, documents of similar
+length are unpacked into a padded batch, processed by torch's causal kernel, and packed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Bucket:
 
     Attributes:
         keys: int64 [D, S], indices of each document's keys and values. Shorter documents repeat their last token.
-        queries: int64 [D, Q], indices of its queries. Missing ones are filled with repetitions.
+        queries: int64 [D, Q], indices of each document's queries. Documents with fewer queries repeat their last query.
         visible: bool [D, 1, Q, S], the keys that each query attends to. None means Q = S and a causal mask.
     """
 
@@ -37,11 +37,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a pack.
+    """The documents in a pack.
 
     Attributes:
         buckets: the documents, each in one bucket.
-        outputs: int64 [n], the index of each query's output among the flattened, concatenated outputs of the buckets.
+        outputs: int64 [n], the index of each query's output in the flattened and concatenated bucket outputs.
     """
 
     buckets: tuple[Bucket, ...]
@@ -54,16 +54,16 @@ def documents_of(
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
 ) -> Documents:
-    """Return the documents of a pack. Computed once per microbatch, for all layers.
+    """Return the documents in a pack. Call it once per microbatch; all layers use the result.
 
-    A token shared by several documents (a common prompt) has the same output in each of them, because attention is
-    causal. It is a query in the first of them only.
+    A token shared by several documents, such as a common prompt, has the same output in each document because attention
+    is causal. It is a query only in the first of these documents.
 
     Args:
         document_tokens, boundaries: as in TokenBatch.
-        query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all,
-            in order.
-        key_positions: int64 [T], the pack position of each row of keys and values. Required with `query_positions`.
+        query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all
+            tokens, in order.
+        key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
     """
     device = document_tokens.device
     num_tokens = int(document_tokens.max()) + 1
@@ -86,7 +86,7 @@ def documents_of(
 
 
 def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """Return int64 [num_tokens]: the index in `places` of each pack position, or −1 if absent."""
+    """Return each pack position's index in `places`, int64 [num_tokens], or −1 for absent positions."""
     if places is None:
         return torch.arange(num_tokens)
     index = torch.full((num_tokens,), -1)
@@ -95,8 +95,8 @@ def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
 
 
 class _Document:
-    """One document: its keys [S], its queries [q] that no earlier document has, and their positions in it. If all its
-    tokens are queries, the kernel needs no mask."""
+    """One document: its keys [S], its queries [q] without those in earlier documents, and the queries' positions in the
+    document. If all tokens are queries, the kernel needs no mask."""
 
     def __init__(self, places, query_index, key_index, unclaimed):
         self.keys = key_index[places]
@@ -116,7 +116,7 @@ def _bucket(documents: list[_Document]) -> Bucket:
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, or with their last element if it is
+    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, or with their last element if `fill` is
     None."""
     longest = max(map(len, rows))
     return torch.stack(
@@ -125,7 +125,7 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows[index] with a deterministic gradient. The gradient of plain indexing sums repeated rows in a
+    """Return rows[index] with a deterministic gradient. With plain indexing, the gradient sums repeated rows in a
     nondeterministic order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
@@ -170,8 +170,9 @@ def plain_attention(
     boundaries: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Return [T, heads, v], computed by a softmax under one mask over the whole pack, where a token attends to the
-    preceding tokens of its documents. The plain reference for `packed_attention`."""
+    """Return the attention output, [T, heads, v], computed with a softmax under one mask over the whole pack. Each
+    token attends to itself and to the preceding tokens in its documents. This is the plain reference for
+    `packed_attention`."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
     for document in document_tokens.tensor_split(boundaries[1:-1].long()):

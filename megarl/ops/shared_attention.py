@@ -1,7 +1,7 @@
 """Causal self-attention over a pack whose documents share tokens, in one kernel for the whole pack.
 
-FlexAttention skips blocks of scores that the mask leaves empty. Compiled for a GPU, it never stores scores, and shared
-tokens are computed once, including as queries.
+FlexAttention skips score blocks that the mask leaves empty. Compiled for a GPU, it never stores scores. Shared tokens
+are processed once, even as queries.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Queries, and keys, per block of scores."""
+"""Number of queries, and number of keys, in a block of scores."""
 
 
 def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockMask:
-    """Return the attention mask of a pack. Computed once per microbatch, for all layers.
+    """Return the attention mask for a pack. Call it once per microbatch; all layers use the result.
 
-    Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token follow it
-    before anything else. A token is therefore visible to a contiguous range, from itself to the end of its last
-    document. Block masks follow from these range ends, without a mask of the squared pack length.
+    Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token directly
+    follow it. A token is therefore visible to a contiguous range of tokens, from itself to the end of its last
+    document. The block masks are computed from the ends of these ranges, without a mask whose size is quadratic in the
+    pack length.
 
     Args:
         document_tokens, boundaries: as in TokenBatch.
@@ -48,17 +49,18 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
 
 
 def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
-    """Assert that every token attends to as many tokens as precede it in its document, including itself."""
+    """Assert that documents are packed depth first: the token at position p in its document attends to p + 1 tokens."""
     steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
     in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
     assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not packed depth first"
 
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two bool [count, count] masks over blocks of queries × keys: some pair is visible; all pairs are visible.
+    """Return two masks over blocks of queries × keys, bool [count, count] each: blocks with at least one visible pair,
+    and blocks in which all pairs are visible.
 
     Args:
-        ends: int64 [T], for each key, the position after the last query that attends to it.
+        ends: int64 [T], the position after the last query that attends to each key.
         count: number of blocks per dimension.
     """
     # Consecutive keys with the same end form a rectangle of queries × keys. Only its part up to the diagonal counts.
@@ -72,8 +74,8 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
-    """Return bool [count, count]: the cells covered by any of the rectangles from `begins` to `ends`, both int64 [R, 2]
-    (row, column)."""
+    """Return the mask of cells covered by at least one rectangle, bool [count, count]. The rectangles span from
+    `begins` to `ends`, both int64 [R, 2] (row, column)."""
     begins = begins.minimum(ends)  # makes empty rectangles cover nothing
     steps = torch.zeros(count + 1, count + 1, dtype=torch.long)
     for (rows, columns), step in (
@@ -87,8 +89,8 @@ def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tens
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of blocks in each row, int32 [1, 1, n], and each row's column numbers with those of its blocks
-    first, int32 [1, 1, n, n]."""
+    """Return the number of selected blocks in each row, int32 [1, 1, n], and each row's column indices with the
+    selected blocks first, int32 [1, 1, n, n]."""
     # The kernel requires contiguous rows.
     columns = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
@@ -117,6 +119,6 @@ def shared_attention(
 
 @cache
 def _kernel(device: str) -> Callable[..., torch.Tensor]:
-    """Return FlexAttention, compiled once for packs of any length. On CPU, where it has no backward kernel, return the
-    eager version, which computes plain products over the whole pack."""
+    """Return FlexAttention, compiled once for packs of any length. On CPU, where FlexAttention has no backward kernel,
+    return the eager version, which computes full matrix products over the whole pack."""
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -1,4 +1,4 @@
-"""SwiGLU activation that saves only its input for the backward pass."""
+"""A SwiGLU activation that saves only its input for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Return SiLU(gate) · up. Autograd saves three products in addition to the input. The plain reference for
+    """Return SiLU(gate) · up. Autograd saves SiLU(gate) in addition to the input. This is the plain reference for
     `swiglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""The tile of the head's logits on a GPU, of which linear_head.py makes one at a time."""
+"""Tile size for the head's logits on GPU. linear_head.py computes one tile at a time."""
 
 TILE = (4096, 8192)
-"""Its tokens and its part of the vocabulary."""
+"""Size of a tile on GPU, (tokens, vocabulary entries)."""

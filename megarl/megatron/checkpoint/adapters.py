@@ -111,13 +111,13 @@ def adapters_to_huggingface(
 
     Args:
         options: conversion options. Here a dtype of None means the run's dtype.
-        shard_bytes: as in write_folder. See `_open` for the other arguments and errors.
+        shard_bytes: as in write_folder. See `_open` for the remaining arguments and errors.
 
     Returns:
         The number of tensor bytes written.
 
     Raises:
-        UserError: the base model is not the one the run trained with.
+        UserError: the base model differs from the base model that the run trained with.
     """
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
         if adapters.base_hash != weights_hash(adapters.base):
@@ -142,7 +142,7 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
     """Open a checkpoint's adapters.
 
     Args:
-        path: `checkpoints/step_…` of a run.
+        path: a run's `checkpoints/step_…` folder.
         huggingface: the base model's folder; None uses the run's `model.path`.
 
     Raises:

@@ -52,7 +52,7 @@ class Options:
     """Options for a conversion.
 
     Attributes:
-        dtype: dtype of all tensors; None keeps each tensor's own.
+        dtype: dtype of all written tensors; None keeps each tensor's dtype.
         verify: compare the files in a run's checkpoint with their recorded SHA-256, and read written files back.
     """
 
@@ -120,10 +120,10 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Write a checkpoint from a Hugging Face folder and return the number of tensor bytes.
+    """Convert a Hugging Face folder to a checkpoint and return the number of tensor bytes.
 
     Args:
-        folder: a path or id for megarl.models.folder.resolve.
+        folder: a path or model id, as in megarl.models.folder.resolve.
         layout: the layout to write the checkpoint for.
 
     Raises:
@@ -140,7 +140,7 @@ def megatron_to_huggingface(
     shard_bytes: int = SHARD_BYTES,
     options: Options = Options(),
 ) -> int:
-    """Write a Hugging Face folder from a checkpoint and return the number of tensor bytes. See open_checkpoint and
+    """Convert a checkpoint to a Hugging Face folder and return the number of tensor bytes. See open_checkpoint and
     write_folder for the arguments."""
     with open_checkpoint(checkpoint, huggingface) as source:
         hf_config = without_value_head(source.hf_config)
@@ -151,7 +151,7 @@ def megatron_to_huggingface(
             destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
         plan = _proven(source.holder, destination)
         if options.verify:
-            require_room(out, plan.num_bytes)  # fail before reading everything
+            require_room(out, plan.num_bytes)  # fail before reading all tensors
             source.check_files(options.progress)
         return write_folder(
             plan, source.transport(), hf_config, source.files, out, shard_bytes, options.verify, options.progress

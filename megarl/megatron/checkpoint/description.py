@@ -1,4 +1,4 @@
-"""Description of a Megatron checkpoint, as text or JSON."""
+"""Describes a Megatron checkpoint as text or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Description:
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
 
     def text(self) -> str:
-        """Return the description as text: one line per kind of content, then one per tensor."""
+        """Return the description as text: one line per kind of content, then one line per tensor."""
         dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
         lines = [
             f"{self.checkpoint}: {self.model or 'unknown model'}",

@@ -45,8 +45,8 @@ class CanonicalShard:
 
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
-"""The sharding description of a parameter: Megatron's, or ours for adapters. A factory saves its parameter as several
-tensors or in several places."""
+"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory saves its parameter
+as several tensors or in several places."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:

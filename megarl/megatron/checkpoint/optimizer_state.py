@@ -1,4 +1,4 @@
-"""AdamW state in a checkpoint that loads under any layout. Every rank writes and reads only its own range.
+"""Saves AdamW state to checkpoints that load under any layout. Every rank writes and reads only its own range.
 
 Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of
 elements in a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
@@ -52,7 +52,7 @@ def sharded(
     optimizer state in its ranges.
 
     Args:
-        models: the parameters' shards.
+        models: sharding description of each parameter.
         on_device: brings a parameter's offloaded state to the device while it is read.
     """
     written: dict[str, ShardedTensor] = {}

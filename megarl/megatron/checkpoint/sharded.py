@@ -115,7 +115,7 @@ def save(
     on_device: OnDevice,
     adapters: ShardedAdapters | None = None,
 ) -> Saving:
-    """Start saving into an empty folder. Collective over all ranks. Returns once everything is in host memory.
+    """Start saving into an empty folder. Collective over all ranks. Returns once all state is copied to host memory.
 
     Args:
         counters: values that `load` returns, the same on all ranks; includes num_updates.

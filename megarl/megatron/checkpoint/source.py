@@ -58,12 +58,13 @@ class CheckpointSource:
     sealed: Checkpoint | None
 
     def transport(self, companion: str = "") -> StoredExtents:
-        """Return a transport for the parameters, or for one of their companions."""
+        """Return a transport for the parameters, or for the tensors of one companion."""
         return StoredExtents(self.folder, self.extents, companion)
 
     @property
     def common(self) -> bytes:
-        """The content of the file with unsharded state. Newer Megatron versions store it among the objects."""
+        """The content of the file that stores unsharded state. Newer Megatron versions store this state among the
+        objects."""
         if COMMON_OBJECT not in self.folder.objects:
             return (self.path / COMMON).read_bytes()
         [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
@@ -95,7 +96,8 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
     """Open a checkpoint as a source of weights.
 
     Args:
-        path: a converted checkpoint, or `checkpoints/step_…` of a run (its actor), or a role's folder in it.
+        path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
+            it.
         huggingface: folder with the model's config.json and tokenizer; None uses those from the checkpoint or the run.
 
     Raises:

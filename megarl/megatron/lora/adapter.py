@@ -30,7 +30,7 @@ class Factor(torch.nn.Module):
         return F.linear(hidden, self.matrix().to(hidden.dtype))
 
     def matrix(self) -> torch.Tensor:
-        """Return the matrix that multiplies the inputs."""
+        """Return the matrix by which the inputs are multiplied."""
         if self.partial_over is None:
             return self.weight
         return copy_to_tensor_model_parallel_region(self.weight, group=self.partial_over)
@@ -41,7 +41,7 @@ class OuterFactor(Factor):
     matrix therefore has columns for all projections, and each row is zero outside its own projection's columns."""
 
     def __init__(self, rows: Sequence[tuple[int, int, int]], num_projections: int, rank: int, device: torch.device):
-        """`rows` lists (projection number, start, stop) of all row spans, in order."""
+        """`rows` lists (projection number, start, stop) for all row spans, in order."""
         super().__init__(max(stop for _, _, stop in rows), rank, device)
         self._places: torch.Tensor | None = None
         if num_projections > 1:

@@ -87,7 +87,7 @@ class Adapters:
     @cached_property
     def merged(self) -> dict[str, torch.Tensor]:
         """The adapted weights with the adapters' products added, valid from `merge` until the adapters change. They
-        share one storage, so a different process needs only a single handle."""
+        share one storage, so a receiving process needs only a single handle."""
         shapes = {name: self._weights.shapes[name] for name in self._by_weight}
         [dtype] = {getattr(torch, self._weights.dtypes[name]) for name in shapes} or {torch.float32}
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]

@@ -72,7 +72,7 @@ def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _add_output(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Forward hook that adds the adapter's output to the layer's."""
+    """Forward hook that adds the adapter's output to the layer's output."""
     if not layer.adapter.is_on:
         return None
     hidden, *others = outputs

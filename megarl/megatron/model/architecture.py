@@ -1,4 +1,4 @@
-"""Architecture fields of Megatron's TransformerConfig, derived from a Hugging Face config."""
+"""Derives the architecture fields in Megatron's TransformerConfig from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         ffn_hidden_size=shape.intermediate,
         layernorm_epsilon=model["rms_norm_eps"],
         normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm or shape.latent is not None,  # latent attention norms its latents
+        qk_layernorm=shape.qk_norm or shape.latent is not None,  # latent attention normalizes its latents
         gated_linear_unit=True,
         activation_func=F.silu,
         # This field adds a bias to every linear layer; the layer spec removes the biases that the model lacks.

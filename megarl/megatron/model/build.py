@@ -217,7 +217,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         variable_seq_lengths=True,  # packs differ in length
         # The interleaved schedule frees outputs before their sends complete, so the next stage would read garbage.
         deallocate_pipeline_outputs=layout.vpp == 1,
-        # Batched point-to-point communication is silently wrong with virtual stages and pp=2.
+        # Batched point-to-point communication silently transfers wrong data with virtual stages and pp=2.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
     )

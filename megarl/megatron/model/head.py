@@ -32,7 +32,7 @@ class HeadRequest:
     Attributes:
         rows: int64 [N], row indices in the pack.
         targets: int64 [N], the token to score at each row.
-        candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the whole vocabulary.
+        candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
     """
 
     rows: torch.Tensor

@@ -1,4 +1,4 @@
-"""Model inputs of a microbatch on this rank, prepared once for all layers and chunks."""
+"""Prepares the model input for a microbatch on this rank, once for all layers and chunks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class DocumentAttention(torch.nn.Module):
     """Causal attention within each document of a pack ("thd": query [T, heads, d], optionally with a batch dimension of
     1).
 
-    Under context parallelism a rank has the queries of its own tokens and gathers all keys and values.
+    Under context parallelism, a rank holds the queries for its own tokens and gathers all keys and values.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
@@ -105,8 +105,8 @@ class DocumentAttention(torch.nn.Module):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention with the norms and projections of the spec. Since 0.19, megatron-core requires norms for both
-    queries and key-value latents, or for neither. However, queries without a latent have no norm, while key-value
+    """Latent attention with the norms and projections from the layer spec. Since 0.19, megatron-core requires norms for
+    both queries and key-value latents, or for neither. However, queries without a latent have no norm, while key-value
     latents do."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:

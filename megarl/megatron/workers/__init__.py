@@ -1,1 +1,1 @@
-"""One rank of each role: actor, critic, implicit reward model, reward model."""
+"""Workers, each of which runs one rank of a role: actor, critic, implicit reward model or reward model."""

@@ -1,4 +1,4 @@
-"""One rank of the actor: the trained policy and its reference, a second set of the same model's weights."""
+"""One rank of the actor: the trained policy and its reference, which is a second set of weights for the same model."""
 
 from __future__ import annotations
 
@@ -62,18 +62,19 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
-        """The KL coefficient, which changes between steps if algorithm.kl.adaptive_target is set."""
+        """The KL coefficient. It changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
-        """The penalty of kl_penalty, once algorithm.objective.penalty_target has changed it."""
+        """The penalty in kl_penalty after adaptation to algorithm.objective.penalty_target; None before the first
+        adaptation."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
-        """Mean advantages of trained samples, until `take_advantages`."""
+        """Sample id -> mean advantage for trained samples, kept until `take_advantages`."""
         self._own_moments: list[torch.Tensor] = []
-        """Moments of this rank's advantages in each update of the step, with whiten_over=step."""
+        """Moments of this rank's advantages for each update in the step. Used with whiten_over=step."""
         self._step_moments: torch.Tensor | None = None
-        """Moments over all updates and ranks, from the first update on."""
+        """Moments over all updates and ranks, available from the first update on."""
 
     @property
     def loss(self) -> Loss:
@@ -92,8 +93,8 @@ class ActorWorker(TrainerWorker):
         return configured_imitation_loss(algorithm.objective)
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
-        """Return the fraction of the trained elements that changed in the parameters, and so for the engines, if these
-        are rounded from main weights."""
+        """Return the fraction of parameter elements that updates have changed, which are the elements that change for
+        the engines. The dict is empty if no parameter is rounded from a main weight."""
         share = self._changed_share.take()
         return {} if share is None else {"update/changed_frac": Metric(share)}
 
@@ -113,11 +114,11 @@ class ActorWorker(TrainerWorker):
         }
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
-        """Run a forward-only pass. Its log-probs, and the values that the policy's pass also gives, stay here for the
-        update of the same samples.
+        """Run a forward-only pass and keep its log-probs on this rank for the update on the same samples. A pass with
+        the old policy additionally keeps the values if the actor has a value head.
 
-        If another epoch may place the samples on other ranks, one rank of each data-parallel replica returns them: name
-        in TokenBatch -> sample id -> float32 [R] on the host.
+        If a later epoch may place the samples on different ranks, one rank per data-parallel replica returns the
+        results: name in TokenBatch -> sample id -> float32 [R] on the host.
         """
         with self._reference() if policy == "reference" else nullcontext():
             scored = self._forward(batch, replays=policy == "old")
@@ -130,8 +131,8 @@ class ActorWorker(TrainerWorker):
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
-        """Return sample id -> trainer's minus engine's log-prob of each response token, from a forward-only pass that
-        keeps nothing. One rank of each data-parallel replica returns them."""
+        """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only
+        pass and keeps no results. One rank per data-parallel replica returns the differences."""
         with scored_at(self.chunks, scoring.temperature):
             scored = self._forward(batch, scoring.replays, scoring.truncates)
         if not parallel.returns_results():
@@ -140,14 +141,15 @@ class ActorWorker(TrainerWorker):
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _reference(self) -> AbstractContextManager[None]:
-        """Turn the model into the reference inside the context: with adapters, into the model without them."""
+        """Return a context manager that turns the model into the reference while entered. For a model with adapters,
+        the reference is the model without adapters."""
         if self.adapters is not None:
             return adapters_off(self.chunks)
         return self._weight_snapshots.swapped_in("reference")
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Return sample id -> KL reward of each response token, float32 [R] on the host, after both passes over these
-        samples. One rank of each data-parallel replica returns them."""
+        """Return sample id -> KL reward for each response token, float32 [R] on the host. Requires a previous
+        old-policy pass and reference pass over the samples. One rank per data-parallel replica returns the rewards."""
         if not parallel.returns_results():
             return {}
         settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
@@ -165,8 +167,8 @@ class ActorWorker(TrainerWorker):
         }
 
     def note_advantages(self, batch: LocalBatch) -> None:
-        """Record the moments of an update's advantages, before the step's first update: all updates are whitened
-        together."""
+        """Record the moments of an update's advantages. Call it for every update before the step's first update,
+        because all updates are whitened together."""
         if parallel.is_last_stage(None):
             estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
             self._own_moments.append(moments(estimated))
@@ -194,13 +196,14 @@ class ActorWorker(TrainerWorker):
         return with_selection(algorithm, batches, batch.members)
 
     def take_advantages(self) -> dict[str, float]:
-        """Return sample id -> mean advantage over its trained tokens, for the first-epoch updates since the last call.
-        One rank of each data-parallel replica returns them."""
+        """Return sample id -> mean advantage over the sample's trained tokens, for all first-epoch updates since the
+        last call. One rank per data-parallel replica returns the advantages."""
         taken, self._advantages = self._advantages, {}
         return taken
 
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
-        """Return sample id -> name -> value of each response token, for a few samples of these updates."""
+        """Return sample id -> detail name -> value for each response token, for a few samples from the updates since
+        the last call."""
         return self._token_details.take()
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
@@ -211,7 +214,7 @@ class ActorWorker(TrainerWorker):
         )
 
     def adapt_penalty(self, divergence: float) -> None:
-        """Adapt the penalty of kl_penalty to a step's mean divergence from the old policy."""
+        """Adapt the penalty in kl_penalty to a step's mean divergence from the old policy."""
         objective = self._config.algorithm.objective
         penalty = objective.option("penalty") if self._penalty is None else self._penalty
         self._penalty = adapted_penalty(penalty, divergence, objective.adapted_penalty_target)
@@ -226,7 +229,7 @@ class ActorWorker(TrainerWorker):
         self._penalty = counters.get("penalty")
 
     def renew_reference(self) -> None:
-        """Move the reference towards the policy by algorithm.kl.renew_share, after a step."""
+        """Move the reference toward the policy by algorithm.kl.renew_share. Called after a step."""
         self._weight_snapshots.renew("reference")
 
     def _load_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a trained reward model: a classifier of samples (preferences) or of tokens (labels)."""
+"""One rank of a trained reward model: a classifier trained on sample pairs (preferences) or on token labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ClassifierWorker(TrainerWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose score head starts at 0."""
+        """`model_folder` contains a classifier with one label, or a language model, for which the score head starts at
+        0."""
         hf_config = as_classifier(read_config(model_folder), config.algorithm.objective.spec.classifier)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 

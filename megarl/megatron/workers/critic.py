@@ -22,7 +22,8 @@ class CriticWorker(TrainerWorker):
     metrics = "value"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """model_folder: a classifier with one label, or a language model, whose value head starts at 0."""
+        """`model_folder` contains a classifier with one label, or a language model, for which the value head starts at
+        0."""
         hf_config = as_classifier(read_config(model_folder))
         super().__init__(config, hf_config, model_folder, rank, store, threads)
 
@@ -31,11 +32,11 @@ class CriticWorker(TrainerWorker):
         return configured_value_loss(self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Return sample id -> value of the state before each response token, float32 [R] on the host, from a
-        forward-only pass.
+        """Run a forward-only pass and return sample id -> value of the state before each response token, float32 [R] on
+        the host.
 
-        The values also stay here for the update of the same samples. One rank of each data-parallel replica returns
-        them.
+        Each last-stage rank keeps the values for the update on the same samples. One rank per data-parallel replica
+        returns them.
         """
         values = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         self._keep("values", values)

@@ -33,10 +33,10 @@ class ImplicitRewardWorker(TrainerWorker):
         return configured_implicit_reward_loss(self._config.implicit_reward)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Return sample id -> reward of each response token, float32 [R] on the host, from two forward-only passes.
+        """Run two forward-only passes and return sample id -> reward for each response token, float32 [R] on the host.
 
-        The reference's log-probs stay here for the update of the same samples. One rank of each data-parallel replica
-        returns the rewards.
+        Each last-stage rank keeps the reference log-probs for the update on the same samples. One rank per
+        data-parallel replica returns the rewards.
         """
         with self._weight_snapshots.swapped_in("reference"):
             reference = self._log_probs(batch)
@@ -54,5 +54,6 @@ class ImplicitRewardWorker(TrainerWorker):
         return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return microbatches without advantages: the model learns from the samples' rewards."""
+        """Return the update's microbatches. They have no advantages, because the model learns from the samples'
+        rewards."""
         return self._scored(batch, self._kept)

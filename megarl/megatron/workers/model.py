@@ -1,4 +1,4 @@
-"""One rank of a model in Megatron: its shard, loaded from a Hugging Face folder, and forward-only passes."""
+"""One rank of a Megatron model: loads its shard from a Hugging Face folder and runs forward-only passes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 class ModelWorker:
-    """One rank of a model, and the base class of all roles. It receives samples as a `LocalBatch`; tensors made from
-    them stay here."""
+    """One rank of a model, and the base class for all roles. It receives samples as a `LocalBatch`; tensors built from
+    the samples stay on the rank."""
 
     role: MegatronRole
     reads: Reads = "states"
-    """Which row of the pack the head reads for a response token."""
+    """Which row in the pack the head reads for a response token."""
     truncates: bool = True
-    """Whether a token's distribution is over the engine's candidate tokens only."""
+    """Whether a token's distribution covers only the engine's candidate tokens."""
 
     replays: bool = False
-    """Whether tokens are routed to the engine's experts: only the policy, which the engine runs, replays routes."""
+    """Whether tokens are routed to the experts that the engine chose. Only the policy replays routes, because the
+    engine runs only the policy."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ModelWorker:
         store: Store,
         threads: int,
     ):
-        """hf_config: the config of the role's model, whose head may differ from the folder's."""
+        """`hf_config` is the config for the role's model. Its head may differ from the head in `model_folder`."""
         self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
         self._folder, self._rank = model_folder, rank
         settings = self._settings
@@ -78,7 +79,7 @@ class ModelWorker:
 
     @property
     def temperature(self) -> float:
-        """Divisor of a language model's logits: for an actor, the sampling temperature."""
+        """Divisor of a language model's logits. For the actor it is the sampling temperature."""
         return self._config.rollout.temperature
 
     @property
@@ -110,7 +111,7 @@ class ModelWorker:
         return self.holder.shapes
 
     def _load_weights(self) -> None:
-        """Load the weights from the folder. A score or value head that the folder lacks starts at zero."""
+        """Load the weights from the model folder. A score or value head that the folder lacks starts at zero."""
         with self._opened_folder() as (transport, source):
             missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
             plan = make_plan([source], [self.holder.zeroed(missing)])
@@ -118,15 +119,16 @@ class ModelWorker:
 
     @contextmanager
     def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
-        """Open the folder of the weights. Yields its transport and its holder."""
+        """Open the folder that contains the weights. Yields the folder's transport and holder."""
         with SafetensorsFolder(self._folder) as transport:
             yield transport, transport.with_file_dtypes(huggingface_holder(read_config(self._folder)))
 
     def _forward(
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return sample id -> the head's output for its response tokens, float32 [R, columns], from a forward-only
-        pass; empty before the last stage. replays, truncates: None for the class attributes."""
+        """Run a forward-only pass and return sample id -> the head's output for the response tokens, float32 [R,
+        columns]; empty before the last stage. `replays` and `truncates` override the class attributes; None keeps
+        them."""
         scored = step.score(self.chunks, self._collate(batch, replays, truncates))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):

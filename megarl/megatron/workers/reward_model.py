@@ -1,4 +1,4 @@
-"""One rank of a reward model: a classifier of whole samples or of their tokens."""
+"""One rank of a reward model: a classifier that scores whole samples or their tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class RewardModelWorker(ModelWorker):
             print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Return sample id -> score of each response token, float32 [R] on the host, or with a sequence classifier of
-        the last token, [1], from a forward-only pass. One rank of each data-parallel replica returns them."""
+        """Run a forward-only pass and return sample id -> score for each response token, float32 [R] on the host. A
+        sequence classifier returns only the last token's score, [1]. One rank per data-parallel replica returns the
+        scores."""
         with self._present():
             scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
         if not parallel.returns_results():
@@ -43,14 +44,15 @@ class RewardModelWorker(ModelWorker):
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Keep the parts that the key `offload` names on the device inside the context."""
+        """Return a context manager that keeps the parts listed in `reward_model.offload` on the device while
+        entered."""
         for part in set(self._settings.offload):
             self._offload.move_in(part)
         yield
         self._move_out()
         if not is_alone(self._config, self.role):
-            device.release_cache()  # another model on the device may run next
+            device.release_cache()  # a different model on the device may run next
 
     def _move_out(self) -> int:
-        """Offload the parts that the key `offload` names. Return the bytes that this frees on the device."""
+        """Offload the parts listed in `reward_model.offload` and return the number of bytes freed on the device."""
         return sum(self._offload.move_out(part) for part in set(self._settings.offload))

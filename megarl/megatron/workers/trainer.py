@@ -1,4 +1,4 @@
-"""One rank of a trained model: its shard and its optimizer, and the base class of the trained roles."""
+"""One rank of a trained model, with its shard and optimizer; the base class for trained roles."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ from megarl.resharding.verification import Checksum, Region, source_checksums
 
 
 class TrainerWorker(ModelWorker, ABC):
-    """One rank of a trained model. Each role defines its model, its loss, and its scores in a forward-only pass."""
+    """One rank of a trained model. Each role defines the model, the loss, and the scores that a forward-only pass
+    returns."""
 
     role: Role
     metrics: str
-    """Prefix of its metrics' names."""
+    """Prefix for the names of the role's metrics."""
 
     def __init__(
         self,
@@ -73,42 +74,42 @@ class TrainerWorker(ModelWorker, ABC):
         store: Store,
         threads: int,
     ):
-        """hf_config: the config of the role's model, whose head may differ from the folder's."""
+        """`hf_config` is the config for the role's model. Its head may differ from the head in `model_folder`."""
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
-        trained = named_parameters(self.chunks)  # without routers' biases, which never decay
+        trained = named_parameters(self.chunks)  # without router biases, which never decay
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._begin_main_weights(rounded_parameters(self.optimizer, trained))
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0
-        """Number of optimizer steps, which determines the learning rate."""
+        """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
         self._profiler = Profiler()
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._repeats = False
-        """Whether the step has trained on these samples in an earlier epoch."""
+        """Whether the step has already trained on the same samples in an earlier epoch."""
         self._is_complete = True
         """Whether the parameters are complete on this rank: see `_complete_parameters`."""
 
     @property
     @abstractmethod
     def loss(self) -> Loss:
-        """The loss of the next update."""
+        """The loss for the next update."""
 
     def prepare_refit(self) -> None:
-        """Prepare weights for the refit: merge adapters, quantize. All ranks call it together."""
+        """Prepare the weights for a refit: merge adapters and quantize. Collective over all ranks."""
         if self.adapters is not None:
             self.adapters.merge(self.parameters())
         if self._quantises:
             self._quantised_copy.fill(self._whole_weights, parallel.reduce_max)
-        device.synchronize()  # before another process reads them
+        device.synchronize()  # before other processes read them
 
     @property
     def _quantises(self) -> bool:
@@ -126,25 +127,25 @@ class TrainerWorker(ModelWorker, ABC):
 
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights of the trained model, with merged adapters if it has any."""
+        """The trained model's weights, with the adapters merged if it has any."""
         return self.parameters() | ({} if self.adapters is None else self.adapters.merged)
 
     @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that engines take, by name."""
+        """Name -> tensor for the tensors that engines receive."""
         quantised = {} if self._config.rollout.quantization is None else self._quantised_copy.tensors
         return self._whole_weights | quantised
 
     def publish(self, for_refit: bool) -> Published:
-        """Publish the live parameters, or the weights that a refit sends, in shared memory for readers on this machine;
-        on GPU, a copy of their current values."""
+        """Publish weights in shared memory for readers on this machine: the weights that a refit sends if `for_refit`,
+        else the weights that an export writes. On GPU, a copy of the current values is published."""
         weights = self._refit_weights if for_refit else self._exported_weights()
         self._published = {name: weight.cpu() for name, weight in weights.items()}
         return shared_memory.publish(self._published)
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
-        """Publish the weights that a refit sends for readers on this machine, in place. readers: name -> the parameters
-        that it reads."""
+        """Publish the weights that a refit sends in GPU memory, without copying, for readers on this machine. `readers`
+        maps reader names to the parameters that they read."""
         parameters = self._refit_weights
         return {
             reader: cuda_memory.publish({name: parameters[name].detach() for name in names})
@@ -152,24 +153,25 @@ class TrainerWorker(ModelWorker, ABC):
         }
 
     def connect(self, plan: Plan, rendezvous: Rendezvous) -> None:
-        """Set the plan of which `send` sends this rank's part, and meet the receivers at the rendezvous."""
+        """Set the plan for `send`, and connect to the receivers at the rendezvous."""
         self._transport = rendezvous.open(self.holder.name, self._refit_weights, plan)
 
     def send(self) -> int:
-        """Send this rank's part of a refit."""
+        """Send this rank's part of a refit and return the number of bytes sent."""
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's part of the checksums that engines should have. plan: an export of the weights that a
-        refit sends."""
+        """Return this rank's part of the checksums that engines should have. `plan` exports the weights that a refit
+        sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        """Take one optimizer step on the loss Σ w·ℓ over the microbatches of all ranks, or skip it if the gradient is
-        not finite. Return metrics on the ranks that report for their replica, and nothing on the others. A skipped
-        update has no metrics of the loss.
+        """Take one optimizer step on the loss Σ w·ℓ over the microbatches on all ranks, or skip it if the gradient is
+        non-finite. Return metrics on the ranks that report for their replica, and an empty dict on all other ranks. A
+        skipped update has no loss metrics.
 
-        Raises RuntimeError, on all ranks, after optimizer.nonfinite_limit skipped updates in a row.
+        Raises:
+            RuntimeError: on all ranks, after optimizer.nonfinite_limit consecutive skipped updates.
         """
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
@@ -201,19 +203,19 @@ class TrainerWorker(ModelWorker, ABC):
         return merge(map(read, sums)) | routes | metrics | found
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
-        """Take the optimizer step, unless the gradient is not finite. Return the gradient's norm, and metrics.
+        """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
 
         Args:
-            batches, sums: the microbatches, and the loss's metrics of each.
+            batches, sums: the microbatches, and the loss metrics for each.
         """
         return step.apply_gradients(self.optimizer), {}
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
-        """Return metrics of parameters that are rounded from main weights. All ranks call it together."""
+        """Return metrics for parameters that are rounded from main weights. Collective over all ranks."""
         return {}
 
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
-        """Check the number of updates skipped in a row. The arguments describe the last one."""
+        """Raise a RuntimeError if too many consecutive updates were skipped. The arguments describe the last update."""
         key, limit = f"{self._settings.section}.optimizer", self._settings.optimizer.nonfinite_limit
         if self._skipped.in_a_row >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
@@ -224,8 +226,8 @@ class TrainerWorker(ModelWorker, ABC):
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Move those of these parts that the section's key `offload` names to host memory, until `onload`, and free the
-        device's cached memory. Return the bytes as metrics."""
+        """Move the requested parts that are listed in the section's `offload` key to host memory until `onload` is
+        called, and free the device's cached memory. Return the sizes of the offloaded parts as metrics, in GB."""
         section = self._settings.section
         num_bytes = {part: self._offload.move_out(part) for part in self._offloaded(parts)}
         device.release_cache()
@@ -247,16 +249,16 @@ class TrainerWorker(ModelWorker, ABC):
         self._complete_parameters()
 
     def end_step(self) -> None:
-        """End the step, and drop the scores of its samples."""
+        """End the step and drop the scores for its samples."""
         self._has_moved = self._repeats = False
         self._complete_parameters()
         self._kept.clear()
         if not is_alone(self._config, self.role):
-            device.release_cache()  # another model on the device runs next
+            device.release_cache()  # a different model on the device runs next
 
     def _complete_parameters(self) -> None:
-        """Gather the parameters after updates, unless they are complete, before other processes read them or they are
-        offloaded."""
+        """All-gather the parameters after updates, unless they are complete. Required before other processes read them
+        and before they are offloaded."""
         if not self._is_complete:
             step.gather_parameters(self.chunks)
             device.synchronize()
@@ -271,7 +273,7 @@ class TrainerWorker(ModelWorker, ABC):
             self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the current weights of an export."""
+        """Return name -> current weight for the weights that an export writes."""
         if self.adapters is None:
             return self.parameters()
         if self._settings.adapters.export == "adapters":
@@ -280,23 +282,27 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. The transport reads all ranks'
-        weights."""
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. `transport` reads the weights
+        from all ranks."""
         if self.adapters is not None and self._settings.adapters.export == "adapters":
             self.adapters.write(plan, transport, self._config.model.path, out)
             return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
-        """Write this rank's parameters that an export reads to files, for ranks on other nodes. plan: this rank's part
-        of the export's plan."""
+        """Write the parameters that an export reads from this rank to files, for ranks on remote nodes. `plan` is this
+        rank's part of the export plan."""
         number = plan.holders.index(self.holder.name)
         moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
         write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verify this rank's share of the role's files. If the layout has not changed, these are the files that the
-        rank wrote, which it loads next and which are then cached. Raises UserError that names a damaged file."""
+        rank wrote and loads next, so the load finds them in the page cache.
+
+        Raises:
+            UserError: a file is corrupt. The message names the file.
+        """
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
         own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
@@ -306,12 +312,12 @@ class TrainerWorker(ModelWorker, ABC):
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load weights, optimizer, counters, random states and weight snapshots that change, in place. A fixed
-        reference is loaded from the folder of the initial model instead.
+        """Load weights, optimizer state, counters, RNG state and mutable weight snapshots in place. A fixed reference
+        is loaded from the initial model's folder instead.
 
-        Random states belong to a rank of a layout. In another layout they are seeded from run.seed and the number of
-        updates. Training does not depend on them: there is no dropout, and routers have no noise unless
-        megatron_overrides adds it.
+        RNG state belongs to one rank under one layout. Under a different layout, generators are seeded from run.seed
+        and the number of updates. Training does not depend on the generators: there is no dropout, and routers have no
+        noise unless megatron_overrides adds it.
         """
         same_layout = self._has_layout_of(checkpoint)
         folder, adapters = checkpoint.path / self.role, self._sharded_adapters()
@@ -324,8 +330,8 @@ class TrainerWorker(ModelWorker, ABC):
         return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()
 
     def save_checkpoint(self, checkpoint: Path) -> None:
-        """Copy the state to host memory, and write it into files in checkpoint/role while training continues. Offloaded
-        optimizer state returns parameter by parameter, because an engine may be awake on the device."""
+        """Copy the state to host memory, and write it to files in checkpoint/role while training continues. Offloaded
+        optimizer state is restored one parameter at a time, because an engine may occupy the device."""
         self._saving = sharded.save(
             self.chunks,
             self.optimizer,
@@ -343,11 +349,11 @@ class TrainerWorker(ModelWorker, ABC):
         return self._saving.written
 
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
-        """Wait for this rank's files, and return their records once they are on disk."""
+        """Wait until this rank's files are on disk, and return their records."""
         return self._saving.finish(checkpoint)
 
     def _counters(self) -> dict[str, float]:
-        """Return the counters that a resumed run needs, which are the same on all ranks."""
+        """Return the counters that a resumed run needs. They are the same on all ranks."""
         return {"num_updates": self.num_updates} | self._skipped.counters() | self._loss_scale.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
@@ -356,7 +362,8 @@ class TrainerWorker(ModelWorker, ABC):
         self._loss_scale.restore(counters)
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
-        """Set the main weights of rounded parameters. Those that the folder has in float32 are read from it."""
+        """Initialize the main weights of rounded parameters. Weights that the model folder stores in float32 are read
+        from it."""
         if not rounded:
             return
         tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
@@ -375,15 +382,16 @@ class TrainerWorker(ModelWorker, ABC):
         return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen_patterns)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
-        """Return this rank's parameters that match the patterns of a key of its section."""
+        """Return the names of this rank's parameters that match `patterns`, the value of the section's key `key`."""
         key = f"{self._settings.section}.{key}"
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return the microbatches of an update: samples, scores from passes and other models, and advantages."""
+        """Return an update's microbatches, with the scores from previous passes and from other models, and with
+        advantages."""
         batches = self._with_all_scores(batch)
-        # Only the last stage has a critic's values and reads advantages.
+        # Only the last stage has the critic's values and reads advantages.
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return self._with_advantages(batches) if estimated else batches
 
@@ -400,6 +408,7 @@ class TrainerWorker(ModelWorker, ABC):
         return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
-        """Keep scores for the update of the same samples, on the last stage, which has and reads them."""
+        """Keep scores for the update on the same samples. Only the last stage keeps them, because only it computes and
+        reads scores."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)
