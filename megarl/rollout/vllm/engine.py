@@ -392,7 +392,7 @@ class VllmEngine:
         self._llm.wake_up(tags=["scheduling"])
 
     def _recompute_kv_cache(self) -> None:
-        """Make vLLM recompute the KV cache of all running requests, for prompts and responses, before their next token."""
+        """Make vLLM recompute the KV cache of all running requests, including prompts, before their next token."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def _resubmit_tokenless(self) -> None:
@@ -427,7 +427,7 @@ class VllmEngine:
         )
 
     def _num_candidates(self, request: Sampling) -> int:
-        """Return the number of most likely tokens to report in addition to the sampled one: rollout.top_k if it applies."""
+        """Return the number of most likely tokens to report besides the sampled token: rollout.top_k, if it applies."""
         return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
 
 

@@ -38,7 +38,7 @@ def environment(
 def _binding(ranks: int, threads: int, index: int) -> str:
     """Return the CPU cores for each rank in vLLM's format, with one core per thread.
 
-    The ranks of all engines are assigned consecutive cores; assignment restarts at the first core if there are no more.
+    The ranks of all engines are assigned consecutive cores; after the last core, assignment wraps around to the first.
     """
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))

@@ -45,7 +45,7 @@ class VllmJudge:
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return the token ids of the answer to each question, int64 [A]. The caller parses the rating from the text."""
+        """Return the answer to each question as token ids, int64 [A]. The caller parses the rating in the text."""
         questions = [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples]
         outputs = self._llm.generate(questions, self._sampling, use_tqdm=False)
         return [torch.tensor(output.outputs[0].token_ids, dtype=torch.int64) for output in outputs]

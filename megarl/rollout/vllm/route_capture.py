@@ -38,7 +38,10 @@ class RouteCapture:
         runner.execute_model = self._step
 
     def take(self, names: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Remove and return the routes for these requests, each [processed tokens, layers with experts, experts per token]."""
+        """Remove and return the routes for these requests.
+
+        Each array is [processed tokens, layers with experts, experts per token].
+        """
         return [self._joined(self._parts.pop(name)) for name in names]
 
     @staticmethod

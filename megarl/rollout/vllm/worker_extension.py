@@ -184,7 +184,7 @@ class RefitExtension:
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def capture_routes(self) -> None:
-        """Start recording the experts for each token. Only the first rank records, because all ranks choose the same ones."""
+        """Start recording the experts for each token, on the first rank only because all ranks choose the same."""
         self._routes = RouteCapture(self.model_runner) if self.rank == 0 else None
 
     def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:
