@@ -20,7 +20,7 @@ _KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForToken
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The score head of a checkpoint."""
+    """The score head of a classification checkpoint."""
 
     kind: Kind
     num_labels: int

@@ -18,7 +18,7 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
     """Return the number of operations for one forward pass. A multiply-add counts as two operations.
 
     Args:
-        num_tokens: number of tokens in the batch.
+        num_tokens: number of tokens that the model processes.
         num_scored: number of rows that go through the language head.
         num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens.
     """

@@ -295,9 +295,9 @@ def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> st
 
 
 def _shard_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
-    """Return the number of rows or columns in an engine rank's shards, keyed by a description.
+    """Return the sizes of an engine rank's quantized shards: description -> number of rows or columns.
 
-    Includes the shards that are split or merged in a quantized layer.
+    Contains only shards that are split between ranks or merged with others.
     """
     mixture, latent = experts(hf), latent_attention(hf)
     sizes: dict[str, int] = {}

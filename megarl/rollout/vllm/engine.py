@@ -83,7 +83,7 @@ def rollout_arguments(
         max_num_batched_tokens=batched_tokens(config),
         # Must equal the trainer's head dtype. vLLM defaults to the model's dtype.
         hf_overrides={"head_dtype": head_dtype} | quantization,
-        # On GPU, this MoE backend does not repack expert weights, so refits can write in place.
+        # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
         moe_backend="triton" if device.on_cuda() else "auto",
         # On CPU, vLLM has no sleep mode, and the calls do not release memory.
         enable_sleep_mode=config.sleep and device.on_cuda(),
@@ -324,7 +324,7 @@ class VllmEngine:
         return self._call_workers(RefitExtension.checksums)
 
     def _call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of RefitExtension in every worker and return the results. Raise the first error of a worker."""
+        """Call a method of RefitExtension in every worker and return the results, or raise the first worker error."""
         results = self._llm.collective_rpc(method.__name__, args=args)
         for result in results:
             if isinstance(result, Failed):

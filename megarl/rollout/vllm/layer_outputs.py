@@ -18,7 +18,7 @@ from megarl.rollout.vllm.engine import rollout_arguments
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return stage -> output, in order of computation: float32 [T − 1, hidden] for all tokens except the last.
+    """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last.
 
     The last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last.
 
