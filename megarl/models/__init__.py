@@ -1,1 +1,1 @@
-"""Models on disk: folders, config.json, architectures and tokenizers."""
+"""Models on disk: their folders, config.json files, architectures and tokenizers."""

@@ -1,7 +1,7 @@
-"""Classification checkpoints: decoders with a score head in place of the language head.
+"""Support classification checkpoints, which are decoders with a score head in place of the language head.
 
-Hugging Face's ...ForSequenceClassification has one row of scores per sample, ...ForTokenClassification one per token.
-They serve as reward models, and as critics whose single label is the value.
+Hugging Face's ...ForSequenceClassification returns one row of scores per sample, and ...ForTokenClassification one per
+token. These checkpoints are used as reward models, and as critics whose single label is the value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from megarl.algorithms.specs import Kind
 
 WEIGHT, BIAS = "score.weight", "score.bias"
-"""Canonical names of the head's tensors, [labels, hidden] and [labels]. Every tensor-parallel rank holds them whole."""
+"""Canonical names of the head's tensors, [labels, hidden] and [labels]. All tensor-parallel ranks hold full copies."""
 
 _KINDS: Mapping[str, Kind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The score head of a checkpoint."""
+    """The score head of a classification checkpoint."""
 
     kind: Kind
     num_labels: int
@@ -31,21 +31,21 @@ class ScoreHead:
 
 
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
-    """Return the score head that a config.json describes, None for a language model."""
+    """Return the score head described in config.json; None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
     kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
         return None
-    # transformers omits its default of two labels from config.json, and only token classifiers have a bias.
+    # transformers omits the default of two labels from config.json. Only token classifiers have a bias.
     num_labels = len(hf_config.get("id2label") or (0, 1))
     bias = kind == "token" and hf_config.get("token_classification_bias", True)
     return ScoreHead(kind, num_labels, bias)
 
 
 def as_classifier(hf_config: Mapping[str, Any], kind: Kind = "sequence") -> dict[str, Any]:
-    """Return the config of a classifier with one label and this model's decoder.
+    """Return the config for a classifier with one label and this model's decoder.
 
-    The config of a classifier is returned unchanged, whatever its kind.
+    If the model is already a classifier, its config is returned unchanged, regardless of its kind.
     """
     if score_head_of(hf_config) is not None:
         return dict(hf_config)

@@ -1,4 +1,4 @@
-"""Resolves the path of a model in the config to a Hugging Face folder on this machine."""
+"""Resolve a model path in the config to a Hugging Face folder on this machine."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""Config sections whose key `path` names a model."""
+"""Config sections in which the key `path` identifies a model."""
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
-    """Return the Hugging Face folder that `path` names, as an absolute path with symlinks resolved.
+    """Return the Hugging Face folder for a model path, as an absolute path with symlinks resolved.
 
-    Symlinks are resolved because a link such as runs/latest may later point elsewhere.
+    Symlinks are resolved because a link such as runs/latest may later point to a different folder.
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
             into `cache`), or a hub id (downloaded into Hugging Face's own cache).
-        key: the config key of the path, for error messages.
-        cache: default: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
-        revision: branch, tag or commit of a hub id; None for its main branch.
+        key: config key of the path, for error messages.
+        cache: cache folder. None: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
+        revision: branch, tag or commit for a hub id. None: the main branch.
 
     Raises:
-        UserError: there is no such model. The message contains the remedy.
+        UserError: the model does not exist. The message contains the fix.
     """
     if not is_hub_id(path):
         _refuse_revision(key, path, revision)
@@ -47,7 +47,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
 
 def names_folder(path: str) -> bool:
-    """Return whether a model path is a folder rather than a package name or a hub id."""
+    """Return whether a model path refers to a folder, rather than to a package or a hub id."""
     is_package = path.startswith(PACKAGE_PREFIX)
     return not is_package and (path.startswith((".", "/", "~")) or Path(path).expanduser().exists())
 
@@ -57,21 +57,21 @@ def is_hub_id(path: str) -> bool:
 
 
 def real_path(path: str) -> str:
-    """Return the path of a folder as absolute, with symlinks resolved; return any other path unchanged."""
+    """Return a folder's absolute path with symlinks resolved. All other model paths are returned unchanged."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if names_folder(path) and folder.exists() else path
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Return the model paths in the config by key."""
+    """Return the model paths in the config: config key -> path."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
 
 
 def with_real_paths(config: Config) -> Config:
-    """Return the config with model folders as absolute paths with symlinks resolved.
+    """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved.
 
-    The link runs/latest moves when the run starts, and workers have other working directories.
+    The link runs/latest moves when the run starts, and workers have different working directories.
     """
     sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
     with_path = {name: section for name, section in sections.items() if section.path is not None}
@@ -86,19 +86,19 @@ def with_real_paths(config: Config) -> Config:
 
 
 class ModelNotLocal(Exception):
-    """Raised when a model's config.json is not available on this machine; the message is the reason."""
+    """Raised when a model's config.json is not available on this machine. The message contains the reason."""
 
 
 def read_local_config(
     path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None
 ) -> dict[str, Any]:
-    """Return the config.json of the model that `path` names without downloading or converting anything.
+    """Return the config.json for a model path, without downloading or converting the model.
 
-    The arguments are those of `resolve`.
+    See `resolve` for the arguments.
 
     Raises:
         ModelNotLocal: the file would have to be downloaded or converted.
-        UserError: there is no such model.
+        UserError: the model does not exist.
     """
     if not is_hub_id(path):
         _refuse_revision(key, path, revision)
@@ -110,7 +110,7 @@ def read_local_config(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the model's config.json. Raises UserError if it is damaged."""
+    """Return the contents of the model's config.json. Raise a UserError if the file is corrupt."""
     path = folder / "config.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories also contain copies of the weights in other formats than safetensors.
+    # Many repositories contain additional copies of the weights in formats other than safetensors.
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
@@ -160,7 +160,7 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
 
 
 def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
-    """Return the config.json of the newest download of this revision. Raises ModelNotLocal if there is none."""
+    """Return the config.json from the latest download of this revision. Raise ModelNotLocal if there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -182,7 +182,7 @@ def _from_package(key: str, name: str, cache: Path) -> Path:
 
 
 def _config_of_package(key: str, name: str, cache: Path) -> dict[str, Any]:
-    """Return the config.json of the conversion, or the one derived from the GGUF file's metadata before conversion."""
+    """Return the config.json from the converted folder or, before conversion, one derived from the GGUF metadata."""
     source, version = _packaged_gguf(key, name)
     if missing := _missing("transformers", "torch", "gguf"):
         raise ModelNotLocal(f"reading its GGUF file requires {' and '.join(missing)}")
@@ -195,7 +195,7 @@ def _converted(name: str, version: str, cache: Path) -> Path:
 
 
 def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
-    """Return the GGUF file inside the distribution and the distribution's version, without importing it."""
+    """Return the GGUF file in the distribution, and the distribution's version. Does not import the package."""
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
@@ -214,7 +214,7 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
 
 
 def _convert(key: str, name: str, source: Path, folder: Path) -> None:
-    """Convert into a temporary folder and rename it, so that other processes see a complete folder or none."""
+    """Convert into a temporary folder and rename it, so that concurrent processes never see a partial folder."""
     if missing := _missing("gguf", "accelerate"):
         raise UserError(
             f"{key}={PACKAGE_PREFIX}{name}: {' and '.join(missing)} not installed. Fix: pip install 'megarl[gguf]'"
@@ -227,7 +227,7 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
         try:
             complete.rename(folder)
         except OSError:
-            # Another process finished first; its folder has the same name, hence the same model.
+            # Another process has finished first. Its folder has the same name, so it contains the same model.
             if not folder.exists():
                 raise
 

@@ -1,7 +1,7 @@
-"""Converts a GGUF file to a Hugging Face folder: `python -m megarl.models.gguf FILE.gguf FOLDER`.
+"""Convert a GGUF file to a Hugging Face folder: `python -m megarl.models.gguf FILE.gguf FOLDER`.
 
-Without FOLDER, prints the config.json that the folder would contain. Runs in its own process so that the memory used by
-the conversion is freed afterwards.
+Without FOLDER, print the config.json that the folder would contain. The conversion runs in a separate process so that
+its memory is freed afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the model as float32 safetensors, with its tokenizer, chat template and generation config.
+    """Write the model as float32 safetensors with its tokenizer, chat template and generation config.
 
     Requires the packages gguf and accelerate in addition to transformers.
     """
@@ -20,7 +20,7 @@ def convert(source: Path, folder: Path) -> None:
 
     location = _location(source)
     AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
-    # Without `dequantize`, the weights stay in GGUF blocks, which cannot be saved.
+    # Without `dequantize`, the weights remain GGUF blocks, which cannot be saved.
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
     model.save_pretrained(folder)

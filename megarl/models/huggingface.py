@@ -1,4 +1,4 @@
-"""Interpretation of a Hugging Face config.json: model families, defaults of missing keys, unsupported features."""
+"""Interpret a Hugging Face config.json: model family, defaults for missing keys, and unsupported features."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
 }
-"""Supported `model_type` -> the defaults of transformers for keys that config.json omits."""
+"""Supported `model_type` -> transformers' defaults for keys that config.json omits."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -78,13 +78,13 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Supported types of rotary embeddings (the latter: with latent attention) -> their required parameters."""
+"""Supported types of rotary embeddings (the latter: with latent attention) -> required parameters of the type."""
 
 FP8_BLOCK = 128
-"""Rows and columns of a block with one scale in fp8 checkpoints."""
+"""Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
 
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
-"""Supported bias keys by family. Qwen2 always has attention biases, whatever its key is set to."""
+"""Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,12 @@ class Experts:
     """The sizes of a mixture of experts.
 
     Attributes:
-        count: routed experts of a layer.
-        active: routed experts per token.
-        intermediate: rows of an expert's MLP.
-        shared_intermediate: rows of the shared experts' MLP, which every token goes through; 0 without shared experts.
-        layers: whether each layer has experts; the other layers have a dense MLP.
+        count: number of routed experts per layer.
+        active: number of routed experts per token.
+        intermediate: number of rows in one expert's MLP.
+        shared_intermediate: number of rows in the shared experts' MLP, which processes every token; 0 without shared
+            experts.
+        layers: for each layer, whether it has experts; if not, it has a dense MLP.
     """
 
     count: int
@@ -107,12 +108,12 @@ class Experts:
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of an expert index in a token's route, where −1 means no expert."""
+        """Number of bytes per expert index in a route. An index of −1 means no expert."""
         return 1 if self.count <= 128 else 2
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of a token's route through all layers."""
+        """Number of bytes in a token's route through all layers."""
         return sum(self.layers) * self.active * self.number_bytes
 
 
@@ -120,8 +121,8 @@ class Experts:
 class LatentAttention:
     """Sizes of multi-head latent attention.
 
-    Keys and values are projected from a low-rank latent, and so are queries unless query_rank is None. Each head's
-    query and key have position_dim channels with a rotary embedding and content_dim channels without.
+    Keys and values are projected from a low-rank latent; queries are as well, unless query_rank is None. Each head's
+    query and key have position_dim channels with a rotary embedding and content_dim channels without one.
     """
 
     query_rank: int | None
@@ -135,7 +136,7 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with defaults for the keys that config.json omits.
 
     Raises:
-        UserError: the model's family is not supported. The message lists the supported ones.
+        UserError: the model family is not supported. The message lists the supported families.
     """
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
@@ -144,20 +145,22 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
-    """Return the unsupported features of a completed config, each as its key and value."""
+    """Return the unsupported features in a completed config, each as its key and value."""
     return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint, such as "bfloat16". Transformers before version 5 calls the key
-    torch_dtype."""
+    """Return the dtype of the checkpoint, such as "bfloat16".
+
+    transformers < 5 calls the key torch_dtype.
+    """
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_type, rope_theta and the parameters of the type.
+    """Return rope_type, rope_theta and the parameters for the type.
 
-    Transformers before version 5 writes them under rope_scaling.
+    transformers < 5 writes these parameters under rope_scaling.
     """
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
@@ -170,7 +173,7 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that a token attends to, including itself, None for full causal attention."""
+    """Return the number of tokens to which a token attends, including itself; None for full causal attention."""
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
@@ -187,7 +190,7 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "qwen3_moe":
             dense, step = model["mlp_only_layers"] or (), model["decoder_sparse_step"]
             return Experts(
-                # Transformers 5 writes this key.
+                # transformers 5 writes this key.
                 model.get("num_local_experts", model["num_experts"]),
                 model["num_experts_per_tok"],
                 model["moe_intermediate_size"],
@@ -218,13 +221,13 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
-    """Return a description of the part of the checkpoint that is neither trained nor exported, None without one."""
+    """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
     layers = hf_config.get("num_nextn_predict_layers")
     return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
 
 
 def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a checkpoint without the part that `untrained_part` describes."""
+    """Return the config for a checkpoint without the part that `untrained_part` describes."""
     return {**hf_config, **({"num_nextn_predict_layers": 0} if untrained_part(hf_config) else {})}
 
 
@@ -261,7 +264,7 @@ def _others(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act {model['hidden_act']}"
     if model["quantization_config"]:
         yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
-    # Transformers always uses this epsilon in the norms of the latents.
+    # transformers always uses this epsilon in the norms for latents.
     if latent_attention(model) and model["rms_norm_eps"] != 1e-6:
         yield f"rms_norm_eps {model['rms_norm_eps']}"
 
@@ -272,7 +275,7 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
         return
     if model.get("router_jitter_noise"):
         yield f"router_jitter_noise {model['router_jitter_noise']}"
-    # A single active expert has weight one after normalization, so the router gets no gradient.
+    # After normalization, the weight of a single active expert is one, so the router has no gradient.
     if mixture.active == 1 and model.get("norm_topk_prob", True):
         yield "num_experts_per_tok 1"
     if model["model_type"] == "deepseek_v3":
@@ -282,8 +285,8 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield the unsupported features of DeepSeek's router.
 
-    DeepSeek scores a group of experts by its two best experts. Megatron uses as many experts as a selected group has
-    active ones on average, so this number must be two.
+    DeepSeek scores a group of experts by its two best experts. Megatron instead uses the average number of active
+    experts per selected group, so this number must be two.
     """
     for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if model.get(key, supported) != supported:

@@ -1,4 +1,4 @@
-"""Model paths of a resumed run: as given, and as resolved when the run started."""
+"""Handle the model paths in a resumed run: the given paths, and the folders resolved when the run started."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.config.schema import Config
 from megarl.models.folder import model_paths, with_real_paths
 
 Models = Mapping[str, Mapping[str, str]]
-"""The models that a run starts from: folder and hash of the weights, by the key of the path."""
+"""The initial models of a run: config key of the path -> folder and hash of the weights."""
 
 
 def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
-    """Return the config with real paths, where a path given in an earlier attempt keeps the folder of that attempt.
+    """Return the config with real paths. A path from an earlier attempt keeps the folder that it had in that attempt.
 
     The link runs/latest moves when a run starts, and the same command must resume the run with the same model.
 
     Args:
-        folders: folder that each given path resolved to in the earlier attempts of the run.
+        folders: given path -> folder to which it was resolved in earlier attempts of the run.
     """
     real = with_real_paths(config)
     for key, given in model_paths(config).items():
@@ -33,11 +33,11 @@ def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
 
 
 def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -> Models:
-    """Return the models, adding the given path to each whose path in the config differs from it.
+    """Return the models, with the given path added to each model whose resolved path differs from it.
 
     Args:
-        config: the config with resolved paths.
-        given: the paths before they were resolved, by key.
+        config: config with resolved paths.
+        given: config key -> path before it was resolved.
     """
     paths = model_paths(config)
     return {
@@ -47,9 +47,10 @@ def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -
 
 
 def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved_models: Models) -> dict[str, str]:
-    """Return the models that have the same weights as when the run was saved but another path.
+    """Return the models that have the same weights as when the run was saved, but a different path.
 
-    The result maps the key of the path to the path in the saved config. A model missing from `models` is the actor's.
+    The result maps the config key of the path to the path in the saved config. A model that is missing from `models` is
+    the actor's model.
     """
     moved = {}
     for key, path in model_paths(config).items():
@@ -63,7 +64,7 @@ def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved
 
 
 def with_present_paths(config: Config, saved: Mapping[str, Any], moved: Iterable[str]) -> dict[str, Any]:
-    """Return the saved config with this config's paths of the moved models. moved: keys of their paths."""
+    """Return the saved config with the current paths of the moved models. moved: config keys of their paths."""
     updated = dict(saved)
     for name in (key.split(".")[0] for key in moved):
         updated[name] = {**saved[name], "path": getattr(config, name).path}

@@ -1,4 +1,4 @@
-"""The file adapter_config.json of a PEFT folder: checks of imported adapters, and the content for exported ones."""
+"""Check the adapter_config.json of imported PEFT adapters, and create its contents for exported adapters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PLAIN = {
     **dict(rank_pattern={}, alpha_pattern={}, layer_replication=None, trainable_token_indices=None),
     **dict(target_parameters=None),
 }
-"""Keys that select unsupported variants of LoRA -> the only supported values."""
+"""Keys that select variants of LoRA -> the only supported value of the key."""
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Check that the folder's adapters match the keys of actor.lora.
+    """Check that the adapters in the folder match the keys in actor.lora.
 
     Raises:
-        UserError: files are missing or damaged, or keys differ; the message has a line for each key.
+        UserError: files are missing or corrupt, or keys differ. The message has one line per key.
     """
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
@@ -51,11 +51,11 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
+    """Return the contents of adapter_config.json.
 
     Args:
         base: path or name of the base model.
-        modules: last parts of the names of the layers with adapters.
+        modules: last component of the names of all layers with adapters.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {

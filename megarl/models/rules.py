@@ -1,4 +1,4 @@
-"""Rules that the configuration and a model's config.json must satisfy together."""
+"""Check the config and a model's config.json for compatibility."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXPERT_ROWS = "MLP rows of an expert"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check the configuration against the actor's config.json.
+    """Check the config against the actor's config.json.
 
     Raises:
-        UserError: a rule is broken; the message has a line for each broken rule.
+        UserError: a rule is violated. The message has one line per violated rule.
     """
     model = _completed(config, config.actor, hf_config)
     actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
@@ -47,7 +47,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
-    """Check the configuration against the config.json of the critic's initial model, as `check_model` does."""
+    """Check the config against the config.json of the critic's initial model, as in `check_model`."""
     critic = _completed(config, config.critic, critic_hf_config)
     critic_violations = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(critic)
@@ -56,7 +56,7 @@ def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_c
 
 
 def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
-    """Check the configuration against the reward model's config.json, as `check_model` does."""
+    """Check the config against the reward model's config.json, as in `check_model`."""
     placed = config.reward_model
     reward = _completed(config, placed, reward_hf_config)
     if placed.engine == "megatron":
@@ -95,7 +95,7 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
 def check_implicit_reward_model(
     config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]
 ) -> None:
-    """Check the configuration against the implicit reward model's config.json, as `check_model` does."""
+    """Check the config against the implicit reward model's config.json, as in `check_model`."""
     placed = config.implicit_reward
     model = _completed(config, placed, reward_hf_config)
     violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
@@ -196,7 +196,7 @@ def experts_and_tensor_parallel_need_sequence_parallel(
 
 
 def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """Layers besides first_stage_layers and last_stage_layers divide evenly over the other stages, one each or more."""
+    """Require that the remaining layers split evenly over the stages without an explicit size, at least one each."""
     role = placed.section
     layout, num_layers = placed.layout, hf["num_hidden_layers"]
     uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
@@ -216,7 +216,7 @@ def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]
 
 
 def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """Each pipeline stage's layers divide evenly over its virtual stages."""
+    """Require that the layers in each pipeline stage can be split evenly over its virtual stages."""
     role = placed.section
     layout, num_layers = placed.layout, hf["num_hidden_layers"]
     if layers_tile_the_stages(config, placed, hf) is not None:
@@ -247,7 +247,7 @@ def engine_heads_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str |
 
 
 def engine_kv_heads_split_or_repeat(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    """The engine splits KV heads over its ranks, or replicates them if there are more ranks than heads."""
+    """Require that the engine can split KV heads over its ranks, or replicate them if it has more ranks than heads."""
     heads = kv_heads(hf)
     if tp % heads == 0:
         return None
@@ -268,9 +268,9 @@ def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) ->
 
 
 def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str | None:
-    """Shards of a quantized tensor start and end at block boundaries.
+    """Require that the shards of a quantized tensor start and end at block boundaries.
 
-    vLLM rejects other shards, except in layers that merge several tensors, where it would use wrong scales.
+    vLLM rejects shards that split blocks, except in layers that merge several tensors, where it uses incorrect scales.
     """
     tp = config.rollout.tp
     if config.rollout.quantization is None or tp not in _engine_sizes(hf):
@@ -295,8 +295,10 @@ def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> st
 
 
 def _shard_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
-    """Return the rows or columns, by a description, of an engine rank's shards that are split or merged in a quantized
-    layer."""
+    """Return the sizes of an engine rank's quantized shards: description -> number of rows or columns.
+
+    Contains only shards that are split between ranks or merged with others.
+    """
     mixture, latent = experts(hf), latent_attention(hf)
     sizes: dict[str, int] = {}
     if _has_dense_layers(hf):
@@ -331,7 +333,7 @@ def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, 
 
 
 def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """The attention window, if any, is at least as long as the longest sample, so that attention is full."""
+    """Require that the attention window, if any, covers the longest sample, so that attention is full."""
     window, (key, context) = attention_window(hf), config.context_of(placed)
     if window is None or context <= window:
         return None
@@ -360,7 +362,7 @@ def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None
 def vocabulary_covers_actors(
     config: Config, placed: Placed, actor: Mapping[str, Any], model: Mapping[str, Any]
 ) -> str | None:
-    """A model that reads the actor's token ids has a vocabulary of at least the actor's size."""
+    """Require that the vocabulary of a model that processes the actor's token ids is not smaller than the actor's."""
     if model["vocab_size"] >= actor["vocab_size"]:
         return None
     return (
@@ -391,7 +393,7 @@ def step_end_requires_token_classifier(config: Config, kind: str) -> str | None:
 
 
 def token_scores_require_sampled_tokens(config: Config, kind: str) -> str | None:
-    """Scores of single tokens refer to the sampled tokens, because only these are actions."""
+    """Require sampled tokens for token-level scores, because only sampled tokens are actions."""
     settings = config.reward_model
     outcome = settings.aggregation is not None or config.algorithm.advantage.estimator != "gae"
     if settings.input_format == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
@@ -404,7 +406,7 @@ def token_scores_require_sampled_tokens(config: Config, kind: str) -> str | None
 
 
 def engine_router_keys_are_given(model: str, hf: Mapping[str, Any]) -> str | None:
-    """config.json has the keys of DeepSeek-V3's router that vLLM reads; transformers neither reads nor writes them."""
+    """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
     if hf["model_type"] != "deepseek_v3" or not missing:
@@ -429,7 +431,7 @@ _PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | N
     attention_is_full,
     features_are_supported,
 )
-"""Rules that the keys of a model's section and its config.json satisfy together."""
+"""Rules for a model's config section and its config.json."""
 
 _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] = (
     engine_heads_divide_by_tp,
@@ -437,11 +439,11 @@ _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] =
     engine_mlp_divides_by_tp,
     engine_expert_mlp_divides_by_tp,
 )
-"""Rules that a model and the tensor parallel size of its engine satisfy together."""
+"""Rules for a model and the tensor-parallel size of its engine."""
 
 
 def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
-    """Return the results of the engine rules for a model. model: the key and value of its path."""
+    """Return the results of the engine rules for a model. model: config key and value of the model's path."""
     return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_router_keys_are_given(model, hf)]
 
 

@@ -1,4 +1,4 @@
-"""Model folders of a run, found and checked before any process starts."""
+"""Find and check a run's models before any process starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.models.weights_hash import weights_hash
 
 @dataclass(frozen=True, slots=True)
 class ModelFolders:
-    """Hugging Face folders of a run's models. None: the run has no such model."""
+    """Hugging Face folders of a run's models. None: the run does not have this model."""
 
     actor: Path
     critic: Path | None
@@ -30,7 +30,7 @@ class ModelFolders:
     implicit_reward: Path | None
 
     def identify(self) -> dict[str, dict[str, str]]:
-        """Return folder and hash of the weights by the key of the path, without models in the actor's folder."""
+        """Return config key of the path -> folder and hash of the weights, without models in the actor's folder."""
         folders = {"model.path": self.actor}
         for name in ("critic", "reward_model", "implicit_reward"):
             if (folder := getattr(self, name)) not in (None, self.actor):
@@ -44,11 +44,11 @@ class ModelFolders:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts of the actor's model, None for a dense model."""
+        """The experts in the actor's model; None for a dense model."""
         return experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
-        """Return the config of each trained model, including the head that it is trained with."""
+        """Return the Hugging Face config of each trained model, including the heads used in training."""
         folders = (self.actor, self.critic, self.implicit_reward)
         return {
             role: trained_hf_config(config, role, read_config(folder))
@@ -58,10 +58,10 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Find all models of a run.
+    """Find and check all models for a run.
 
     Raises:
-        UserError: a model is missing, or does not fit the config or the actor.
+        UserError: a model is missing, or is incompatible with the config or the actor.
     """
     actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
@@ -77,14 +77,14 @@ def find_models(config: Config) -> ModelFolders:
 
 
 def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, Any]]]:
-    """Check each config.json as `find_models` does, but without downloading or converting anything.
+    """Check each config.json as in `find_models`, but without downloading or converting models.
 
     Returns:
-        A line for each model, which gives the result or why it was not checked, and the configs of the trained models
-        on this machine, including their heads.
+        One message per model with the result, or with the reason why it was not checked; and the configs of the trained
+        models that are available on this machine, including their heads.
 
     Raises:
-        UserError: as `find_models`.
+        UserError: under the same conditions as `find_models`.
     """
     lines: list[str] = []
     configs: dict[str, dict[str, Any]] = {}
@@ -103,7 +103,7 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
 
     actor = check_path("model.path", config.model.path, partial(_check_actor, config), config.model.revision)
     if actor is None:
-        return lines, {}  # the other models are checked against the actor
+        return lines, {}  # all other models are checked against the actor
     configs["actor"] = actor
     for is_used, placed, check in (
         (config.has_critic, config.critic, check_critic_model),
@@ -134,7 +134,7 @@ def _announce_untrained_parts(folders: ModelFolders) -> None:
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the critic's folder: critic.path, or the actor's folder by default."""
+    """Return the critic's folder: critic.path or, by default, the actor's folder."""
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
@@ -156,7 +156,7 @@ def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> 
 
 
 def _check_input_format(config: Config, folder: Path) -> None:
-    """Raise UserError if the reward model's tokenizer does not support reward_model.input_format."""
+    """Raise a UserError if the reward model's tokenizer does not support reward_model.input_format."""
     tokenizer, input_format = load_tokenizer(folder, "reward_model.path"), config.reward_model.input_format
     if input_format != "question" and not tokenizer.is_fast:
         raise UserError(
@@ -171,7 +171,7 @@ def _check_input_format(config: Config, folder: Path) -> None:
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the implicit reward model's folder: implicit_reward.path, or the actor's folder by default."""
+    """Return the implicit reward model's folder: implicit_reward.path or, by default, the actor's folder."""
     path = config.implicit_reward.path
     if not config.has_implicit_reward:
         return None

@@ -1,4 +1,4 @@
-"""The architecture parameters that determine the shapes of a model's weights."""
+"""Derive the architecture parameters that determine the shapes of a model's weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelShape:
     """The architecture parameters that determine the shapes of a model's weights.
 
     heads      number of query heads
-    kv_heads   number of key and value heads
+    kv_heads   number of key heads, equal to the number of value heads
     tied       whether the output layer shares the embedding's weight
     fused      whether the checkpoint fuses the query, key and value projections, and the gate and up projections
     """
@@ -48,12 +48,12 @@ class ModelShape:
 
     @property
     def query(self) -> int:
-        """Rows of the query projection."""
+        """Number of rows in the query projection."""
         return self.heads * self.head_dim
 
     @property
     def active_intermediate(self) -> float:
-        """MLP rows that process a token, averaged over the layers."""
+        """Number of MLP rows that process a token, averaged over the layers."""
         if self.experts is None:
             return self.intermediate
         rows = self.experts.active * self.experts.intermediate + self.experts.shared_intermediate
@@ -61,27 +61,27 @@ class ModelShape:
 
     @property
     def key(self) -> int:
-        """Rows of the key projection, and of the value projection."""
+        """Number of rows in the key projection, and in the value projection."""
         return self.kv_heads * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that carry the rotary position embedding."""
+        """Number of channels per head with a rotary position embedding."""
         return self.latent.position_dim if self.latent else self.head_dim
 
     @property
     def value(self) -> int:
-        """Columns of the output projection."""
+        """Number of columns in the output projection."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def latent_keys_and_values(self) -> int:
-        """Rows of the up-projection from the latent of keys and values."""
+        """Number of rows in the up-projection from the latent for keys and values."""
         return self.heads * (self.latent.content_dim + self.latent.value_dim) if self.latent else 0
 
     @property
     def latent_and_position(self) -> int:
-        """Rows of the down-projection to that latent and to the rotary key channels, which all heads share."""
+        """Number of rows in the down-projection to this latent and to the rotary key channels shared by all heads."""
         return self.latent.kv_rank + self.latent.position_dim if self.latent else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -91,7 +91,8 @@ class ModelShape:
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
         """Build the shape from a Hugging Face config.json.
 
-        Raises UserError for an unknown family, a missing key or an unsupported feature.
+        Raises:
+            UserError: the model family is unknown, a key is missing or a feature is not supported.
         """
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
@@ -106,7 +107,7 @@ class ModelShape:
             head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
-            # A classifier's config may set it as well, but the classifier has no language head to tie.
+            # A classifier's config may set this key, but a classifier has no language head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family != "qwen2" and model["attention_bias"],

@@ -1,4 +1,4 @@
-"""Relative costs of the parts of a training step: enough to balance ranks, but not to predict times."""
+"""Relative costs of the parts of a training step: accurate enough to balance ranks, but not to predict times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Costs relative to one token in the linear layers.
+    """Costs relative to processing one token in the linear layers.
 
     Attributes:
-        attended: cost of one pair of a query and a key that it attends to.
+        attended: cost of one (query, key) pair in attention.
         scored: cost of one token whose log-prob is computed.
     """
 

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, without importing torch if possible."""
+"""Load a model's tokenizer, without importing torch where possible."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 CONTEXT = 6
-"""Number of prompt tokens decoded before a response. They are needed because some tokenizers omit the leading space of
-a text's first token."""
+"""Number of prompt tokens that are decoded together with a response. They are needed because some tokenizers omit the
+leading space of the first token."""
 
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
-"""Decoded text of bytes that are not a complete character, for example because its last bytes were not sampled."""
+"""Text that replaces an incomplete character, for example one whose last bytes were not sampled."""
 
 MOST_BYTES = 4
-"""Maximum length of a UTF-8 character in bytes."""
+"""Maximum number of bytes in a UTF-8 character."""
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face folder. Raises UserError, naming the config key, if the folder has none."""
+    """Load the tokenizer from a Hugging Face folder.
+
+    Raises:
+        UserError: the folder has no tokenizer. The message contains the config key.
+    """
     if not any(folder.glob("tokenizer*")):
         raise UserError(f"{key}={folder}: has no tokenizer. Fix: copy the model's tokenizer files into the folder")
     if _is_generic(folder):
@@ -40,7 +44,7 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
 
 
 def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
-    """Return a function that decodes ids, including special tokens.
+    """Return a function that decodes token ids, including special tokens.
 
     If the folder has a tokenizer.json, the tokenizers library is used directly; it imports a second faster than
     transformers.
@@ -57,7 +61,7 @@ def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
     """Return the text that the response adds to the prompt, without special tokens.
 
-    A trailing incomplete character is dropped.
+    An incomplete character at the end is dropped.
     """
     context = list(prompt_ids[-CONTEXT:])
 
@@ -68,13 +72,13 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     for incomplete in range(1, MOST_BYTES):
         if not full_text.endswith(UNDECODED):
             break
-        # Drop the tokens of the incomplete character: some tokenizers also hide the bytes before it.
+        # Drop the tokens of the incomplete character, because some tokenizers hide even the bytes before it.
         full_text = decode(response_ids[: max(0, len(response_ids) - incomplete)])
     return full_text[start:].rstrip(UNDECODED)
 
 
 def _is_generic(folder: Path) -> bool:
-    """Return whether tokenizer.json defines the tokenizer completely. If so, AutoTokenizer and torch are not needed."""
+    """Return whether tokenizer.json fully defines the tokenizer, so that AutoTokenizer and torch are not needed."""
     config_file = folder / "tokenizer_config.json"
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False

@@ -1,4 +1,4 @@
-"""Hugging Face configs of trained models, derived from the models that they start from."""
+"""Derive the Hugging Face configs of trained models from those of their initial models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.models.value_head import with_value_head
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the model that a role trains, including its heads.
+    """Return the Hugging Face config of the model that a role trains, including its heads.
 
     Args:
-        hf_config: config of the model that it starts from.
+        hf_config: config of the initial model.
     """
     if role == "critic":
         return as_classifier(hf_config)

@@ -1,6 +1,6 @@
 """A value head next to the language head: an MLP on the same hidden states, for a critic with a shared backbone.
 
-Hugging Face checkpoints have no such head; a model with one has an additional key in its config.
+Hugging Face checkpoints have no such head. The config of a model with a value head has an additional key.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def with_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the value head's key, as Hugging Face folders have it."""
+    """Return the config without the value head's key, as in Hugging Face folders."""
     return {key: value for key, value in hf_config.items() if key != KEY}
 
 
 def value_head_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the head's parameters by canonical name; empty for a model without the head.
+    """Return the shapes of the value head's parameters by canonical name; empty for a model without the head.
 
-    Every tensor-parallel rank holds them whole.
+    The parameters are replicated on all tensor-parallel ranks.
     """
     if not hf_config.get(KEY):
         return {}

@@ -1,4 +1,4 @@
-"""Hash of a model's weights, by which a resumed run recognizes the model that it started from."""
+"""Hash a model's weights, so that a resumed run can recognize its initial model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHOLE_BYTES = 64 * 2**20
-"""Files up to this size are hashed completely."""
+"""Maximum size in bytes of a file that is hashed completely."""
 
 BLOCK_BYTES, NUM_BLOCKS = 2**16, 64
 
@@ -15,9 +15,9 @@ BLOCK_BYTES, NUM_BLOCKS = 2**16, 64
 def weights_hash(folder: Path) -> str:
     """Return the SHA-256 of the names, sizes and contents of the folder's safetensors files.
 
-    For a file above 64 MiB, only 64 evenly spaced blocks of 64 KiB are read, from its first byte (and thus its header)
-    to its last, so that models of a terabyte take seconds. Training changes nearly every element and therefore the
-    blocks. A change to a few tensors between two blocks goes undetected.
+    For a file above 64 MiB, only 64 evenly spaced blocks of 64 KiB are read, including the first and last bytes and
+    therefore the header, so hashing a 1 TB model takes seconds. Training changes nearly every element, so the blocks
+    change. A change to a few tensors between two blocks is not detected.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):

@@ -18,7 +18,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     Args:
         writes: the copies and fills into the holder, from plan.into(name).
         parameters: the holder's parameters, exactly those that the plan writes.
-        transport: delivers the source rectangles.
+        transport: transport that delivers the source rectangles.
 
     Raises:
         ValueError: a parameter is missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has

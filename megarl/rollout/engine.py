@@ -24,8 +24,8 @@ class Sampling:
     """Sampling parameters. Equal seeds, weights and contexts give equal tokens, regardless of the batch.
 
     greedy      whether to sample the most likely token, regardless of the temperature
-    purpose     label for prefix caching. Requests share cache entries only if their purposes are equal, so that training
-                samples do not depend on unrelated requests
+    purpose     label for prefix caching. Only requests with equal purposes share cache entries, so training samples do
+                not depend on unrelated requests
     stop        stop strings in addition to rollout.stop; they remain part of the response
     top_k       number of most likely tokens to sample from; 0 for all tokens. If it is set here, samples do not contain
                 candidate tokens
@@ -59,7 +59,7 @@ class SamplingRequest(Sampling):
     group_seed: int = field(default=0, kw_only=True)
 
     def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
-        """Return the request for this rollout's next turn after these tokens, with `stop` as additional stop strings."""
+        """Return the request for the rollout's next turn after these tokens, with additional stop strings."""
         common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
         overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
         return TurnRequest(np.asarray(token_ids, np.int32), **common | overrides)
@@ -110,7 +110,7 @@ class Engine(Protocol):
     ) -> list[Sample]:
         """Return samples in the order of the requests, and pass newly finished samples to `finished` as they arrive.
 
-        The engine handles concurrent calls. After a refit, unfinished samples continue with the new
+        The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
         aborts its requests.

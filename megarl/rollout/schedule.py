@@ -71,7 +71,7 @@ class RolloutSchedule(Generic[G]):
         return [started.group for started in self._started if started.is_finished]
 
     def has_room(self, version: int, now: int) -> bool:
-        """Return whether the steps from version `now` onwards can take one more group from `version` in time."""
+        """Return whether steps from version `now` onward can take one more group from `version` in time."""
         latest = version + self._max_staleness
         return latest >= now and self._can_take_by(latest, now)
 
@@ -103,7 +103,7 @@ class RolloutSchedule(Generic[G]):
         self._started.append(_Started(group, latest, again or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
-        """Return whether one more group with the deadline `latest` leaves all groups their deadlines.
+        """Return whether steps can take one more group by version `latest`, and all started groups in time.
 
         `now` is the version from which the next step starts.
         """

@@ -75,7 +75,7 @@ class RemoteTurns:
         self._exchanging: asyncio.Task[None] | None = None
 
     async def sample(self, request: TurnRequest) -> Completion:
-        """Return the completion of a turn, or raise the error of a failed exchange. Canceling the call aborts the turn."""
+        """Return the completion of a turn, or raise the error of a failed exchange. Canceling aborts the turn."""
         number, completion = next(self._numbers), asyncio.get_running_loop().create_future()
         self._ready[number], self._waiting[number] = request, completion
         self._start_exchange()

@@ -24,8 +24,8 @@ VOCABULARY_MULTIPLE = 128
 class Coordinates(NamedTuple):
     """A rank's coordinates in the layout. Ranks with equal coordinates are replicas.
 
-    Experts decompose the ranks in a pipeline stage differently: expert tensor parallel is innermost, then expert
-    parallel, then expert data parallel.
+    Expert layers use a separate decomposition of the ranks in a pipeline stage: expert tensor parallel is innermost,
+    then expert parallel, then expert data parallel.
     """
 
     stage: int

@@ -36,7 +36,7 @@ class Figures:
     peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
                           and the next bucket
     ranks_source, ranks_destination    number of processes on each side
-    plan_hash             Plan.plan_hash
+    plan_hash             SHA-256 of the plan; see Plan.plan_hash
     """
 
     bytes_total: int
@@ -200,7 +200,7 @@ def _source_balance(plan: Plan, fair: Sequence[float]) -> float:
 def _peak_staging(plan: Plan, simulated: Schedule) -> int:
     """Return the maximum number of bytes that one rank stages.
 
-    Only transfers between nodes are staged; inside a node, a process reads the memory of the source process directly.
+    Only transfers between nodes are staged; inside a node, a process reads the sender's memory directly.
     """
     last_sizes: dict[tuple[int, bool], int] = defaultdict(int)
     peak = 0

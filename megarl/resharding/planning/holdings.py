@@ -75,7 +75,7 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the sources cover a wanted rectangle.
+    """A division of a wanted rectangle among the sources.
 
     parts     disjoint parts of the rectangle, each as large as a single source can send, with the indices of the held
               rectangles that contain the part

@@ -63,8 +63,8 @@ def ordered(plan: Plan) -> Plan:
     """Return a copy of the plan with an order for its hops, and with the communicators that the hops need.
 
     Processes that execute their own hops in this order cannot deadlock: at any time, both ends of the first unfinished
-    hop have finished all their earlier hops. This is true if a process executes all its hops strictly in order, or
-    only the hops in each communicator.
+    hop have finished all their earlier hops. This is true whether a process executes all its hops strictly in order,
+    or keeps the order only within each communicator.
     """
     return replace(plan, order=tuple(_Simulation(plan, TYPICAL).run()), communicators=communicators(plan))
 

@@ -6,9 +6,9 @@ buffers. If a bucket must be sent again after its buffer has been reused, it is 
 
 NCCL has no tags. A hop is one batch of messages, and a member executes the batches in a communicator one by one. Both
 ends start their batches in plan order, so the batches match. The same order prevents deadlocks. Consider the first hop
-that never finishes: all earlier hops are finished, so its ends wait neither for a buffer nor for an earlier batch in the
-communicator, and both reach the hop. This is true even if a GPU can run only one operation at a time, and for the first batch
-between two ranks, which blocks the host while NCCL connects them.
+that never finishes: all earlier hops are finished, so its ends wait neither for buffers nor for earlier batches in
+the communicator, and both reach the hop. This is true even if a GPU can run only one operation at a time, and for the
+first batch between two ranks, which blocks the host while NCCL connects them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A classifier on vLLM. The process must set the variables of `environment` before it imports this module."""
+"""Run a classifier in vLLM. The process must set the variables in `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a classifier. Raises UserError as `engine_arguments` does."""
+    """Return the arguments of `vllm.LLM` for a classifier.
+
+    Raises:
+        UserError: under the same conditions as `engine_arguments`.
+    """
     settings, head = config.reward_model, score_head_of(read_config(folder))
     assert head is not None, "checked before the run starts"
     task = {"sequence": "classify", "token": "token_classify"}[head.kind]
@@ -31,7 +35,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
         settings.kv_cache_gib,
         settings.vllm_overrides,
         runner="pooling",
-        # Return the raw output of the head; by default, vLLM applies a sigmoid or softmax.
+        # Return the raw output of the head. By default, vLLM applies a sigmoid or softmax.
         pooler_config=PoolerConfig(task=task, use_activation=False),
         max_num_batched_tokens=settings.tokens_per_microbatch,
         seed=config.run.seed,
@@ -39,7 +43,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
 
 
 class VllmClassifier:
-    """A classifier that scores samples by their token ids, with the weights of its folder."""
+    """A classifier with the weights in its folder, which scores samples by their token ids."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         """
@@ -49,7 +53,7 @@ class VllmClassifier:
         self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return the scores of each sample, float32: [R] per response token, or [1] from a sequence classifier."""
+        """Return the scores for each sample, float32: [R] for a token classifier, or [1] for a sequence classifier."""
         outputs = self._llm.encode(
             [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples],
             pooling_task=self._task,
@@ -62,5 +66,5 @@ class VllmClassifier:
 
 
 def _scores(pooled: torch.Tensor) -> torch.Tensor:
-    """Convert the output of a head with one label, [1] or [tokens, 1], to a new float32 tensor [tokens] on CPU."""
+    """Convert the output of a head with one label, [1] or [tokens, 1], to a new float32 CPU tensor [tokens]."""
     return pooled.float().flatten().cpu().clone()

@@ -23,10 +23,10 @@ def install() -> None:
 
 
 class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
-    """A linear kernel for fp8 blocks that dequantises the weight for each matrix product.
+    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication.
 
-    vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like them, this kernel does not
-    quantise activations.
+    vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does
+    not quantize activations.
     """
 
     apply_input_quant = False
@@ -51,14 +51,14 @@ class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, which prevents in-place writes."""
+    """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, preventing in-place writes."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def _rotate_heads(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate query and key with vLLM's kernel, flattened to [tokens, heads * channels].
+    """Apply vLLM's rotary kernel to query and key, flattened to [tokens, heads * channels].
 
     Latent attention passes [tokens, heads, channels], which the kernel would misinterpret.
     """
@@ -67,9 +67,11 @@ def _rotate_heads(
 
 
 def pack_experts(layer: RoutedExperts) -> bool:
-    """Pack the expert weights of a layer for vLLM's CPU kernel, as vLLM does after loading. Return whether it packed.
+    """Pack a layer's expert weights for vLLM's CPU kernel, as vLLM does after loading.
 
-    On GPU, packing is unnecessary: engines use the only MoE backend that reads unpacked weights.
+    Return whether the weights have been packed.
+
+    On GPU, no packing is needed: engines use the only MoE backend that reads unpacked weights.
     """
     kernel = layer.quant_method.moe_kernel.fused_experts
     needs_packing = isinstance(kernel, CPUUnquantizedExperts)

@@ -1,4 +1,4 @@
-"""The vLLM rollout engine. The process must set the variables of `environment` before it imports this module."""
+"""The vLLM rollout engine. The process must set the variables in `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 T = TypeVar("T")
 
 ROUNDS_PER_STEP = 2
-"""Event-loop iterations between two steps: in the first, completions reach their waiters; in the second, the waiters
-forward them."""
+"""Number of event-loop iterations between two steps: in the first, completions reach the tasks that wait for them; in
+the second, these tasks forward them."""
 
 INVARIANT_KERNELS = (9, 0)
-"""Minimum compute capability of vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT, in its envs.py)."""
+"""Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
 
 PAUSE_S = 0.05
-"""Seconds between checks whether a paused engine, or one without valid weights, may step again."""
+"""Seconds between checks of whether an engine that is paused or has no valid weights may step again."""
 
 
 def rollout_arguments(
@@ -57,10 +57,13 @@ def rollout_arguments(
     returns_routes: bool = False,
     head_dtype: Literal["float32", "model"] = "float32",
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a rollout engine. Raises UserError as `engine_arguments` does.
+    """Return the arguments of `vllm.LLM` for a rollout engine.
 
-    returns_routes   whether completions contain the experts of each token
-    head_dtype       model.head_dtype
+    returns_routes   whether completions contain the experts chosen for each token
+    head_dtype       value of model.head_dtype
+
+    Raises:
+        UserError: under the same conditions as `engine_arguments`.
     """
     if config.batch_invariant:
         _require_invariant_kernels()
@@ -74,15 +77,15 @@ def rollout_arguments(
         config.kv_cache_gib,
         config.vllm_overrides,
         load_format="dummy",
-        # Log-probs of the distribution that is sampled from, after temperature, top-p and top-k.
+        # Report log-probs of the sampling distribution, after temperature, top-p and top-k.
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=batched_tokens(config),
-        # Must equal the trainer's. vLLM defaults to the model's dtype.
+        # Must equal the trainer's head dtype. vLLM defaults to the model's dtype.
         hf_overrides={"head_dtype": head_dtype} | quantization,
-        # On GPU, this is the MoE backend that does not repack expert weights, so that refits can write in place.
+        # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
         moe_backend="triton" if device.on_cuda() else "auto",
-        # vLLM has no sleep mode on CPU: the calls do not release memory.
+        # On CPU, vLLM has no sleep mode, and the calls do not release memory.
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **(_route_arguments() if returns_routes else {}),
@@ -98,12 +101,12 @@ def _require_invariant_kernels() -> None:
 
 
 def _route_arguments() -> dict[str, Any]:
-    """Return the arguments for reporting routes: by vLLM itself on GPU, by RouteCapture on CPU."""
+    """Return the arguments for reporting routes. On GPU, vLLM itself reports them; on CPU, RouteCapture does."""
     return dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
 
 
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
-    """Return the hf_overrides for an engine that receives quantised weights."""
+    """Return the hf_overrides for an engine that receives quantized weights."""
     hf_config = read_config(model_folder)
     if not device.on_cuda() and experts(completed(hf_config)) is not None:
         raise UserError(
@@ -115,7 +118,7 @@ def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A request that has been submitted to vLLM, its vLLM request id, and the future of its completion."""
+    """A request that has been submitted to vLLM, with its vLLM request id and the future for its completion."""
 
     token_ids: list[int]
     request: Sampling
@@ -126,13 +129,13 @@ class _PendingRequest:
 class VllmEngine:
     """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`.
 
-    All calls are made from the event loop of one thread. A call that arrives during sampling is executed between two
+    All calls must come from the event loop of one thread. A call that arrives during sampling is executed between two
     vLLM steps.
     """
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
         """
-        arguments   result of `rollout_arguments` with the same `returns_routes`
+        arguments   result of `rollout_arguments` for the same `returns_routes`
         """
         self.version: int | None = None
         self._config = config
@@ -140,15 +143,15 @@ class VllmEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
-        """Seconds of sampling since the last `take_seconds`, and the time until which they are counted."""
+        """Time spent sampling in seconds since the last `take_seconds`, and the timestamp up to which it is counted."""
         self._num_steps = 0
-        """vLLM steps since the last `take_num_steps`; each samples one token of every running request."""
+        """Number of vLLM steps since the last `take_num_steps`. A step samples one token for every running request."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
         self._routed = experts(completed(read_config(Path(arguments["model"])))) if returns_routes else None
-        """The model's experts if completions contain routes."""
+        """The model's experts if completions contain routes, else None."""
         if self._captures_routes:
             self._call_workers(RefitExtension.capture_routes)
         self._descriptions = self._call_workers(RefitExtension.describe)
@@ -194,7 +197,7 @@ class VllmEngine:
             raise RuntimeError("the engine has no weights yet: refit it before generating")
 
     def _begin(self, token_ids: list[int], request: Sampling) -> asyncio.Future[Completion]:
-        """Submit a request and return the future of its completion."""
+        """Submit a request and return the future for its completion."""
         if not self._is_paused:
             self._wake("weights", "kv_cache")
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
@@ -205,13 +208,13 @@ class VllmEngine:
         return completion
 
     def _remove(self, name: str) -> None:
-        """Remove a request, and abort it in vLLM if its completion was cancelled."""
+        """Remove a request, and abort it in vLLM if its completion was canceled."""
         if self._pending[name].completion.cancelled():
             self._abort([name])
         del self._pending[name]
 
     async def _step_while_pending(self) -> None:
-        """Step vLLM until all requests are complete. If a step fails, all requests fail."""
+        """Step vLLM until all requests have completed. If a step fails, all requests fail."""
         self._seconds_until = time.monotonic()
         try:
             while any(not item.completion.done() for item in self._pending.values()):
@@ -220,7 +223,7 @@ class VllmEngine:
                     self._count_seconds()
                     self._num_steps += 1
                 await self._yield_to_callers()
-        except Exception as error:  # an error of vLLM; re-raised for all waiting callers
+        except Exception as error:  # a vLLM error; re-raised for all waiting callers
             for item in self._pending.values():
                 if not item.completion.done():
                     item.completion.set_exception(error)
@@ -236,7 +239,7 @@ class VllmEngine:
         self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
 
     def take_seconds(self) -> float:
-        """Return and reset the seconds spent sampling since the last call, excluding pauses."""
+        """Return and reset the time spent sampling since the last call in seconds, excluding pauses."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -307,7 +310,7 @@ class VllmEngine:
         return EngineInfo(head_dtype, tuple(ids), self._descriptions[0])
 
     def hold(self, version: int) -> None:
-        """Set the weight version, which is recorded for all tokens sampled from now on."""
+        """Set the weight version that is recorded for all tokens sampled after this call."""
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
 
@@ -317,11 +320,11 @@ class VllmEngine:
         return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return parameter -> SHA-256 of its bytes, per worker."""
+        """Return the SHA-256 of each parameter's bytes, as one mapping per worker: parameter name -> SHA-256."""
         return self._call_workers(RefitExtension.checksums)
 
     def _call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of RefitExtension in every worker and return the results. Raises the first worker's error."""
+        """Call a method of RefitExtension in every worker and return the results, or raise the first worker error."""
         results = self._llm.collective_rpc(method.__name__, args=args)
         for result in results:
             if isinstance(result, Failed):
@@ -331,7 +334,7 @@ class VllmEngine:
     def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
         """Submit a request to vLLM and return its vLLM request id.
 
-        The cache salt separates prefix-cache entries by refit and purpose: a request must not reuse entries of older
+        The cache salt separates prefix-cache entries by refit and purpose. A request must not reuse entries from older
         weights, which stay in the cache because interrupted samples still use and extend them.
         """
         prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
@@ -349,11 +352,11 @@ class VllmEngine:
 
     @property
     def _captures_routes(self) -> bool:
-        """Whether RouteCapture, not vLLM, reports the routes."""
+        """Whether RouteCapture reports the routes, instead of vLLM itself."""
         return self._routed is not None and not device.on_cuda()
 
     def _routes_of(self, outputs: Sequence[RequestOutput]) -> list[NDArray[np.signedinteger] | None]:
-        """Return the routes of finished requests, as in Completion.routes."""
+        """Return the routes for each finished request, in the format of Completion.routes."""
         if self._routed is None or not outputs:
             return [None] * len(outputs)
         if self._captures_routes:
@@ -389,11 +392,11 @@ class VllmEngine:
         self._llm.wake_up(tags=["scheduling"])
 
     def _recompute_kv_cache(self) -> None:
-        """Make vLLM recompute the KV cache of all running requests, prompts and responses, before their next token."""
+        """Make vLLM recompute the KV cache of all running requests, including prompts, before their next token."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def _resubmit_tokenless(self) -> None:
-        """Resubmit the requests without a token, so that samples of the new weights do not use an older KV cache."""
+        """Resubmit requests that have no tokens yet, so samples from the new weights do not use an older KV cache."""
         states = self._llm.llm_engine.output_processor.request_states
         unfinished = {name: item for name, item in self._pending.items() if not item.completion.done()}
         tokenless = [
@@ -415,16 +418,16 @@ class VllmEngine:
             include_stop_str_in_output=True,
             logprobs=self._num_candidates(request),
             flat_logprobs=True,
-            # vLLM matches stop strings in the decoded text. Without stop strings, skip decoding, which would otherwise
-            # happen between steps for every sampled and candidate token.
+            # vLLM matches stop strings in the decoded text. Without stop strings, skip decoding, which vLLM would do
+            # between steps for every sampled token and candidate token.
             detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # not shared with other requests
+            skip_clone=True,  # these parameters are not shared between requests
         )
 
     def _num_candidates(self, request: Sampling) -> int:
-        """Return the number of most likely tokens to report in addition to the sampled one: rollout.top_k, if used."""
+        """Return the number of most likely tokens to report besides the sampled token: rollout.top_k, if it applies."""
         return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
 
 
@@ -435,7 +438,7 @@ def _value_or(value: T | None, default: T) -> T:
 def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
     [sampled] = output.outputs
     assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
-    logprobs = sampled.logprobs  # flat: for each position the sampled token, then the most likely ones
+    logprobs = sampled.logprobs  # flat; each position has the sampled token first, then the most likely tokens
     return Completion(
         token_ids=sampled.token_ids,
         logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
@@ -449,13 +452,13 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
-    """Return the candidate tokens: the most likely tokens with nonzero probability.
+    """Return the candidate tokens, which are the most likely tokens with nonzero probability.
 
-    If several tokens tie with the least likely candidate, the engine samples from more tokens than it reports.
+    If other tokens tie with the least likely candidate, the engine samples from more tokens than it reports.
     """
     starts, ends = (np.asarray(indices, np.int64) for indices in (logprobs.start_indices, logprobs.end_indices))
     is_kept = np.asarray(logprobs.logprobs) > -np.inf
-    is_kept[starts] = False  # the sampled token
+    is_kept[starts] = False  # exclude the sampled token
     if not is_kept.any():
         return None
     counts = np.append(0, np.cumsum(is_kept))

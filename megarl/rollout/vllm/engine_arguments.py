@@ -1,4 +1,4 @@
-"""Arguments common to all vLLM engines: rollout, judge and classifier."""
+"""Build the arguments that all vLLM engines share: rollout engines, judges and classifiers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, latent_attention
 
 FREE_SHARE = 0.01
-"""Share of a GPU's memory that vLLM requires to be free at startup. Its default is nearly all, which fails on shared
-GPUs; cluster/memory/shared_gpu.py checks beforehand what fits, and the KV cache has a fixed size."""
+"""Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default is nearly all of it, which fails on
+shared GPUs. cluster/memory/shared_gpu.py checks beforehand that the engine fits, and the KV cache has a fixed size."""
 
 CPU_LATENT_SIZE = 576
-"""Channels per token in the KV cache of DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
+"""Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 
 def engine_arguments(
@@ -37,12 +37,12 @@ def engine_arguments(
     """Return the arguments of `vllm.LLM`.
 
     Args:
-        extra: vllm_overrides of the section.
-        specific: arguments of this kind of engine.
+        extra: value of vllm_overrides in the section.
+        specific: arguments for this kind of engine.
 
     Raises:
-        UserError: vLLM has no such argument, the model requires another value, or vLLM does not support the model on
-            this device.
+        UserError: vLLM does not have an argument, the model requires a different value, or vLLM does not support the
+            model on this device.
     """
     arguments = dict(
         model=str(folder),
@@ -50,11 +50,11 @@ def engine_arguments(
         tensor_parallel_size=tp,
         max_model_len=context_length,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-        # Chunked prefill rewinds the random generator of a seeded request, which CPU generators do not support.
+        # Chunked prefill rewinds the RNG of a seeded request, which CPU generators do not support.
         enable_chunked_prefill=device.on_cuda(),
         # On CPU, compilation takes minutes without a speedup.
         enforce_eager=not device.on_cuda(),
-        # Needed even without refits: importing the module installs cpu_support in every worker.
+        # Needed even without refits, because importing the module installs cpu_support in every worker.
         worker_extension_cls="megarl.rollout.vllm.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
@@ -79,9 +79,10 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """Return the argument that selects, on CPU, the latent attention kernel that keeps kv_b_proj writable in place.
+    """Return the argument that selects a latent attention kernel on CPU with which kv_b_proj can be written in place.
 
-    Raises UserError if vLLM has no kernel for the model's latent size.
+    Raises:
+        UserError: vLLM has no kernel for the model's latent size.
     """
     latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
     if latent is None:

@@ -1,28 +1,28 @@
-"""Environment variables that vLLM reads at import; set them before the engine's process imports vLLM."""
+"""Environment variables that vLLM reads on import. Set them before the engine's process imports vLLM."""
 
 from __future__ import annotations
 
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""If set, a rank exits with its parent process. Ranks of remote parts need this, because their engine is on another
-node and cannot stop them."""
+"""If set, a rank exits when its parent process exits. Ranks of remote parts need this, because their engine is on a
+different node and cannot stop them."""
 
 
 def environment(
     ranks: int, threads: int, index: int, on_gpu: bool = False, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return the environment of an engine's process. GPU engines ignore the variables for CPU.
+    """Return the environment variables for an engine's process. GPU engines ignore the CPU variables.
 
     Args:
         ranks: number of ranks that the process starts.
         threads: CPU threads per rank.
-        index: index of the engine among engines of its kind.
-        batch_invariant: whether kernels use a summation order that is independent of the batch.
+        index: index of the engine among the engines of the same kind.
+        batch_invariant: whether kernels use a summation order that does not depend on the batch.
     """
-    # On CPU, vLLM compiles one function, which counts tokens; running the C++ compiler would take seconds at startup.
-    # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantise fp8 blocks (an error of
-    # 3.7 % instead of 2.6 % of the weights), and parameters would no longer equal what a refit has written.
+    # On CPU, vLLM compiles a function that counts tokens, and the C++ compiler would add seconds to the startup.
+    # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantize fp8 blocks (an error of
+    # 3.7 % instead of 2.6 % in the weights), and parameters would no longer equal the values that a refit writes.
     variables = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
     variables |= {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
     return variables | {
@@ -36,9 +36,9 @@ def environment(
 
 
 def _binding(ranks: int, threads: int, index: int) -> str:
-    """Return the cores of each rank in vLLM's format, one per thread.
+    """Return the CPU cores for each rank in vLLM's format, with one core per thread.
 
-    The ranks of all engines are assigned consecutive cores, starting over when the machine has no more.
+    The ranks of all engines are assigned consecutive cores; after the last core, assignment wraps around to the first.
     """
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))

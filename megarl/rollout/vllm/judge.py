@@ -1,4 +1,4 @@
-"""An LLM judge on vLLM. The process must set the variables of `environment` before it imports this module."""
+"""Run an LLM judge in vLLM. The process must set the variables in `environment` before it imports this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def judge_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a judge. Raises UserError as `engine_arguments` does."""
+    """Return the arguments of `vllm.LLM` for a judge.
+
+    Raises:
+        UserError: under the same conditions as `engine_arguments`.
+    """
     settings = config.reward_model
     return engine_arguments(
         "reward_model",
@@ -31,7 +35,7 @@ def judge_arguments(config: Config, folder: Path) -> dict[str, Any]:
 
 
 class VllmJudge:
-    """A language model that answers questions greedily, with the weights of its folder."""
+    """A language model with the weights in its folder, which answers questions with greedy sampling."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
         """
@@ -41,7 +45,7 @@ class VllmJudge:
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return the token ids of the answer to each question, int64 [A]; the caller parses the rating in the text."""
+        """Return the answer to each question as token ids, int64 [A]. The caller parses the rating in the text."""
         questions = [{"prompt_token_ids": sample.token_ids.tolist()} for sample in samples]
         outputs = self._llm.generate(questions, self._sampling, use_tqdm=False)
         return [torch.tensor(output.outputs[0].token_ids, dtype=torch.int64) for output in outputs]

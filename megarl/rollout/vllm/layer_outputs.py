@@ -1,6 +1,6 @@
-"""Record the output of each layer of an engine's model for one sequence.
+"""Record the output of each layer in an engine's model for one sequence.
 
-The process must have set the variables of `environment` before it imports this module.
+The process must set the variables in `environment` before it imports this module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megarl.rollout.vllm.engine import rollout_arguments
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return stage -> output, in order of computation: float32 [T − 1, hidden] for all tokens except the last.
+    """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last.
 
     The last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last.
 
-    config   configures an engine with one rank that loads the weights in its folder
+    config   config for a single-rank engine that loads the weights in its folder
     """
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype
@@ -38,14 +38,14 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dic
 
 
 def _register_hooks(worker: Any) -> None:
-    """Record the first output of each layer from now on."""
+    """Register hooks that record the first output of each layer."""
     model, outputs = worker.model_runner.get_model().model, {}
     worker.layer_outputs = outputs
 
     def keep(stage: str, adds_residual: bool = False) -> Callable[..., None]:
         def hook(module, arguments, output) -> None:
             parts = output if isinstance(output, tuple) else (output,)
-            # vLLM layers return their output and the residual separately; the next layer adds them.
+            # vLLM layers return the output and the residual separately; the next layer adds them.
             total = parts[0].float() + parts[1].float() if adds_residual and len(parts) > 1 else parts[0].float()
             outputs.setdefault(stage, total.cpu().numpy().copy())
 

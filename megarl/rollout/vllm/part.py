@@ -1,7 +1,7 @@
-"""Engines that span several nodes. The ranks on each node form a part; the process of the first part is the engine.
+"""Support engines that span several nodes. The ranks on each node form a part; the first part's process is the engine.
 
-The other parts only start their ranks, which receive the engine's calls over the network; vLLM runs its scheduler on
-the first node only. All ranks connect to a store of the first part, which is started before them.
+The remaining parts only start ranks, which receive the engine's calls over the network. vLLM runs its scheduler only on
+the first node. All ranks connect to a store in the first part, which starts before them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the equally large parts of an engine.
+    """One of an engine's parts, all of which have the same size.
 
     host, port   address of the store through which the ranks connect
     """
@@ -33,7 +33,7 @@ class Part:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """vLLM engine arguments that make a process run the ranks of this part."""
+        """The vLLM engine arguments with which a process runs the ranks of this part."""
         return dict(
             nnodes=self.count,
             node_rank=self.number,
@@ -44,19 +44,19 @@ class Part:
 
 
 def set_rendezvous_address(own_address: str) -> None:
-    """Let ranks started by this process use this address of the node and connect to an existing store.
+    """Make ranks started by this process use the given node address and connect to an existing store.
 
-    By default, torch's first rank would create the store itself.
+    By default, the first torch rank would create the store itself.
     """
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 class PartRanks:
-    """The running ranks of a part other than the first."""
+    """The running ranks in a part other than the first."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         """
-        arguments   arguments of the engine and of the part
+        arguments   vLLM arguments for the engine and the part
         """
         os.environ[ENDS_WITH_PARENT] = "1"
         # The usage context determines defaults such as max_num_seqs. LLM uses this one, and all parts must agree.

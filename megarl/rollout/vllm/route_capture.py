@@ -1,8 +1,8 @@
 """Record expert routes in a worker of vLLM's CPU build.
 
 vLLM's own capture (enable_return_routed_experts) requires its V2 model runner, whose Triton kernels do not run on CPU.
-This capture hooks into the same routers, before expert load balancing, with the V1 runner. It only sees tokens that a
-step computes, so the prefix cache must be disabled.
+This capture hooks into the same routers, before expert load balancing, in the V1 runner. It only sees tokens that are
+computed in a step, so the prefix cache must be disabled.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class RouteCapture:
-    """Records the routes of a worker's requests, by vLLM request id, until they are taken."""
+    """Records the routes for a worker's requests, by vLLM request id, until they are taken."""
 
     def __init__(self, runner: GPUModelRunner):
         self._runner, self._execute = runner, runner.execute_model
         self._experts: dict[int, torch.Tensor] = {}
-        """layer index -> experts of the tokens of the last step."""
+        """layer index -> experts chosen for the tokens in the last step."""
         self._parts: dict[str, list[tuple[int, NDArray[np.int64]]]] = {}
-        """request id -> (position of the first token, routes) for each step."""
+        """request id -> one (position of the first token, routes) per step."""
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
                 assert isinstance(module.router, BaseRouter), f"{type(module.router).__name__} has no capture hook"
@@ -38,12 +38,15 @@ class RouteCapture:
         runner.execute_model = self._step
 
     def take(self, names: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Remove and return the routes of these requests, [computed tokens, layers with experts, experts per token]."""
+        """Remove and return the routes for these requests.
+
+        Each array is [processed tokens, layers with experts, experts per token].
+        """
         return [self._joined(self._parts.pop(name)) for name in names]
 
     @staticmethod
     def _joined(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """Join the parts of a request. Parts overlap if the request was preempted and recomputed."""
+        """Join the routes from all steps of a request. They overlap if the request was preempted and recomputed."""
         routes = np.empty((max(start + len(rows) for start, rows in parts), *parts[0][1].shape[1:]), np.int64)
         for start, rows in parts:
             routes[start : start + len(rows)] = rows
@@ -53,9 +56,9 @@ class RouteCapture:
         self._experts[layer] = experts.clone()
 
     def _step(self, scheduled: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Execute the runner's step and record the routes of its tokens, which are concatenated by request."""
+        """Execute the runner's step and record the routes for its tokens, which are concatenated by request."""
         for name in scheduled.finished_req_ids:
-            self._parts.pop(name, None)  # aborted; the routes of completed requests have already been taken
+            self._parts.pop(name, None)  # aborted: routes for completed requests have already been taken
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             routes = torch.stack([self._experts[layer] for layer in sorted(self._experts)], dim=1).numpy()

@@ -1,4 +1,4 @@
-"""Extend vLLM's workers with in-place refits.
+"""Extend vLLM workers with in-place refits.
 
 vLLM imports this module in every worker before it loads the model.
 """
@@ -50,7 +50,7 @@ if ENDS_WITH_PARENT in os.environ:
     signal_with_parent(signal.SIGKILL)
 
 DERIVED = ("W_UV", "W_UK_T")
-"""Parameters that latent attention derives from its kv_b_proj."""
+"""Names of the parameters that latent attention derives from kv_b_proj."""
 
 
 CHECKPOINT_LAYOUT_KERNELS = (
@@ -58,12 +58,12 @@ CHECKPOINT_LAYOUT_KERNELS = (
     TritonFp8BlockScaledMMKernel,
     cpu_support.DequantisingKernel,
 )
-"""fp8 kernels that read weights and scales in the checkpoint's layout. DeepGEMM's kernel does so as well unless it
-rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
+"""fp8 kernels that read weights and scales in the checkpoint's layout. DeepGEMM's kernel also reads this layout unless
+it rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
 
 
 def _repacking(model: torch.nn.Module) -> list[str]:
-    """Return the fp8 kernels that do not read the checkpoint's layout, each with one layer that uses it.
+    """Return the names of fp8 kernels that do not read the checkpoint's layout, each with one layer that uses it.
 
     Shapes and dtypes do not reveal the layout.
     """
@@ -79,14 +79,14 @@ def _repacking(model: torch.nn.Module) -> list[str]:
 
 def _reads_checkpoint_layout(kernel: object) -> bool:
     if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        return _reads_checkpoint_layout(kernel.fallback)  # both read weights processed by DeepGEMM's kernel
+        return _reads_checkpoint_layout(kernel.fallback)  # both kernels read weights processed by DeepGEMM's kernel
     if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
         return not kernel.use_deep_gemm_e8m0
     return isinstance(kernel, CHECKPOINT_LAYOUT_KERNELS)
 
 
 def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Repeat vLLM's post-processing of loaded weights. Return whether it has rewritten parameters."""
+    """Repeat vLLM's post-processing of loaded weights. Return whether it has modified parameters."""
     rewritten = False
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -98,7 +98,7 @@ def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The result of a worker whose call has failed."""
+    """The result from a worker in which the call has failed."""
 
     error: Exception
 
@@ -106,8 +106,8 @@ class Failed:
 def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
     """Call the function and return its result, or Failed instead of raising.
 
-    If a worker raises, vLLM does not read the results of the other workers, and would mistake them for the results of
-    its next call.
+    If a worker raises an error, vLLM does not read the results from the remaining workers, and would mistake them for
+    the results of the next call.
     """
     try:
         return function(*args)
@@ -116,12 +116,12 @@ def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class RefitExtension:
-    """A mixin that vLLM adds to its worker class; VllmEngine calls its methods in every worker."""
+    """A mixin that vLLM adds to its worker class. VllmEngine calls these methods in every worker."""
 
     rank: int
     """Tensor-parallel rank of the worker."""
     model_runner: GPUModelRunner
-    """The worker's model runner; also of this type on CPU."""
+    """The worker's model runner, which has this type even on CPU."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         """See Engine.connect."""
@@ -147,8 +147,10 @@ class RefitExtension:
         return SyncStats(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader, which processes each layer in temporary memory and then copies it into
-        place."""
+        """Load the weights with vLLM's loader.
+
+        It processes each layer in temporary memory, and then copies the result into place.
+        """
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
@@ -157,7 +159,7 @@ class RefitExtension:
             loaded = model.load_weights(self._checked(assembly, expected))
         finally:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
-        # Parameters added by quantisation are computed, not loaded.
+        # Parameters added by quantization are computed, not loaded.
         if config.quantization is None and (missing := sorted(names.difference(loaded))):
             raise RuntimeError(f"vLLM's loader has not loaded {', '.join(missing)}")
         return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
@@ -182,11 +184,11 @@ class RefitExtension:
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def capture_routes(self) -> None:
-        """Start recording the experts of each token, on the first rank only, since all ranks choose the same."""
+        """Start recording the experts for each token, on the first rank only because all ranks choose the same."""
         self._routes = RouteCapture(self.model_runner) if self.rank == 0 else None
 
     def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:
-        """Return the routes of finished requests (see RouteCapture.take); None except on the first rank."""
+        """Return the routes for finished requests (see RouteCapture.take) on the first rank, and None on all others."""
         return None if self._routes is None else self._routes.take(names)
 
     def repacking(self) -> list[str]:
@@ -194,7 +196,7 @@ class RefitExtension:
         return _repacking(self.model_runner.get_model())
 
     def describe(self) -> str:
-        """Describe the settings that can change the last digits of log-probs between two starts of an engine."""
+        """Describe the settings that can change the last digits of log-probs when an engine restarts."""
         model, settings = self.model_runner.get_model(), self.model_runner.vllm_config
         attention = sorted({type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl")})
         return (
@@ -205,15 +207,17 @@ class RefitExtension:
         )
 
     def checksums(self) -> dict[str, str]:
-        """Return parameter -> SHA-256 of its bytes."""
+        """Return the SHA-256 of each parameter's bytes: parameter name -> SHA-256."""
         return {
             name: hashlib.sha256(parameter.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, parameter in self._parameters().items()
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name; stacked experts [experts, rows, columns] are flattened to two axes, like in
-        their holder."""
+        """Return the parameters by name.
+
+        Stacked expert weights [experts, rows, columns] are flattened to two axes, as in the worker's holder.
+        """
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight
