@@ -1,4 +1,4 @@
-"""Futures of calls to the run's processes, each with one deadline and one diagnosis."""
+"""Futures for calls to the run's processes, each with a deadline and a diagnosis."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The return values of processes by name, in the order of the calls, and the processes that died but may fail."""
+    """The return values by process name, in call order, and the lost processes that were allowed to fail."""
 
     values: dict[str, Any]
     lost: set[str]
 
 
 class Pending(Generic[T]):
-    """The future result of remote calls, which `Session.submit` returns.
+    """The future result of remote calls, as returned by `Session.submit`.
 
-    A wait watches every pending call: a failed call or a missed deadline ends the wait, no matter which Pending it
-    belongs to.
+    A wait watches every pending call: a failed call or a missed deadline ends the wait, regardless of the Pending to
+    which it belongs.
     """
 
     def __init__(
@@ -43,39 +43,41 @@ class Pending(Generic[T]):
         timeout_s: float,
         may_fail: Collection[str] = (),
     ):
-        """timeout: the key of cluster.timeouts that gives timeout_s."""
+        """timeout: the key in cluster.timeouts that sets timeout_s."""
         self.phase, self.timeout, self.timeout_s, self.may_fail = phase, timeout, timeout_s, may_fail
         self.deadline = time.monotonic() + timeout_s
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
-        """Return values of finished calls, kept because reading one from Ray again takes as long as the first time."""
+        """Return values of finished calls, cached because every read from Ray takes as long as the first one."""
         self._session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
-        """Functions that turn the answers into the result, applied in order."""
+        """Functions that convert the return values into the result, applied in order."""
         self._value: Any = None
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Apply a function to the result, and return this Pending. If the function returns a Pending, the result is
-        that Pending's result."""
+        """Apply a function to the result when it is ready, and return this Pending. If the function returns a Pending,
+        the result is that Pending's result."""
         self._steps.append(function)
         return self
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Wait for the calls, and return their result.
-
-        Raises UserError if a worker raised one, and RunFailure, with process and phase, for any other error.
+        """Wait for the calls and return their result.
 
         Args:
             meanwhile: called from time to time during a long wait. It may wait for other calls.
+
+        Raises:
+            UserError: a worker raised a UserError.
+            RunFailure: any other error occurred. The message names the process and the phase.
         """
         if not self.advance():
             self.current._session.wait(self, meanwhile)
         return self._value
 
     def advance(self) -> bool:
-        """Process the results of finished calls. Return whether `result` returns at once."""
+        """Process the results of finished calls. Return whether the result is ready."""
         if not self._has_value:
             if self.unfinished:
                 return False
@@ -93,16 +95,16 @@ class Pending(Generic[T]):
 
     @property
     def current(self) -> Pending:
-        """The Pending whose calls are running: this one, or the one that its result comes from."""
+        """The Pending whose calls are running: this one, or the Pending that provides its result."""
         return self._value.current if isinstance(self._value, Pending) else self
 
     @property
     def lost(self) -> set[str]:
-        """The processes that died but may fail."""
+        """The lost processes that were allowed to fail."""
         return {name for name in self.may_fail if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of those calls that are among the finished ones."""
+        """Record the return values or errors of this Pending's calls that are in `ended`."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)
@@ -112,8 +114,8 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Return the errors, by process, that end the run. Errors that follow from the loss of a process that may fail
-        do not."""
+        """Return the errors that end the run, by process name. Excludes errors that follow from the loss of a process
+        that is allowed to fail."""
         lost = self.lost
         if not lost:
             return self.errors
@@ -126,7 +128,7 @@ def ready(value: T) -> Pending[T]:
 
 
 def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
-    """Return one Pending with the results of several, in order."""
+    """Return one Pending whose result lists the results of all given ones, in order."""
     if not pendings:
         return ready([])
     first, *others = pendings
@@ -137,7 +139,7 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
-    """Wait until one of these has its result, and return the first in the list that has. See Pending.result."""
+    """Wait until one of these is ready, and return the first ready one in the list. See Pending.result."""
     for pending in pendings:
         if pending.advance():
             return pending
@@ -145,7 +147,7 @@ def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None
 
 
 def outcome(ref: ray.ObjectRef) -> tuple[Any, Exception | None]:
-    """Return the value of a finished call and None, or None and its error."""
+    """Return (value, None) for a finished call that succeeded, and (None, error) for one that failed."""
     try:
         return ray.get(ref, timeout=0), None
     except RayError as error:

@@ -1,4 +1,4 @@
-"""The placement of a run's processes on nodes and GPUs, as data that is printed before any process starts."""
+"""The placement of a run's processes on nodes and GPUs: plain data that is printed before any process starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megarl.core.cores import usable_cores
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16
-"""Default limit on the processes for reward functions, and on those for environments beside an engine, on machines
-with many cores."""
+"""Default limit, on machines with many cores, on the processes for reward functions, and on the environment processes
+per engine."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the run. Devices are numbered over all nodes. Without GPUs, a device is a slot for one rank of
+    """One machine in the run. Devices are numbered across all nodes. Without GPUs, a device is a slot for one rank in
     each role."""
 
     number: int
@@ -32,16 +32,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run.
+    """One process in the run.
 
     Attributes:
-        threads: CPU threads for its operators. For rewards and environments: the number of processes that run the
-            user's code.
-        devices: devices of its ranks, in rank order.
-        reads: other GPUs of its node that hold weights it may read.
-        on_gpus: whether devices are GPUs.
-        part_number: index among the processes of an engine that spans several nodes, one process per node.
-        rest: for the first of these processes, the others.
+        threads: number of CPU threads for the process's operators. For rewards and environments, the number of
+            processes that run the user's code.
+        devices: devices for the process's ranks, in rank order.
+        reads: additional GPUs on the same node whose weights the process may read.
+        on_gpus: whether `devices` are GPUs.
+        part_number: index of the process within an engine that spans several nodes, with one process per node.
+        rest: in an engine's first process, the engine's remaining processes.
     """
 
     role: str
@@ -67,7 +67,8 @@ class Process:
         return self.devices if self.on_gpus else ()
 
     def environment(self, inherited: str | None) -> dict[str, str]:
-        """Return the environment variables that make GPUs visible to the process: its own first, then those it reads.
+        """Return the environment variables that make GPUs visible to the process: first its own GPUs, then the GPUs
+        that it reads.
 
         Args:
             inherited: the node's value of CUDA_VISIBLE_DEVICES.
@@ -79,7 +80,7 @@ class Process:
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Return the holders of the ranks of all its parts, with their nodes and GPUs set."""
+        """Return the holders for the ranks in all parts, with their nodes and GPUs set."""
         places = [(part.node.number, gpu if part.on_gpus else None) for part in self.parts for gpu in part.devices]
         pairs = zip(holders, places, strict=True)
         return [replace(holder, node=node, device=device) for holder, (node, device) in pairs]
@@ -87,9 +88,9 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes of a run. Without engines there is no process for rewards.
+    """The processes in a run. Without engines, there is no process for rewards.
 
-    On CPU, models and engines take turns, so each of them may use all cores of its node.
+    On CPU, models and engines take turns, so each of them may use all cores on its node.
     """
 
     nodes: tuple[Node, ...]
@@ -108,7 +109,7 @@ class Placement:
         return (group for group in (*ranks, self.environments, rewards) if group)
 
     def describe(self) -> str:
-        """Return a line with the roles and, for several nodes, a line with the processes of each node."""
+        """Return a line with the roles and, for several nodes, a line per node with its processes."""
         line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(_parts(g))}" for g in self.groups)
         if len(self.nodes) == 1:
             return line
@@ -122,11 +123,11 @@ class Placement:
 def place(
     config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
 ) -> Placement:
-    """Place all processes of a run on its nodes, which are assumed to be equal.
+    """Place all processes in a run on its nodes, which are assumed to be identical.
 
     Args:
-        cores: cores of a node; None: those available to this process.
-        gpus_per_node: None: a single node with as many GPUs as needed.
+        cores: number of cores on each node; None: the cores available to this process.
+        gpus_per_node: number of GPUs on each node; None: a single node with as many GPUs as needed.
 
     Raises:
         UserError: the layouts do not fill the nodes, or a tensor-parallel group crosses a node boundary.
@@ -136,13 +137,14 @@ def place(
     spans = device_spans(config)
 
     def ranks(settings: Placed) -> tuple[Process, ...]:
-        """Return one process per rank, or per engine for a reward model in vLLM, whose engines start their ranks."""
+        """Return one process per rank or, for a reward model in vLLM, one per engine, because engines start their
+        ranks."""
         role = NAMES[settings.section]
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
         return processes(role, settings.layout.tp if is_engine else 1, settings.threads)
 
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
-        """Return processes of `size` ranks each. weights: GPUs of a model whose weights they may read."""
+        """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""
         span, made = spans[role], []
         for index in range(len(span) // size):
             ranks = span[index * size : (index + 1) * size]
@@ -172,14 +174,15 @@ def place(
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Return the nodes. gpus: GPUs of each node; None: as many devices as an even share of the ranks needs."""
+    """Return the nodes. gpus: number of GPUs on each node; None: as many devices as needed for an equal share of the
+    ranks."""
     count = config.cluster.nodes
     devices = gpus or places_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 
 def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
-    """Raise UserError with a line for each mismatch between the ranks and the nodes."""
+    """Raise a UserError with one line for each mismatch between ranks and nodes."""
     needed, each = num_devices(config), len(nodes[0].devices)
     ranks = f"cluster.nodes={len(nodes)}: the ranks need {needed} devices at {each} per node"
     problems = []
@@ -219,7 +222,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def _first_torn(span: range, tp: int, each: int) -> int | None:
-    """Return the first device of the first tp ranks that cross a boundary between nodes of `each` devices."""
+    """Return the first device in the first tensor-parallel group of tp ranks that crosses a node boundary, or None.
+    Each node has `each` devices."""
     groups = range(span.start, span.stop, tp)
     return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 
@@ -231,7 +235,7 @@ def _rewards(config: Config, node: Node) -> Process:
 
 
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:
-    """Return a process beside each engine. Its threads are the number of environment processes that it starts."""
+    """Return one process per engine. Its `threads` attribute is the number of environment processes that it starts."""
     on_node = Counter(engine.node.number for engine in engines)
     return tuple(
         Process(

@@ -1,4 +1,4 @@
-"""Batches of data-parallel ranks: samples by reference, and their microbatches."""
+"""Batches for data-parallel ranks: samples by reference, and their microbatches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRef:
-    """A sample's slice [begin, end) of an object that holds the scores of many samples. One object per sample would
-    cost a millisecond each."""
+    """A sample's slice [begin, end) in an object that holds the scores for many samples. A separate object for each
+    sample would cost a millisecond per sample."""
 
     scores: ray.ObjectRef
     begin: int
@@ -30,11 +30,11 @@ class ScoreRef:
 
 
 Scores = dict[str, ScoreRef]
-"""References to a model's scores of response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
+"""References to a model's scores for response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
 
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
-    """Put scores into Ray's object store, where they stay while a reference to one of them exists."""
+    """Put scores into Ray's object store, which keeps them while a reference to any of them exists."""
     import torch
 
     if not scores:
@@ -51,20 +51,20 @@ def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Join scores from several processes."""
+    """Merge scores from several processes."""
     return {sample: ref for part in parts for sample, ref in part.items()}
 
 
 def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
-    """Join several kinds of scores from several processes, each under its name."""
+    """Merge scores from several processes, separately for each name."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """One sample of an update, as the driver dispatches it: references to its tokens and to other models' scores of
-    them (by name in TokenBatch), and its scalars."""
+    """One sample in an update, as dispatched by the driver: references to its tokens and to other models' token scores
+    (by name in TokenBatch), and its scalars."""
 
     sample_id: str
     sample: ray.ObjectRef
@@ -85,14 +85,14 @@ class SampleRef:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One data-parallel rank's part of an update or a pass. Microbatches index into its samples."""
+    """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
-        """Return the batch of a rank, with only the samples in its microbatches, which index into the whole update."""
+        """Return a rank's batch with only the samples in its microbatches. microbatches: indices into sample_refs."""
         indices = sorted(index for microbatch in microbatches for index in microbatch)
         position = {index: i for i, index in enumerate(indices)}
         return cls(
@@ -101,7 +101,7 @@ class RankBatch:
         )
 
     def with_scores(self, name: str, scores: Scores) -> RankBatch:
-        """Return the same batch, with another model's scores of its tokens under this name."""
+        """Return the same batch with an additional model's token scores under this name."""
         samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
         return replace(self, samples=tuple(samples))
 
@@ -111,10 +111,10 @@ class RankBatch:
         return tuple(item.sample for item in self.samples), self.microbatches
 
     def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
-        """Fetch all objects that the batch refers to, in one call.
+        """Fetch all objects referenced by the batch in one call, and return its samples.
 
         Args:
-            samples: None if they must be fetched as well.
+            samples: the batch's samples if already fetched; None: fetch them.
         """
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
@@ -133,16 +133,17 @@ class RankBatch:
 
 
 Updates = Sequence[Sequence[RankBatch]]
-"""The batches of each update, by data-parallel rank."""
+"""The batches for each update, by data-parallel rank."""
 
 
 def with_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
-    """Return the same batches, with other models' scores of their tokens, by name in TokenBatch."""
+    """Return the same batches with additional token scores from other models, by name in TokenBatch."""
     return [[reduce(lambda b, item: b.with_scores(*item), scores.items(), batch) for batch in u] for u in updates]
 
 
 class FetchedBatches:
-    """Batches that a rank has fetched in this epoch: samples are fetched once for all passes and updates."""
+    """The batches that a rank has fetched in this epoch, cached so that passes and updates fetch each sample only
+    once."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
@@ -151,7 +152,7 @@ class FetchedBatches:
         earlier, batch = self._fetched.get(rank_batch.key, (None, None))
         if batch is None:
             batch = rank_batch.fetch()
-        elif earlier != rank_batch:  # rewards, baselines or scores were added since
+        elif earlier != rank_batch:  # rewards, baselines or scores were added since then
             batch = batch.renewed(rank_batch.training_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch

@@ -1,7 +1,7 @@
 """The refit, which writes the actor's weights into the engines.
 
-The methods `connect` and `refit` exist at each level: Refit in the driver calls EngineGroup's actors, each actor calls
-its Engine, and the engine calls vLLM's workers (RefitExtension), which write the weights.
+Each level has methods `connect` and `refit`: Refit in the driver calls EngineGroup's actors, each actor calls its
+Engine, and the engine calls vLLM's workers (RefitExtension), which write the weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """The refit of the engines. It plans once, and again when an engine is lost or has rejoined; all engines then
-    receive all weights again. It connects once per plan, or for each refit if the weights move in memory."""
+    """Refits the engines. It plans once, and again when an engine is lost or rejoins, in which case all engines receive
+    all weights again. It connects once per plan, or before each refit if the weights move in memory."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
     ):
-        """export_plan: the plan by which each trainer computes the checksums of its elements."""
+        """export_plan: the plan with which each trainer computes checksums for its elements."""
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan
@@ -49,18 +49,18 @@ class Refit:
         self._plan: Plan | None = None
         self._compact: CompactPlan | None = None
         self._rendezvous: Rendezvous | None = None
-        """Rendezvous of the plan's senders and receivers."""
+        """Rendezvous for the plan's senders and receivers."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
         """Write the weights into every engine in place, as this version. Return metrics.
 
-        Raises RunFailure if a call fails, if the weights do not arrive (see SyncVerifier), or if the last engine is
-        lost.
-
         Args:
             rate: learning rate of the updates since the last refit; 0 if nothing was learned.
+
+        Raises:
+            RunFailure: a call failed, the weights did not arrive (see SyncVerifier), or the last engine is lost.
         """
         self._engines.rejoin_restarted()
         if self._quantizes or self._config.actor.adapters is not None:
@@ -89,16 +89,16 @@ class Refit:
         }
 
     def differing(self) -> dict[str, list[str] | None]:
-        """Return, by engine name, a line for each region whose weights differ from the trainer's, or None for engines
-        that cannot be compared. The actor's weights must be on its devices."""
+        """Compare the engines' weights with the trainer's. Return, by engine name, one line for each region that
+        differs, or None for an engine that cannot be compared. The actor's weights must be on its devices."""
         if self._engines.by_loader:
             return dict.fromkeys(self._engines.names)
         return self._engines.differing(self._checksums(regions(self._engines.holders))).result()
 
     @property
     def transport(self) -> str:
-        """Name of the plan's transport. Engines read the memory of trainers on their own node, unless all weights are
-        sent."""
+        """Name of the plan's transport. Engines read weights directly from the memory of trainers on their own node,
+        unless all weights are sent."""
         if self._config.sends_weights:
             return "p2p"
         return device.memory_transport() + (" in a node, p2p between them" if self._sends else "")
@@ -116,7 +116,7 @@ class Refit:
 
     @cached_property
     def _sources(self) -> Sequence[Holder]:
-        """The holders of the weights that are sent."""
+        """The holders whose weights the refit sends."""
         return self._engines.sources(self._trainers.holders)
 
     @cached_property
@@ -152,7 +152,7 @@ class Refit:
         return make_plan(self._sources, self._engines.holders, bucket_bytes)
 
     def _new_rendezvous(self) -> Rendezvous:
-        """Return a new rendezvous, because one that a process has left cannot be reused by the next plan."""
+        """Return a new rendezvous. The next plan cannot reuse a rendezvous that a process has left."""
         self._connections += 1
         host, port = self._trainers.store_address
         name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s

@@ -34,16 +34,18 @@ from megarl.core.versions import installed_versions
 from megarl.models.huggingface import Experts
 
 SETTLE_S = 3.0
-"""Time after the first failure in which other calls may report theirs, in seconds: the cause is among them."""
+"""Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
 
 CHECK_S = 5.0
-"""Interval during a wait at which idle processes are pinged, in seconds."""
+"""Interval in seconds at which idle processes are pinged during a wait."""
 
 PING_S = 1.0
-"""Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray answers immediately."""
+"""Timeout of a ping, in seconds. A live process may take longer. If the process is dead, Ray returns an error
+immediately."""
 
 SMALL = 4096
-"""Size in bytes up to which a call's result is sent to the caller, so that samples stay where they were created."""
+"""Maximum size in bytes of a call's result that Ray sends to the caller. Larger results, such as samples, stay on the
+node that created them."""
 
 HEALTH_CHECKS = {
     "health_check_period_ms": 2000,
@@ -51,13 +53,13 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""A node counts as lost after 4 · (2 + 5) s without an answer, half of Ray's default: shorter than any collective's
-deadline, and longer than a busy node's processes or file system may stall."""
+"""Ray's health check settings. A node counts as lost after 4 · (2 + 5) s without an answer, half of Ray's default:
+shorter than any collective's deadline, and longer than a busy node's processes or file system may stall."""
 
 
 class Session:
-    """Ray for one run. It starts Ray, and watches all pending remote calls, each with a deadline and a diagnosis. It
-    runs inside `supervised`, which ends processes that are left."""
+    """The Ray cluster for one run. It starts Ray and watches all pending remote calls, each with a deadline and a
+    diagnosis. It runs inside `supervised`, which ends remaining processes."""
 
     def __init__(
         self,
@@ -69,19 +71,21 @@ class Session:
     ):
         """Start Ray and wait for the other nodes.
 
-        Raises UserError for a node that cannot join, and RunFailure if nodes are missing after the timeout.
-
         Args:
             scratch: folder for files that are not needed after the run.
-            rendezvous: folder where the nodes of a multi-node run meet.
-            routed: the experts of the actor, whose indices samples may have.
+            rendezvous: rendezvous folder for the nodes in a multi-node run.
+            routed: the actor's experts; samples may carry their indices.
+
+        Raises:
+            UserError: a node cannot join.
+            RunFailure: nodes are missing after the timeout.
         """
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
         self._watched: dict[str, ActorHandle] = {}
         self._pending: list[Pending] = []
         self.trace = Trace(self.logs)
-        logging.getLogger("ray").setLevel(logging.ERROR)  # advice for administrators
+        logging.getLogger("ray").setLevel(logging.ERROR)  # hide advice for cluster administrators
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
@@ -104,14 +108,14 @@ class Session:
             configure_logging=False,
             _temp_dir=str(scratch),
             _node_ip_address=address,
-            # By default Ray's workers yield to every other process, but here they do the work.
+            # Ray's workers run at low priority by default, but here they do the main work.
             _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},
         )
-        # Ray's handler prints a stack and skips all clean-up.
+        # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
-        """Ray's id of each node, by node number."""
+        """Ray's id for each node, by node number."""
         self._others: Sequence[Report] = ()
         self._meeting = None if address is None else NodeRendezvous(rendezvous)
         if self._meeting is not None:
@@ -143,11 +147,11 @@ class Session:
         self._ray_ids += [addresses[node.address] for node in self._others]
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
-        """Return the actor class with options that start it on the node of this process."""
+        """Return the actor class with options that start it on this process's node."""
         return actor_class.options(scheduling_strategy=self.node_of(process))
 
     def node_of(self, process: Process) -> NodeAffinitySchedulingStrategy:
-        """Return the scheduling strategy that starts an actor on the node of this process."""
+        """Return the scheduling strategy that starts an actor on this process's node."""
         return NodeAffinitySchedulingStrategy(self._ray_ids[process.node.number], soft=False)
 
     def __enter__(self) -> Session:
@@ -155,18 +159,18 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._watchdog.stop()
-        # A signal to the whole process group has also ended Ray's processes, and a shutdown would wait in vain.
+        # A signal to the whole process group has also ended Ray's processes, so a shutdown would hang.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
         if self._meeting is not None:
             self._meeting.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """Make the loss of one of these processes end every wait from now on, also waits for other processes."""
+        """Make the loss of any of these processes end every subsequent wait, including waits for other processes."""
         self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
-        """Stop watching these processes: only their own calls notice their loss."""
+        """Stop watching these processes. From now on, only their own calls notice their loss."""
         for name in names:
             self._watched.pop(name, None)
 
@@ -177,25 +181,26 @@ class Session:
         timeout: TimeoutKind,
         may_fail: Collection[str] = (),
     ) -> Pending[Answers]:
-        """Return the future of remote calls.
+        """Return the future for these remote calls.
 
         Args:
-            calls: one for each process, by its name.
-            phase: what the driver waits for, in error messages.
-            timeout: key of cluster.timeouts that bounds the wait.
-            may_fail: processes whose loss is not a failure, nor are the errors of others that follow from it.
+            calls: one call per process, by process name.
+            phase: description in error messages of what the driver waits for.
+            timeout: the key in cluster.timeouts that bounds the wait.
+            may_fail: processes whose loss does not end the run. Errors in other processes that follow from such a loss
+                do not end it either.
         """
         pending = Pending(self, calls, phase, timeout, self._timeouts.seconds(timeout), may_fail)
         self._pending.append(pending)
         return pending
 
     def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
-        """Wait until `pending` has its result. See Pending.result."""
+        """Wait until `pending` is ready. See Pending.result."""
         while not pending.advance():
             self._look_after(pending.current, meanwhile)
 
     def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
-        """Wait until one of these has its result, and return the first in the list that has."""
+        """Wait until one of these is ready, and return the first ready one in the list."""
         while True:
             for pending in pendings:
                 if pending.advance():
@@ -206,7 +211,7 @@ class Session:
         """Wait until any pending call ends, or for CHECK_S seconds.
 
         Args:
-            wanted: the awaited Pending, which a failure names if no call is at fault.
+            wanted: the awaited Pending. An error names it if no call is at fault.
         """
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
@@ -222,7 +227,7 @@ class Session:
             meanwhile()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Wait for the first call to end, and record all that have ended. Return whether one has."""
+        """Wait until a call ends, and record all calls that have ended. Return whether any call has ended."""
         refs = [ref for pending in self._pending for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False
@@ -246,7 +251,7 @@ class Session:
         if not (failed := self._failed()):
             return
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
-        # Processes that were connected to a lost node, or read its store, may notice the loss first.
+        # Processes that were connected to a lost node, or read its object store, may notice the loss first.
         users = any(rank(error) == 0 for error in all_errors)
         lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
         if self._others and not lost and not users:
@@ -261,24 +266,24 @@ class Session:
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:
-        """Return the Pendings whose errors end the run, the one with the most informative error first."""
+        """Return the Pendings with errors that end the run, sorted so that the most informative error comes first."""
         failed = [pending for pending in self._pending if pending.fatal_errors()]
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Record errors that follow soon, and losses that no call has noticed: the cause is among them. Does not return
-        if Ray itself is lost."""
+        """Record errors that occur shortly afterwards, and losses that no call has noticed. The cause is among them.
+        Does not return if Ray itself is lost."""
         self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost(set(self._watched).difference(failed))
         if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
-            # If a raylet ends, its actors end first.
+            # When a raylet exits, its actors exit first.
             time.sleep(1.0)
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Return a message with the processes that missed the deadline, the files with their stacks, and the key of the
-        deadline."""
+        """Return a message that names the processes that missed the deadline, the files with their stack traces, and
+        the key that sets the deadline."""
         names = list(pending.unfinished.values())
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._meeting is not None:
@@ -298,8 +303,8 @@ class Session:
 
 
 def object_store_bytes(config: Config, routed: Experts | None) -> int:
-    """Return the size of Ray's object store. A size that follows from the batch is at most nine tenths of the machine's
-    free shared memory, because Ray would place a larger store on disk."""
+    """Return the size of Ray's object store in bytes. A size derived from the batch is limited to nine tenths of the
+    machine's free shared memory, because Ray would place a larger store on disk."""
     wanted = object_store_mib(config, routed)
     if config.cluster.object_store_mib is None:
         wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))

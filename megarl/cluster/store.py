@@ -1,4 +1,4 @@
-"""TCPStores for the rendezvous of process groups."""
+"""TCPStores for process group rendezvous."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megarl.cluster.network import listen
 
 
 def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPStore:
-    """Open the store of a new process group. It listens only on the interface with this address, whereas torch listens
+    """Open the store for a new process group. It listens only on the interface with this address, whereas torch listens
     on all interfaces by default.
 
     Args:
-        world_size: None if any number of processes may join.
+        world_size: number of processes in the group; None: any number may join.
     """
     listener = listen(host)
     port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Verification that updates reach the trainer's weights and, after a refit, the engines."""
+"""Verification that updates change the trainer's weights and, after a refit, the engines' weights."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
-"""Number of sampled regions, and of elements in each: checksums of these million elements take well under 0.1 s."""
+"""Number of sampled regions, and number of elements in each. Checksums of these one million elements take well under
+0.1 s."""
 
 
 class SyncVerifier:
     """Compares checksums at each refit: of all weights if rollout.verify_refit requires it, otherwise of a fixed sample
     of the trained elements.
 
-    The engines' comparison proves that they hold the trainer's current bytes at these elements. An engine that keeps
-    older weights, or reads an old copy, is detected at the first refit after an update that changes the sample.
+    Comparing engines with the trainer proves that the engines hold the trainer's current bytes for these elements. An
+    engine that keeps older weights, or reads an old copy, is detected at the first refit after an update that changes
+    the sample.
 
-    The trainer's own comparison proves that its weights change during training. If updates with a gradient and a
-    learning rate leave the sample unchanged, all weights are compared. If these are unchanged as well, the updates do
-    not reach the weights, and the run ends. This takes a second step if there are no checksums of all weights yet.
+    Comparing the trainer with its earlier state proves that its weights change during training. If updates with a
+    nonzero gradient and learning rate leave the sample unchanged, all weights are compared. If they are also unchanged,
+    the updates do not reach the weights, and the run ends. This takes a second step if checksums for all weights have
+    not been computed yet.
 
-    Only a refit that verifies all weights proves that all elements have arrived. Neither comparison proves that they
-    changed correctly.
+    Only a refit that verifies all weights proves that all elements have arrived. Neither comparison proves that the
+    weights changed correctly.
     """
 
     def __init__(
@@ -37,24 +40,25 @@ class SyncVerifier:
     ):
         """
         Args:
-            compute: returns the trainers' checksums of regions.
+            compute: function that returns the trainer's checksums for the given regions.
             frozen: name patterns of frozen tensors.
         """
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
-        """All checksums as of the last change of the sample; None: not computed."""
+        """Checksums for all regions as of the last change to the sample; None: not computed."""
         self._movement = 0.0
-        """Sum of the learning rates of the steps since then."""
+        """Sum of the learning rates in the steps since the last change to the sample."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
         """Return the checksums that the engines should have after this refit.
 
-        Raises RunFailure if the trainer's weights do not change.
-
         Args:
             regions: all regions that the engines hold.
-            rate: learning rate of the step before this refit; 0 if nothing was learned.
+            rate: learning rate in the step before this refit; 0 if nothing was learned.
+
+        Raises:
+            RunFailure: the trainer's weights do not change during training.
         """
         wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
@@ -71,10 +75,11 @@ class SyncVerifier:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """Check that other weights have changed if the sample has not: its tokens or experts may have no gradient."""
+        """Check that other weights have changed if the sample has not. The sample's tokens or experts may have no
+        gradient."""
         self._movement += rate
-        # AdamW changes an element by up to the learning rate, which rounding to bfloat16 may lose. Once the expected
-        # total change of the sample is 1, hundreds of elements change, because their last digit is about 1/1000.
+        # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
+        # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.
         if self._movement * sum(num_elements(region.rectangle) for region in self._sampled) < 1:
             return
         values = _values(self._compute(regions), regions)

@@ -1,4 +1,4 @@
-"""The trace of a run: the tasks of each process, with their times."""
+"""The run's trace: each process's tasks, with their start and end times."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 FILE = "trace.jsonl"
 
 DRIVER = "driver"
-"""Name of the driver process, whose tasks are the steps and their phases."""
+"""Name of the driver process in the trace. Its tasks are steps and their phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task of a process. `begin` and `end` are seconds since the epoch on the clock of its machine."""
+    """One task in a process. `begin` and `end` are seconds since the epoch on the machine's clock."""
 
     process: str
     task: str
@@ -30,18 +30,18 @@ class Span:
 
 
 class Trace:
-    """The trace of an attempt: one JSON line per finished task, in the attempt's logs."""
+    """An attempt's trace: one JSON line per finished task, in the attempt's log folder."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
         self._seconds: Counter[str] = Counter()
 
     def record(self, task: str, begin: float, end: float) -> None:
-        """Write a span of the driver."""
+        """Write a span for a task in the driver."""
         self._write([Span(DRIVER, task, begin, end)])
 
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
-        """Write the times of the results. Return their values by process."""
+        """Write a span for each TimedResult in the answers. Return the results' values by process name."""
         timed: dict[str, TimedResult] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
         self._write(spans)
@@ -50,7 +50,7 @@ class Trace:
         return {process: answer.value for process, answer in timed.items()}
 
     def take_seconds(self, process: str) -> float:
-        """Return the seconds of a process's tasks since the last call."""
+        """Return the seconds that a process has spent in tasks since the last call."""
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
@@ -59,5 +59,5 @@ class Trace:
 
 
 def read_trace(logs: Path) -> list[Span]:
-    """Return all spans in these logs, in the order in which the driver received them."""
+    """Return all spans in this log folder, in the order in which the driver received them."""
     return [Span(**json.loads(line)) for line in (logs / FILE).read_text(encoding="utf-8").splitlines()]

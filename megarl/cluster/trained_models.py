@@ -1,4 +1,4 @@
-"""The models that a run trains, and which parts of their state are on the devices."""
+"""The models that a run trains, and the placement of their state on devices or in host memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """The groups of ranks by role, including the actor's.
+    """The trainer groups by role, including the actor's.
 
-    The parts of a model's state that its key `offload` names are in host memory during rollouts, while a model on the
-    same devices computes and, except for the actor's weights, during a refit. A task brings them back.
+    The parts of a model's state that its key `offload` names are in host memory during rollouts, while a different
+    model on the same devices computes and, except for the actor's weights, during a refit. A task moves them back.
 
     Attributes:
-        sharing: for each role, the roles on the same devices. They take turns.
+        sharing: for each role, the other roles on the same devices, with which it takes turns.
     """
 
     groups: Mapping[Role, TrainerGroup]
@@ -38,11 +38,11 @@ class TrainedModels:
     def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[Part] = PARTS) -> dict[Role, Any]:
         """Run one task for each of these models, and return the results. The tasks are independent of each other.
 
-        On shared devices, a task starts when the one before it has finished: run together, they would take as long and
+        On shared devices, a task starts when the previous one has finished: concurrent tasks would take as long and
         need the memory of both.
 
         Args:
-            parts: the parts of a model's state that its task needs.
+            parts: the parts of a model's state that its task needs on the devices.
         """
         running: dict[Role, Pending[Any]] = {}
         for role, task in tasks.items():
@@ -61,8 +61,8 @@ class TrainedModels:
         join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Bring the actor's weights to its devices, and offload gradients and optimizers: engines on the same devices
-        wake up for the refit."""
+        """Move the actor's weights to its devices, and offload gradients and optimizers, because engines on the same
+        devices wake up for the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         offload = join([group.offload(UNREAD) for group in groups])
@@ -72,7 +72,7 @@ class TrainedModels:
         offload.result()
 
     def leave_all(self) -> Pending[dict[str, Metric]]:
-        """Offload all models. The result has the bytes that this frees, as metrics."""
+        """Offload all models. The result has the number of bytes freed, as metrics."""
         moving = [group.offload(PARTS) for group in self.groups.values() if group.offloads]
         return join(moving).then(lambda found: {name: metric for part in found for name, metric in part.items()})
 

@@ -1,4 +1,4 @@
-"""The workers of a run, started and connected."""
+"""A run's workers, started and connected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megarl.resharding.planning.planner import make_plan
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The worker groups of a run, and the refit from trainers to engines."""
+    """The worker groups in a run, and the refit from trainers to engines."""
 
     trained: TrainedModels
     reward_model: RewardModelGroup | RewardEngineGroup | None
@@ -46,9 +46,10 @@ class Workers:
     model_folder: Path
     """Folder of the actor's model."""
     environments: EnvironmentGroup | None = None
-    """None if a rollout is a single response to the prompt."""
+    """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
-    """The same processes, which also run evaluation sets. None if neither training nor a set has an environment."""
+    """Processes that run evaluation rollouts in environments, shared with training. None if neither training nor any
+    evaluation set has an environment."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -67,14 +68,14 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Offload the trained models (their keys `offload`), and resume the engines. Return the bytes offloaded, as
-        metrics."""
+        """Offload the trained models as their `offload` keys require, and resume the engines. Return the number of
+        bytes offloaded, as metrics."""
         offloaded = self.trained.leave_all().result()
         self.engines.resume().result()
         return offloaded
 
     def leave_to_rewards(self, is_last: bool) -> None:
-        """Put the engines to sleep after a round of sampling if a reward model shares their devices.
+        """Put the engines to sleep after a sampling round if a reward model shares their devices.
 
         Args:
             is_last: whether a refit follows before the engines sample again.
@@ -83,13 +84,13 @@ class Workers:
             self._quiet_engines(keeps_weights=not is_last)
 
     def return_to_engines(self) -> None:
-        """Resume the engines before another round of sampling, if a reward model used their devices."""
+        """Resume the engines before the next sampling round if a reward model used their devices."""
         if self.rewards_need_room:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Put the engines to sleep after the last round of a step, unless they already sleep. A refit follows before
-        they sample again."""
+        """Put the engines to sleep after the last sampling round in a step, unless they already sleep. A refit follows
+        before they sample again."""
         if not self.rewards_need_room:
             self._quiet_engines(keeps_weights=False)
 
@@ -102,13 +103,14 @@ class Workers:
         self.engines.sleep(keeps_weights).result()
 
     def take_idle_shares(self) -> dict[str, Metric]:
-        """Return the fraction of the time since the last call in which engines and ranks were idle."""
+        """Return the fraction of the time since the last call in which engines and ranks were idle, as metrics."""
         shares = {"engines": self.engines.take_idle_share()}
         shares |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
     def close(self) -> None:
-        """Destroy the process groups of all ranks. Engines have none, and stop with their processes."""
+        """Destroy the process groups on all ranks. Engines have no process groups to destroy and stop with their
+        processes."""
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
@@ -122,11 +124,11 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Start all processes in parallel, and plan the export of the weights. Each model loads its folder, then its state
-    from the checkpoint, if there is one.
+    """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then,
+    if there is a checkpoint, its state from the checkpoint.
 
     Args:
-        engines: running engines of the same config; None: start them.
+        engines: running engines with the same config; None: start new engines.
     """
 
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
@@ -145,7 +147,7 @@ def launch_workers(
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, elapsed)  # sleeping engines free the shared devices' memory for the models
+            _await_starts(session, starting, elapsed)  # sleeping engines free memory on shared devices for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -179,7 +181,8 @@ def launch_workers(
 
 
 def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
-    """Wait until all have started, and empty `starting`. Print a line for each as soon as it has started."""
+    """Wait until all groups in `starting` have started, and empty it. Print a line for each group as soon as it has
+    started."""
     while starting:
         started = session.first(list(starting.values()))
         started.result()

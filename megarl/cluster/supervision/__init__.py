@@ -1,1 +1,1 @@
-"""Supervision of a run's processes: signals, logs, memory, shared memory, and clean-up."""
+"""Supervision of a run's processes: signals, logs, memory, shared memory, and cleanup."""

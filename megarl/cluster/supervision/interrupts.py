@@ -1,4 +1,4 @@
-"""Signals that end a run: the driver ends at once, or at its next safe point within a grace period."""
+"""Handling of signals that end a run: the driver ends at once, or at its next safe point within a grace period."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from contextlib import contextmanager
 from itertools import count
 
 REPEAT_S = 1.0
-"""Time in which a second signal counts as the same as the first. A signal to all processes of a run reaches the driver
-twice: directly and through its parent."""
+"""Seconds after the first signal in which a second one counts as the same signal. A signal to all processes in a run
+reaches the driver twice: directly and through its parent."""
 
 
 class Interrupts:
-    """The signal handling of one process.
+    """The signal handling in one process.
 
-    The first signal raises KeyboardInterrupt. Later signals are ignored, so that they do not interrupt the clean-up.
-    Inside `grace`, the run has a grace period to end by itself.
+    The first signal raises KeyboardInterrupt. Later signals are ignored, so that they do not interrupt cleanup. Inside
+    `grace`, the run has a grace period to end by itself.
     """
 
     def __init__(self) -> None:
         self._driver = self._parent = 0
         self._number_of_signal = count()
-        """Identifies the first signal, even if a second one interrupts its handler."""
+        """Counter that identifies the first signal, even if a second one interrupts its handler."""
         self._told_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
@@ -39,11 +39,11 @@ class Interrupts:
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the grace period; 0 after a second signal."""
+        """Seconds left in the grace period; 0 after a second signal."""
         return max(0.0, self._told_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
 
     def listen(self, signals: Iterable[int]) -> None:
-        """Handle these signals from now on. Processes forked later keep the default action."""
+        """Install handlers for these signals. Processes forked later use the default action."""
         self._driver, self._parent = os.getpid(), os.getppid()
         for number in signals:
             signal.signal(number, self._hear)
@@ -53,11 +53,11 @@ class Interrupts:
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
         """Give the body a grace period after the first signal.
 
-        When the period is over, or at a second signal, KeyboardInterrupt is raised in the body.
+        KeyboardInterrupt is raised in the body when the period is over or a second signal arrives.
 
         Args:
             seconds: length of the grace period.
-            is_awaited: whether the body continues after the first signal and checks is_told itself.
+            is_awaited: whether the body continues after the first signal and checks `is_told` itself.
         """
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:
@@ -86,7 +86,7 @@ class Interrupts:
         self._told_at = time.monotonic()
         if self._can_cut_short and self._grace_s > 0:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-            if self._is_awaited and os.getppid() == self._parent:  # else the signal means that the parent is lost
+            if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent is lost
                 # Do not use print: the interrupted code may be writing to its buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
                 line = f"interrupted; saves after the current step, if within {grace}; a second signal ends the run"
@@ -96,4 +96,4 @@ class Interrupts:
 
 
 interrupts = Interrupts()
-"""Signal handling of this process; active only where `listen` has been called."""
+"""Signal handling in this process. It has no effect until `listen` is called."""

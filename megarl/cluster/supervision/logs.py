@@ -1,4 +1,4 @@
-"""Log files of a run's processes, one for each process."""
+"""Log files for a run's processes, one per process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def log_to(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: texts may contain lone surrogates
+    sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: text may contain lone surrogates
     faulthandler.enable()
     stacks.write_on_request()

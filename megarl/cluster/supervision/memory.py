@@ -1,4 +1,4 @@
-"""Peak memory of a run, sampled over all its processes."""
+"""A run's peak memory, sampled over all of its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ INTERVAL_S = 2.0
 
 
 class MemorySampler:
-    """A thread that samples the memory of this process and its descendants every INTERVAL_S seconds until it exits."""
+    """Samples the memory of this process and its descendants every INTERVAL_S seconds in a thread, until the context
+    exits."""
 
     def __init__(self) -> None:
         self._peak = (0.0, 0.0)
@@ -18,7 +19,7 @@ class MemorySampler:
         threading.Thread(target=self._sample, name="memory", daemon=True).start()
 
     def peak_gb(self) -> tuple[float, float]:
-        """Return the peak sums so far in 10⁹ bytes: (RSS, PSS)."""
+        """Return the peak memory so far, summed over processes, in 10⁹ bytes: (RSS, PSS)."""
         return self._peak
 
     def __enter__(self) -> MemorySampler:

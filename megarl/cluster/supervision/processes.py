@@ -1,7 +1,7 @@
-"""Operating system processes of a run: adoption of orphans, memory, stack traces and termination.
+"""A run's operating system processes: adoption of orphans, memory, stack traces and termination.
 
-With hidepid, /proc hides processes that this one may not trace: those of other users, and processes of the run that
-changed their user or are not dumpable. Signals may still reach them.
+With hidepid, /proc hides processes that this one may not trace: processes owned by other users, and processes in the
+run that changed their user or are not dumpable. Signals may still reach them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 PROC = Path("/proc")
 POLL_S = 0.02
 ONE_THREAD = b"Current thread "
-"""Text that occurs once in a process's stack traces, for the thread that received the signal."""
+"""Text that occurs exactly once in a process's stack traces: the heading for the thread that received the signal."""
 
 
 def adopt_orphans() -> None:
@@ -32,19 +32,19 @@ def adopt_orphans() -> None:
 
 
 def interrupt_with_parent() -> None:
-    """Make the kernel send this process SIGINT when its parent ends for any reason."""
+    """Make the kernel send SIGINT to this process when its parent ends for any reason."""
     signal_with_parent(signal.SIGINT)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """End all descendants of this process and wait until they are gone.
 
-    SIGTERM comes first, because some processes release shared memory upon it, and SIGKILL after grace_s seconds.
-    Python's resource trackers clean up after killed processes and then exit; they have tracker_s seconds. Processes
-    that this one may not signal, because they changed their user, are not awaited.
+    Send SIGTERM first, because some processes then release shared memory, and SIGKILL after grace_s seconds. Python's
+    resource trackers clean up after killed processes and then exit; they have tracker_s seconds. Do not wait for
+    processes that this one may not signal because they changed their user.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # List them again for the second signal: a process may have started another one in between.
+        # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
         _await_end([pid for pid in others if _signal(pid, number)], grace_s)
     _await_end([pid for pid in descendants() if _signal(pid, 0)], tracker_s)
@@ -54,8 +54,8 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 def descendants() -> list[int]:
     """Return all descendants of this process.
 
-    Processes hidden in /proc are found only as direct children, which they become after `adopt_orphans` when their
-    parents end.
+    Processes hidden in /proc are found only if they are direct children. After `adopt_orphans`, they become direct
+    children when their parents end.
     """
     children = defaultdict(list)
     for entry in PROC.iterdir():
@@ -79,7 +79,7 @@ def _parent(process: Path) -> int | None:
 
 
 def _own_children() -> list[int]:
-    """Return the children of all threads of this process from the kernel's lists, which include hidden ones."""
+    """Return the children of all threads in this process, from the kernel's lists, which include hidden processes."""
     children = []
     for file in PROC.glob(f"{os.getpid()}/task/*/children"):
         with suppress(OSError):  # the thread has ended
@@ -88,7 +88,7 @@ def _own_children() -> list[int]:
 
 
 def _await_end(pids: Sequence[int], timeout_s: float) -> None:
-    """Wait until these processes have ended, at most timeout_s seconds."""
+    """Wait until these processes have ended, for at most timeout_s seconds."""
     deadline = time.monotonic() + timeout_s
     while pids := [pid for pid in pids if not _has_ended(pid)]:
         if time.monotonic() > deadline:
@@ -126,11 +126,11 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Make the descendants whose standard error is one of these files write their stack traces to it.
+    """Make each descendant whose standard error is one of these files write its stack traces to that file.
 
     Args:
-        patience_s: maximum time to wait for the traces.
-        elsewhere: whether some files may belong to processes on other nodes, which have got the same request.
+        patience_s: maximum time to wait for the traces, in seconds.
+        elsewhere: whether some files may belong to processes on other nodes, which have received the same request.
 
     Returns:
         The files that have received stack traces.
@@ -151,7 +151,7 @@ def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: 
         if written == last and all(written[file].count(ONE_THREAD) >= expected[file] for file in expected):
             break
         last = written
-        time.sleep(0.1)  # much longer than a process needs between two lines
+        time.sleep(0.1)  # much longer than a process takes between two lines
     return [file for file, size in sizes.items() if file.stat().st_size > size]
 
 
@@ -169,7 +169,8 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process handles the signal, whose default action would end it."""
+    """Return whether the process has a handler for the signal. Without one, the signal's default action would end
+    it."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -181,8 +182,8 @@ def _catches(pid: int, number: int) -> bool:
 def memory_gb() -> tuple[float, float]:
     """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
 
-    RSS counts a shared page once per process; PSS splits it between the processes, so the sum of PSS is the memory in
-    use. Processes that are not readable in /proc are not counted.
+    RSS counts a shared page once per process. PSS splits the page between the processes, so the sum of PSS is the
+    memory in use. Processes that are not readable in /proc are not counted.
     """
     rss = pss = 0
     for pid in [os.getpid(), *descendants()]:
@@ -196,7 +197,7 @@ def memory_gb() -> tuple[float, float]:
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:
-    """Return the bytes of each field; all are 0 for a zombie."""
+    """Return the size of each field in bytes; all are 0 for a zombie."""
     lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     fields = {"Rss": 0, "Pss": 0}
     for line in lines[1:]:

@@ -1,4 +1,4 @@
-"""The scratch folder of a run on each node, for temporary files."""
+"""The run's scratch folder on each node, for temporary files."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from typing import IO
 from megarl.cluster.supervision import segments
 
 VARIABLE = "MEGARL_SCRATCH"
-"""Environment variable that passes the node's scratch folder to the processes of a run."""
+"""Environment variable that passes the node's scratch folder to the run's processes."""
 
 PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
-"""The folders are not in $TMPDIR, which may be too long: paths of the sockets in them are limited to 107 bytes."""
+"""Parent folder, name prefix and lock file of scratch folders. The folders are not in $TMPDIR, whose path may be too
+long: socket paths are limited to 107 bytes."""
 
 
 def own_scratch() -> Path:
-    """Return the scratch folder of this node. Only available inside `supervised`."""
+    """Return this node's scratch folder. Only available inside `supervised`."""
     return Path(os.environ[VARIABLE])
 
 
 _locks: list[IO[str]] = []
-"""Open lock files of this process's folders."""
+"""Open lock files for the scratch folders that this process has made."""
 
 
 def make_scratch() -> Path:
-    """Create a scratch folder. This process and its forks hold its lock until the last of them ends."""
+    """Create a scratch folder. This process and its forks hold the folder's lock until the last of them ends."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
     lock = hidden.open("w")
@@ -40,9 +41,10 @@ def make_scratch() -> Path:
 
 
 def sweep() -> None:
-    """Remove scratch folders and shared memory of this user's dead runs, which were killed before their clean-up."""
+    """Remove scratch folders and shared memory left by this user's dead runs, which were killed before their
+    cleanup."""
     for folder in PLACE.glob(f"{PREFIX}*"):
-        # Another run may sweep at the same time, and other users' folders cannot be opened.
+        # A different run may sweep at the same time, and other users' folders cannot be opened.
         with suppress(OSError), (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segments.remove(segments.made(folder))

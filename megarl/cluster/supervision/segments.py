@@ -1,8 +1,8 @@
-"""Named shared memory and semaphores, through which an engine's ranks communicate. They outlive killed processes.
+"""Named shared memory and semaphores, which an engine's ranks use to communicate. They outlive killed processes.
 
-Libraries choose their names, so a run recognizes its own segments by three conditions: a process of the run maps the
-segment, it did not exist before the run, and no other process uses it after the run. Segments that a process only
-opened, such as those of a server, fail one of these.
+Libraries choose the names, so a run identifies its own segments by three conditions: a process in the run maps the
+segment, the segment did not exist before the run, and no other process uses it after the run. A segment that a process
+only opened, such as a server's segment, fails one of these conditions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def note_earlier(scratch: Path) -> None:
 
 
 def name_semaphores(scratch: Path) -> None:
-    """Name semaphores that this process and its descendants create from now on after the scratch folder.
+    """Make this process and its descendants name new semaphores after the scratch folder.
 
-    Such semaphores can be cleaned up even if the process is killed before it records them.
+    Such semaphores can be removed even if the process is killed before it records them.
     """
-    # Python passes this prefix to all processes that multiprocessing starts from this one.
+    # Python passes this prefix to all processes that multiprocessing starts from this process.
     multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
 
 
@@ -56,10 +56,10 @@ def mapped() -> set[Segment]:
 
 
 def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Return the segments that the run created, empty if the scratch folder is gone.
+    """Return the segments that the run created; empty if the scratch folder is gone.
 
-    These are the segments recorded by its processes, mapped at its end or named after the scratch folder, without those
-    that existed before the run.
+    These are the segments that its processes recorded, that are mapped at its end, or that are named after the scratch
+    folder, without segments that existed before the run.
     """
     if not (scratch / EARLIER).exists():
         return set()
@@ -72,7 +72,7 @@ def remove(segments: Set[Segment]) -> None:
     """Remove the segments that no other process uses."""
     unused = segments - _used() if segments else set()
     for segment in unused & _existing(segment.name for segment in segments):
-        with suppress(OSError):  # continue with the others if one cannot be removed
+        with suppress(OSError):  # continue with the next one if this one cannot be removed
             (SHARED_MEMORY / segment.name).unlink()
 
 
@@ -88,7 +88,7 @@ def _existing(names: Iterable[str]) -> set[Segment]:
 
 
 def _used() -> set[Segment]:
-    """Return the segments that other readable processes of this machine map or hold open."""
+    """Return the segments that readable processes other than this one map or hold open."""
     others = set(psutil.pids()) - {os.getpid()}
     return _existing(name for pid in others for name in (*_mapped_names(pid), *_open_names(pid)))
 
@@ -119,7 +119,7 @@ def _write(file: Path, segments: Set[Segment]) -> None:
     lines = (f"{segment.inode} {segment.name}\n" for segment in segments)
     new = file.with_name(f".{file.name}")
     new.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
-    new.replace(file)  # never partial, even if the writer is killed
+    new.replace(file)  # never leaves a partial file, even if the writer is killed
 
 
 def _read(file: Path) -> set[Segment]:

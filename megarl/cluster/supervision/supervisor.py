@@ -1,6 +1,6 @@
-"""The supervisor of a run: a parent process that only waits and a child that drives the run, watching each other.
+"""The run's supervisor: a parent process that only waits and a child process that drives the run, watching each other.
 
-If either is killed, the other ends all processes of the run. Ray alone would leave some of them for a minute or more.
+If either is killed, the other ends all processes in the run. Ray alone would leave some of them for a minute or more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
 
 DEADLINE_S = 15
-"""Seconds after an interrupt and the grace period until the child is killed, because one of its calls may hang."""
+"""Seconds from the end of the grace period after an interrupt until the child is killed, because one of its calls may
+hang."""
 
 INTERRUPTED = "interrupted; the run ends"
 
@@ -28,16 +29,16 @@ INTERRUPTED = "interrupted; the run ends"
 def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     """Run the body in a child process. The parent exits with the child's status and never enters the body.
 
-    Yields a scratch folder. However the body ends, its processes and the folder are removed. SIGINT, SIGTERM and
-    SIGHUP, to either process or to the run's process group, raise KeyboardInterrupt in the body and lead to exit status
-    130.
+    Yields a scratch folder. When the body ends for any reason, its processes are ended and the folder is removed.
+    SIGINT, SIGTERM and SIGHUP, sent to either process or to the run's process group, raise KeyboardInterrupt in the
+    body and lead to exit status 130.
 
     The child and its descendants form their own process group in the same session. A signal from a terminal or Slurm to
-    the run's group thus reaches only the parent, which forwards it to the child. It would kill Ray's processes and with
-    them the state that is to be saved.
+    the run's group therefore reaches only the parent, which forwards it to the child. If the signal reached Ray's
+    processes, it would kill them and lose the state that the run must save.
 
     Args:
-        grace_s: time that the body may take to end after a signal, see `interrupts`.
+        grace_s: seconds that the body may take to end after a signal. See `interrupts`.
     """
     sweep()
     scratch = make_scratch()
@@ -52,7 +53,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # they stop background groups that use the terminal
+        signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
     processes.interrupt_with_parent()
     interrupts.listen({signal.SIGINT, *heard})
@@ -64,7 +65,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         if os.getppid() != parent:  # the parent is lost; otherwise it cleans up
             _end(scratch)
         # Exit at once: Ray ends this process with status 1 when it notices that the raylet is gone, and its exit
-        # handlers crash if the interrupt came during its start.
+        # handlers crash if the interrupt arrived during Ray's startup.
         os._exit(130)
     finally:
         _end(scratch)
@@ -89,14 +90,14 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
             signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(told_at) == 1 else 0.0))
 
     def stop(*_) -> None:
-        """Stop the child's process group and this process until SIGCONT, as the terminal stops a single group."""
+        """Stop the child's process group and this process until SIGCONT, because the terminal stops only one group."""
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             os.killpg(child, signal.SIGCONT)
 
     def kill(number: int) -> None:
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # the child has just ended
             os.kill(child, number)
 
     for number in signals:
@@ -111,7 +112,7 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
     _end(scratch)
     code = os.waitstatus_to_exitcode(status)
     if told_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
-        _print_error(INTERRUPTED)  # the child got the signal before it could handle it
+        _print_error(INTERRUPTED)  # the child received the signal before it could handle it
         return 130
     if code >= 0:
         return code
@@ -120,12 +121,13 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
 
 
 def _heard() -> list[int]:
-    """Return the signals that end a run, without ignored ones: nohup, for example, ignores SIGHUP."""
+    """Return the signals that end a run, without ignored signals: nohup, for example, ignores SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
 
 
 def _end(scratch: Path) -> None:
-    """End all processes that this one or its lost child started, and remove their shared memory and scratch folder."""
+    """End all processes started by this process or its lost child, and remove their shared memory and scratch
+    folder."""
     mapped = segments.mapped()
     processes.end_descendants()
     segments.remove(segments.made(scratch, mapped))

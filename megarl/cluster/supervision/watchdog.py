@@ -1,4 +1,4 @@
-"""The watchdog, which ends the run when Ray's own processes die. The driver would notice late or never."""
+"""The watchdog, which ends the run when Ray's own processes die. The driver alone would notice late or never."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
-"""Time in which the driver receives a signal that was sent to all processes of the run and ended Ray's."""
+"""Seconds to wait for a signal in the driver when Ray's processes have ended: the signal may have been sent to all
+processes in the run."""
 FATAL = ("raylet", "gcs_server")
 
 
 class Watchdog:
     """A thread that watches the raylet and the GCS.
 
-    A run cannot survive their loss, and calls of the driver may hang in Ray's core. The thread therefore prints an
-    error and exits the driver, upon which the parent process ends all others.
+    A run cannot survive the loss of either process, and the driver's calls may hang in Ray's core. The thread therefore
+    prints an error and exits the driver. The parent process then ends all remaining processes.
     """
 
     def __init__(self) -> None:
         self.phase = "Ray start"
-        """What the driver currently waits for, named in the error message."""
+        """Description of what the driver currently waits for, used in the error message."""
         self._stopped = False
         self._lock = threading.Lock()
         self._watched = _find(FATAL)
@@ -37,7 +38,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def check(self) -> None:
-        """End this process if a Ray process is lost. Also called after errors that such a loss may have caused."""
+        """End this process if a Ray process is lost. Call this after errors that such a loss may have caused."""
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
@@ -65,7 +66,7 @@ def _find(names: Collection[str]) -> dict[str, psutil.Process]:
     """Return the descendants of this process with these names."""
     processes = {}
     for pid in descendants():
-        with suppress(psutil.Error):  # it has ended or is not readable
+        with suppress(psutil.Error):  # the process has ended or is not readable
             process = psutil.Process(pid)
             if process.name() in names:
                 processes[process.name()] = process
@@ -75,5 +76,5 @@ def _find(names: Collection[str]) -> dict[str, psutil.Process]:
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two calls
+    except psutil.NoSuchProcess:  # the process ended between the two calls
         return False
