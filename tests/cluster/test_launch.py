@@ -38,7 +38,7 @@ def test_user_error_is_the_last_line_and_not_retried(cluster: Slurm, shared: Pat
     wrong = f"rewards.functions=[{{function: {shared}/rewards.py:nothing}}]"
     run = Launched(cluster, shared, "wrong", *options, wrong)
     again = launch(cluster, shared, "wrong", *options)
-    assert again.returncode == 2 and f"job {run.number} is " in again.stderr
+    assert again.returncode == 2 and f"job {run.number} of this run is " in again.stderr
     job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
     assert (job["ExitCode"], job["Restarts"], run.attempts) == ("2:0", "0", ["n0 n1"])
     assert run.log.splitlines()[-1].startswith("job: megarl: error: rewards.functions")
