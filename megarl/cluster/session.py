@@ -89,7 +89,7 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="0",  # the default is a fixed port, which another run may use
+            AUTOSCALER_METRIC_PORT="0",  # the default is a fixed port, which a different run may use
         )
         address = None
         if config.cluster.nodes > 1:
@@ -255,7 +255,7 @@ class Session:
         users = any(rank(error) == 0 for error in all_errors)
         lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
         if self._others and not lost and not users:
-            self._settle(wanted)  # a process on another node, such as an engine's part, may be lost as well
+            self._settle(wanted)  # a process on a different node, such as an engine's part, may also be lost
             if not (failed := self._failed()):
                 return
         for pending in failed:

@@ -1,1 +1,1 @@
-"""The parts of one RL step that `train.py` calls: rollouts, scores, baselines, dispatch."""
+"""The parts of an RL step that `train.py` calls: rollouts, scores, baselines, dispatch."""

@@ -1,4 +1,4 @@
-"""Baselines of an update's samples, computed by the driver from scalar rewards."""
+"""Baselines for the samples in an update, computed by the driver from scalar rewards."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 from megarl.step.scoring import ScoredSample, rollouts_of
 
 Totals = Mapping[str, TokenTotals]
-"""Sums over a model's per-token rewards: sample id -> TokenTotals."""
+"""Sums over the per-token rewards from one model: sample id -> TokenTotals."""
 
 Groups = Sequence[Sequence[ScoredSample]]
-"""The samples of one update, by prompt."""
+"""The samples in one update, by prompt."""
 
 
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[ScoredSample]:
-    """Return all samples of an update with their baselines. The samples of one rollout share its baseline.
+    """Return all samples in an update with their baselines. The samples in a rollout share its baseline.
 
     Args:
-        token_reward_totals: sums over an implicit reward model's rewards.
-        kl_reward_totals: sums over the KL rewards.
+        token_reward_totals: sums over the implicit reward model's per-token rewards.
+        kl_reward_totals: sums over the per-token KL rewards.
     """
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
@@ -53,8 +53,8 @@ def attach_baselines(
 def update_reward_average(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> dict[str, Metric]:
-    """Add the step's mean reward to the moving average, if that is the estimator's baseline, after the baselines of all
-    updates are attached. Return the previous average as a metric."""
+    """Add the step's mean reward to the moving average, if the estimator uses it as the baseline. Call this after
+    baselines are attached in all updates. Return the previous average as a metric."""
     advantage, before = config.algorithm.advantage, average.value
     if advantage.spec.comparison != "moving_average":
         return {}
@@ -78,8 +78,8 @@ def _member(
     kl_reward_totals: Totals,
     earlier: float = 0.0,
 ) -> Member:
-    """Makes the Member of a rollout, of its samples. Rewards of single tokens are part of the reward, unless they are
-    compared by themselves. The KL is always part of it."""
+    """Return the Member for a rollout, given its samples. Its reward includes the KL reward and, unless the estimator
+    compares per-token rewards separately, the per-token rewards."""
     item, names = rollout[0], [item.sample.info.id for item in rollout]
     num_tokens = sum(item.sample.info.num_trained_tokens for item in rollout)
     learned = sum((token_reward_totals.get(name, NO_TOTALS) for name in names), NO_TOTALS)

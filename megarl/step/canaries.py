@@ -1,5 +1,5 @@
-"""Canary prompts: a few fixed prompts that every engine answers, and whose tokens the trainer scores, with the same
-weights. Differences then have another reason than training."""
+"""Canary prompts: a few fixed prompts to which every engine responds. The trainer then scores the response tokens with
+the same weights, so differences in log-probs have a cause other than training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
 
 NUM_PROMPTS, NUM_TOKENS = 4, 16
-"""Number of prompts, and maximum tokens of an answer. A hundred tokens are enough to compare a mean difference with its
-limit, and take about a second."""
+"""Number of prompts, and maximum number of tokens in a response. A total of about a hundred tokens is enough to compare
+the mean difference with its limit, and takes about a second."""
 
 PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -37,28 +37,29 @@ TEXTS = (
     "def add(a, b):",
     "A triangle has three sides, and a square",
 )
-"""Prompts for runs without prompts of their own, whose environment provides tasks."""
+"""Prompts for runs without a prompt data set, in which an environment provides the tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one engine by kind: greedy ones, and ones with the run's sampling settings."""
+    """One engine's responses by kind: greedy responses, and responses with the run's sampling settings."""
 
     samples: Mapping[str, Sequence[RemoteSample]]
 
     @classmethod
     def of(cls, samples: Sequence[RemoteSample]) -> Answers:
-        """Split the answers to `Canaries._requests` by kind."""
+        """Split the responses to `Canaries._requests` by kind."""
         each = len(samples) // len(KINDS)
         return cls({kind: samples[i * each : (i + 1) * each] for i, kind in enumerate(KINDS)})
 
 
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """The canary prompts of a run.
+    """The canary prompts in a run.
 
     Attributes:
-        limit: mean difference of an engine's tokens that rounding explains.
+        limit: largest mean log-prob difference per token, in nats, between an engine and the trainer that rounding can
+            explain.
     """
 
     config: Config
@@ -68,7 +69,8 @@ class Canaries:
 
     @classmethod
     def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
-        """Return the first prompts of the data, or those of TEXTS that have tokens and fit."""
+        """Return canaries from the first prompts in the data or, if these have no tokens, from TEXTS. Prompts from
+        TEXTS are cut to fit the context, and prompts without tokens are left out."""
         prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         if not all(len(prompt.token_ids) for prompt in prompts):
             tokenizer = load_tokenizer(workers.model_folder)
@@ -78,8 +80,8 @@ class Canaries:
         return cls(config, workers, prompts, config.canary_limit)
 
     def ask(self) -> dict[str, Answers]:
-        """Let every engine answer, greedily and with the run's sampling settings, then put the engines to sleep. Return
-        the answers by engine."""
+        """Sample responses on every engine, greedily and with the run's sampling settings, then put the engines to
+        sleep. Return the responses by engine name."""
         workers = self.workers
         workers.switch_to_rollout()
         found = workers.engines.generate_on_each(self._requests).result()
@@ -87,12 +89,13 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in found.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Return each engine's difference from the trainer, without causes."""
+        """Return evidence with each engine's log-prob differences from the trainer, but without data on their
+        causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
     def explain(self, answers: Mapping[str, Answers], measured: Mapping[str, Evidence]) -> dict[str, Evidence]:
-        """Return the evidence for every cause, by engine."""
+        """Return the evidence for every possible cause, by engine name."""
         config, workers = self.config, self.workers
         others = self._other_scorings()
         found = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
@@ -146,7 +149,8 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return scorings that an engine may use by mistake, each by a phrase that follows "the trainer's"."""
+        """Return the scorings that an engine may use by mistake, each under a phrase that completes "the trainer's
+        ..."."""
         own = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, own.temperature**2, 1 / own.temperature))
         others = {f"at temperature {t:g}": replace(own, temperature=t) for t in temperatures if t != own.temperature}
@@ -157,8 +161,8 @@ class Canaries:
     def _differences(
         self, answers: Mapping[str, Answers], asked: Sequence[tuple[str, Scoring]]
     ) -> list[dict[str, float]]:
-        """Return, for each kind and scoring, the mean absolute difference of a token's log-prob, in nats, over each
-        engine's answers."""
+        """Return the mean absolute log-prob difference per token, in nats, over each engine's responses. The result has
+        one mapping by engine name for each pair of kind and scoring in `asked`."""
         actor, trained = self.workers.actor, self.workers.trained
 
         def score() -> Pending[list[dict[str, list[float]]]]:

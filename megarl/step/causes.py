@@ -1,4 +1,4 @@
-"""Possible causes of differences between trainer and engines, ranked by evidence."""
+"""Possible causes of log-prob differences between trainer and engines, ranked by evidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A cause, and a description of the evidence for or against it."""
+    """A possible cause, and a description of the evidence for or against it."""
 
     name: str
     verdict: Verdict
@@ -27,21 +27,22 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The checks of one engine, on canary prompts that it has answered twice: greedily, where neither temperature nor
-    truncation has an effect, and with the run's sampling settings.
+    """Results of the checks on one engine, which has responded to each canary prompt twice: greedily, where temperature
+    and truncation have no effect, and with the run's sampling settings. Differences are absolute differences between
+    the trainer's and the engine's log-prob of a token, in nats.
 
     Attributes:
-        limit: mean difference of a token's log-prob, in nats, that rounding explains.
-        greedy: mean difference of the greedy answers.
-        sampled: mean difference of the sampled answers.
-        rescored: mean difference of the sampled answers under other scorings of the trainer, by their description.
-        differing: a line for each region of the weights that differs from the trainer's; None: not comparable.
-        num_regions: number of compared regions.
-        head_dtypes: dtype of the head's logits in the trainer and in the engine.
-        other_tokens: those of num_texts texts for which the engine's tokenizer gives other tokens.
-        other_routes: mean difference if the trainer routes tokens itself; None: routes are not replayed.
+        limit: largest mean difference that rounding can explain.
+        greedy: mean difference in the greedy responses.
+        sampled: mean difference in the sampled responses.
+        rescored: mean difference in the sampled responses under alternative scorings by the trainer, by description.
+        differing: one line for each weight region that differs from the trainer's; None: not comparable.
+        num_regions: number of compared weight regions.
+        head_dtypes: dtype of the head's logits in the trainer, and in the engine.
+        other_tokens: the prompts, among the num_texts compared ones, that the engine's tokenizer tokenizes differently.
+        other_routes: mean difference if the trainer computes expert routes itself; None: routes are not replayed.
         has_experts: whether the model has experts.
-        kernels: the kernels of trainer and engine.
+        kernels: descriptions of the kernels in the trainer, and in the engine.
     """
 
     limit: float
@@ -63,8 +64,8 @@ class Evidence:
 
 
 def ranked(evidence: Evidence) -> list[Cause]:
-    """Return all causes, the likeliest first. Kernels differ in every run: they are the cause if the forward passes
-    differ and no other cause is found."""
+    """Return all causes, sorted with the most likely first. Kernels differ in every run, so they count as the cause
+    only if the forward passes differ and no other cause is found."""
     causes = [_weights(evidence), _sampling(evidence), _tokens(evidence), _head(evidence)]
     if evidence.has_experts:
         causes.append(_experts(evidence))
@@ -73,7 +74,7 @@ def ranked(evidence: Evidence) -> list[Cause]:
 
 
 def describe(causes: Sequence[Cause]) -> str:
-    """Return a line for each cause that is not excluded, and one for all excluded ones."""
+    """Return one line for each cause that is not excluded, and one line for all excluded causes."""
     left = [cause for cause in causes if cause.verdict is not Verdict.EXCLUDED]
     lines = [f"  {number}. {cause.name}: {cause.evidence}" for number, cause in enumerate(left, start=1)]
     excluded = [f"{cause.name} ({cause.evidence})" for cause in causes if cause.verdict is Verdict.EXCLUDED]

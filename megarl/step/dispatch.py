@@ -1,4 +1,4 @@
-"""Dispatch of a step's samples: their assignment to data-parallel ranks, and their weights in the loss."""
+"""Dispatch of a step's samples: assignment to data-parallel ranks, and weights in the loss."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megarl.data.packing import Lengths, Packing, schedule
 from megarl.step.scoring import ScoredSample
 
 Group = Sequence[ScoredSample]
-"""The scored samples of one prompt."""
+"""The scored samples for one prompt."""
 
 
 def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
-    """Return the groups of each update, without groups whose samples all failed and without empty updates."""
+    """Split the groups into updates. Leave out groups whose samples all failed, and empty updates."""
     size = config.batch.prompts_per_update
     updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
     return [update for update in updates if update]
 
 
 def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
-    """Return the groups of each update of each epoch, split as in `updates_of`. The first epoch keeps the order of the
-    groups; the others shuffle them, with a seed from run.seed, the step and the epoch.
+    """Return the groups per update per epoch, split as in `updates_of`. The first epoch keeps the order of the groups.
+    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch.
 
-    The groups within an update keep their order, so that epochs of a single update are all the same.
+    The groups within an update keep their order, so if an epoch is a single update, all epochs are identical.
     """
     orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
     return [updates_of(config, [groups[i] for i in order]) for order in orders]
@@ -53,12 +53,13 @@ def dispatch(
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
 ) -> list[RankBatch]:
-    """Return one update's samples as microbatches of each data-parallel rank, each sample with its weight in the loss.
-    Pairs of samples stand two by two, the better one first, and stay together.
+    """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
+    microbatches. For pairwise objectives, the samples of a pair must be adjacent, with the better one first; they stay
+    together.
 
     Args:
-        scores: other models' scores of tokens, by name in TokenBatch. Per-token rewards are subtracted from the
-            sample's reward.
+        scores: token scores from other models, by name in TokenBatch. Per-token rewards among them are subtracted from
+            the sample's scalar reward.
     """
     infos = [item.sample.info for item in samples]
     num_tokens = [_counted_tokens(config, role, info) for info in infos]
@@ -86,20 +87,20 @@ def dispatch(
 
 
 def _reward(item: ScoredSample, role: Role, process: bool) -> float:
-    """Return the reward of the whole sample. process: whether its per-token rewards are dispatched as well."""
+    """Return the sample's scalar reward. process: whether its per-token rewards are dispatched separately."""
     if role == "implicit_reward":
         return item.outcome
     return item.reward - item.token_reward_totals.total if process else item.reward
 
 
 def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
-    """Return the number of a sample's tokens in the loss."""
+    """Return the number of tokens in the sample that count in the loss."""
     skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
     return 0 if skipped else info.num_trained_tokens
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:
-    """Return the aggregation of a role's loss. A loss of whole samples or pairs is their mean."""
+    """Return the loss aggregation for a role. A loss on whole samples or pairs is averaged over them."""
     sample_mean: Aggregation = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {

@@ -1,5 +1,5 @@
-"""Comparison of trainer and engine log-probs: on the samples of every step, and on canary prompts before the first
-step or after each refit."""
+"""Comparison between trainer and engine log-probs: on the samples in every step, and on canary prompts before the first
+step and, if configured, after each refit."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from megarl.step.scoring import Metrics
 
 
 class LogprobCheck:
-    """The comparison of log-probs during a run."""
+    """Compares trainer and engine log-probs during a run."""
 
     def __init__(self, config: Config, workers: Workers, data: PromptSet):
         self._config = config
         self._canaries = Canaries.of(config, workers, data)
         self._is_explained = False
-        """Whether causes have been searched for, which a run that continues does once."""
+        """Whether possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
-        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raises RunFailure, with the
-        ranked causes, if an engine differs from the trainer by more than the limit."""
+        """Check the canary prompts before the first step, if logprob_check.canaries is set.
+
+        Raises:
+            RunFailure: an engine differs from the trainer by more than the limit. The message ranks the causes.
+        """
         if self._has_gate:
             elapsed = ElapsedTime()
             found = " and ".join(f"{metric.value:.1e}" for metric in self._gate("before the first step").values())
             elapsed.print(f"agreement: canary prompts differ by {found} a token, greedy and sampled, found")
 
     def after_refit(self, step: int) -> Metrics:
-        """Check them after a step's refit. Return metrics. Raises RunFailure as `begin` does."""
+        """Check the canary prompts after a step's refit, if configured. Return metrics. Raises RunFailure like
+        `begin`."""
         is_due = self._has_gate and self._config.logprob_check.canaries == "refits"
         return self._gate(f"after the refit of step {step}") if is_due else {}
 
     @property
     def _has_gate(self) -> bool:
-        """Whether the run has canaries. A tokenizer may produce no tokens for any of them."""
+        """Whether the run checks canary prompts. False if none of them has tokens with this tokenizer."""
         return self._config.logprob_check.canaries != "off" and bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
-        """Warn if a step's tokens differ by more than the limit, the first time with the ranked causes. With
-        logprob_check.action=stop, raise RunFailure with them instead.
+        """Warn if log-probs in a step differ by more than the limit. The first warning ranks the causes. With
+        logprob_check.action=stop, raise a RunFailure with the ranked causes instead.
 
         Args:
-            metrics: those of the training, whose weights the engines now have.
+            metrics: the step's training metrics. The engines must already have the weights trained in this step.
         """
         found = excess(self._config, metrics)
         if found is None:
@@ -88,7 +92,7 @@ class LogprobCheck:
 
 
 def announce(config: Config) -> list[str]:
-    """Return a line about the tokens that the run excludes from the loss, if it does."""
+    """Return a line about the tokens that the run excludes from the loss; empty if it excludes none."""
     tolerance = config.tolerance
     if config.is_offline or tolerance.mask is None:
         return []
@@ -97,7 +101,7 @@ def announce(config: Config) -> list[str]:
 
 
 def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
-    """Describe by how much a step's tokens differ, if by more than the limit."""
+    """Describe the log-prob difference in a step if it is above the limit; otherwise return None."""
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
     if mismatch is None or limit is None or mismatch.value <= limit:
         return None
@@ -105,7 +109,8 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def tell(explained: Mapping[str, Evidence]) -> str:
-    """Describe the engines' differences from the trainer on canary prompts, with ranked causes for the largest."""
+    """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
+    difference."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (

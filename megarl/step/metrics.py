@@ -18,10 +18,10 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Return metrics of the step's samples, phases and weights.
+    """Return metrics for the step's samples, phases and weights.
 
     Args:
-        groups: all samples, by prompt. Metrics of lengths leave out greedy rollouts, which are not trained on.
+        groups: all samples, by prompt. Length metrics exclude greedy rollouts, which are not trained on.
     """
     infos = [sample.info for group in groups for sample in group]
     sampled = infos
@@ -40,15 +40,15 @@ def step_metrics(
 
 
 def update_rate(metrics: Mapping[str, Metric]) -> float:
-    """Return the mean learning rate of a step's updates of the actor; 0 if there were none, if all were skipped, or if
-    the gradient was 0. metrics: those of the training."""
+    """Return the mean learning rate over the actor updates in a step; 0 if the step had no such updates, if all were
+    skipped, or if the gradient was 0. metrics: the step's training metrics."""
     has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
     return metrics["policy/lr"].value if has_learned else 0.0
 
 
 def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Replace the moments of returns and residuals by the explained variance of the critic's values before the step.
-    It is absent if all returns are equal."""
+    """Replace the moments of returns and residuals with the explained variance of the critic's values before the step.
+    The metric is absent if all returns are equal."""
     names = ("value/return_mean", "value/return_square_mean", "value/residual_mean", "value/residual_square_mean")
     if any(name not in metrics for name in names):
         return dict(metrics)
@@ -58,21 +58,22 @@ def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def with_effective_share(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Replace the moments of the weights w = trainer / engine by the effective sample size of the engine's tokens under
-    the trainer's policy, as a fraction of their number: (Σw)² / (n·Σw²) (Kong 1992; https://arxiv.org/abs/1602.03572
-    compares such sizes)."""
+    """Replace the moments of the weights w = trainer / engine with the engine tokens' effective sample size under the
+    trainer's policy, as a fraction of the number of tokens: (Σw)² / (n·Σw²) (Kong 1992;
+    https://arxiv.org/abs/1602.03572 compares such estimators)."""
     names = ("mismatch/weight_mean", "mismatch/weight_square_mean")
     if any(name not in metrics for name in names):
         return dict(metrics)
     first, second = (metrics[name].value for name in names)
     rest = {name: metric for name, metric in metrics.items() if name not in names}
-    share = min(1.0, first**2 / second) if second else 0.0  # all weights may underflow
+    share = min(1.0, first**2 / second) if second else 0.0  # all weights may underflow to 0
     return rest | {"mismatch/effective_frac": Metric(share, metrics[names[0]].weight)}
 
 
 def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
-    """Return metrics of the samples' staleness relative to the version `trained`, from which the step's updates start.
-    With max_staleness, they include the fraction of each age of the samples' oldest tokens."""
+    """Return staleness metrics for the samples, relative to the version `trained` from which the step's updates start.
+    The age of a sample is that of its oldest token. With max_staleness, include the fraction of samples with each
+    age."""
     infos = [info for info in infos if info.num_response_tokens]  # a rollout that failed immediately has no tokens
     if not infos:
         return {}
@@ -96,7 +97,7 @@ def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _rollout_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Return metrics of rollouts in environments; none without an environment."""
+    """Return metrics for rollouts in environments; empty without an environment."""
     rollouts = [*{info.rollout_id: info.rollout for info in infos if info.rollout is not None}.values()]
     if not rollouts:
         return {}

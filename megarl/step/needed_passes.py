@@ -1,5 +1,5 @@
-"""The forward-only passes that a run needs. Others are left out, with the reason, where the result is provably the
-same."""
+"""The forward-only passes that a run needs. A pass is skipped, with a reason, if the result is provably the same
+without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of sampled responses for pairwise objectives."""
+"""Selection of response pairs for pairwise objectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megarl.step.scoring import ScoredSample
 
 
 def best_and_worst(groups: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
-    """Return the samples with the highest and the lowest reward of each group, the first one among equals. A group
-    whose rewards are all equal has no pair."""
+    """Return the samples with the highest and the lowest reward in each group. Ties go to the first sample. A group
+    whose rewards are all equal yields no pair."""
     pairs = []
     for group in groups:
         best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))

@@ -1,4 +1,4 @@
-"""The forward-only passes of a step, and the lines of the log that explain them."""
+"""The forward-only passes in a step, and the log lines that explain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config) -> list[str]:
-    """Return a line for the passes that run, and one for those that are left out, if there are any."""
+    """Return one line for the passes that run and one for the passes that are skipped. A line is left out if it has no
+    passes."""
     by_need = {"made": True, "left out": False}
     chosen = {word: [p for p in passes(config) if p.needed == need] for word, need in by_need.items()}
     return [
@@ -36,5 +37,6 @@ def policies(config: Config) -> list[Policy]:
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:
-    """Submit a pass for each of the policies. The log-probs stay on the ranks, see TrainerGroup.keep_log_probs."""
+    """Submit a forward-only pass for each needed policy. The log-probs stay on the ranks. See
+    TrainerGroup.keep_log_probs."""
     return join([actor.keep_log_probs(policy, updates) for policy in policies(config)]).then(join_named_scores)

@@ -1,4 +1,4 @@
-"""Profiles of selected steps on selected ranks of the trained models."""
+"""Profiling of selected steps on selected ranks that train models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.config.schema import Config
 
 @contextmanager
 def profiled(config: Config, trained: TrainedModels, number: int, folder: Path) -> Iterator[None]:
-    """Profile the body on the ranks of run.profile, if step `number` is one of its steps. Create the folder and write
-    one file per rank into it. Other steps are not affected."""
+    """Profile the body on the ranks in run.profile, if step `number` is one of its steps. Create the folder and write
+    one file per rank to it. In any other step, do nothing."""
     settings = config.run.profile
     if number not in settings.steps:
         yield

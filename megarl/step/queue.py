@@ -1,4 +1,4 @@
-"""The pending rollouts. With rollout.max_staleness they start before the step that trains on them."""
+"""The queue of pending rollouts. With rollout.max_staleness, rollouts start before the step that trains on them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
 
 WAITING = "rollouts/waiting.pickle"
-"""File of a checkpoint with the samples that wait for a step."""
+"""File in a checkpoint with the samples that wait for a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The pending rollouts of one prompt.
+    """The pending rollouts for one prompt.
 
     Attributes:
-        item: the prompt's row in the data, and the weight version with which it started.
-        order: position among all groups of this attempt.
+        item: the prompt's row in the data, and the weight version with which its rollouts started.
+        order: position among all groups in this attempt.
         names: names of the rollouts.
-        place: position among the groups that were submitted together.
+        place: position among the groups that were submitted together, and so in the result of `pending`.
     """
 
     item: PendingPrompt
@@ -42,13 +42,14 @@ class Group:
     place: int = 0
 
     def result(self) -> Sampled:
-        """Wait for the rollouts."""
+        """Wait for the group's rollouts and return them."""
         return self.pending.result()[self.place]
 
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of stale rollouts since the last call of `metrics`, and of those among them that were aborted."""
+    """Counts of samples and tokens in rollouts that were dropped as stale, and of those that were aborted among
+    them."""
 
     samples: int = 0
     tokens: int = 0
@@ -76,10 +77,10 @@ class Dropped:
 
 @dataclass(slots=True)
 class RolloutQueue:
-    """The groups of rollouts between their start and the step that trains on them.
+    """Holds groups from the start of their rollouts until the step that trains on them.
 
-    The driver's state lists their rows. A resumed run samples these prompts again, except for finished groups, whose
-    samples are in the checkpoint."""
+    The driver's state lists the groups' rows. A resumed run samples these prompts again, except for finished groups,
+    whose samples are in the checkpoint."""
 
     config: Config
     workers: Workers
@@ -98,8 +99,8 @@ class RolloutQueue:
         )
 
     def begin(self, number: int, wanted: int) -> None:
-        """Start the groups that may start during this step, which takes the next `wanted` groups. Prompts whose earlier
-        rollouts were dropped come first, and the step waits for them."""
+        """Start the groups that may start during this step, which takes the next `wanted` groups. Prompts with dropped
+        rollouts come first, and the step waits for them."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
@@ -117,7 +118,8 @@ class RolloutQueue:
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
-        """Wait for the groups that this step trains on, and return their samples, in the order of their start."""
+        """Wait for the groups that this step trains on, and return their samples in the order in which the groups
+        started."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()
@@ -138,8 +140,8 @@ class RolloutQueue:
         return sampled
 
     def drop(self, number: int) -> None:
-        """Abort the rollouts that are too old for the step after this one, and wait until the engines have stopped
-        them. Their prompts start again before others."""
+        """Abort the rollouts that are too old for the next step, and wait until the engines have stopped them. Their
+        prompts restart before new ones."""
         expired = self._schedule.expire(number)
         if not expired:
             return
@@ -150,16 +152,16 @@ class RolloutQueue:
         self.state.put_back([group.item for group in expired], number)
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """Write the samples of finished groups that wait for a step into a checkpoint's folder. Return the records of
-        the files: none if no group waits."""
+        """Write the samples of finished groups that still wait for a step to a file in a checkpoint's folder. Return
+        the file records; empty if no group waits."""
         self._note_finished()
         waiting = {group: group.result() for group in self._schedule.finished}
         groups = [(group.item.row, group.item.version, samples) for group, samples in waiting.items()]
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. The other
-        prompts are sampled again, as are all if another version of megarl saved the checkpoint."""
+        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. All other
+        prompts are sampled again. If the checkpoint has a different format, all prompts are sampled again."""
         records = [record for record in checkpoint.files if record.path == WAITING]
         if not records or checkpoint.format != FORMAT:
             return
@@ -179,7 +181,7 @@ class RolloutQueue:
                 self._schedule.finish(group)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the metrics of a step, after it has taken its groups."""
+        """Return the queue's metrics for a step that has taken its groups."""
         metrics: dict[str, Metric] = {}
         if self.config.rollout.max_staleness:
             metrics["rollout/groups_ahead"] = Metric(len(self._schedule))
@@ -190,7 +192,7 @@ class RolloutQueue:
         return metrics
 
     def _in_order(self, items: Sequence[PendingPrompt]) -> list[int]:
-        """Return the positions of the rows in the order of their submission."""
+        """Return the positions of the rows in submission order."""
         places, lengths = list(range(len(items))), self.state.lengths
         if not self.config.rollout.longest_first or not lengths:
             return places
@@ -198,19 +200,19 @@ class RolloutQueue:
         return sorted(places, key=lambda i: -lengths.get(items[i].row, unknown))
 
     def _submissions(self, numbers: Sequence[int]) -> list[Sequence[int]]:
-        """Return which groups are submitted together: all if a step waits for all of them, otherwise each by itself."""
+        """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
     def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
-        """Submit the requests of each prompt to the engines or the environments. The rewards score each sample as soon
-        as it is finished."""
+        """Submit the requests for each prompt to the engines or the environments. Rewards are computed for each sample
+        as soon as it is finished."""
         workers = self.workers
         source = workers.environments if self.config.has_environment else workers.engines
         return source.generate(asked, workers.rewards.listener)
 
 
 def describe(config: Config) -> list[str]:
-    """Return lines about the staleness of the samples that a step trains on; none if they are never stale."""
+    """Return log lines about the staleness of training samples; empty if they are never stale."""
     if config.is_offline:
         return []
     staleness, correction, ahead = config.rollout.max_staleness, config.algorithm.correction, config.prompts_ahead

@@ -1,4 +1,4 @@
-"""The sampling requests of a step."""
+"""The sampling requests in a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.rollout.engine import SamplingRequest
 
 
 def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
-    """Return samples_per_prompt requests for each prompt, and one for a greedy response if the estimator needs it.
-    Seeds follow from run.seed and the sample's position in the run.
+    """Return samples_per_prompt requests for each prompt, plus one for a greedy response if the estimator needs it.
+    Seeds are derived from run.seed and the sample's position in the run.
 
     Args:
-        first: number of earlier prompts of the step.
+        first: number of prompts that the step has already started.
     """
     groups = [
         [

@@ -1,4 +1,4 @@
-"""Collection of a step's rollouts: sampling and scoring, with more rounds while too few prompts are informative."""
+"""Collection of a step's rollouts: sampling and scoring, in additional rounds while too few prompts are informative."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megarl.step.scoring import Metrics, ScoredSample, is_informative, rollouts_
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The rollouts of a step.
+    """The rollouts in a step.
 
     Attributes:
         sampled: all samples, by prompt.
         chosen: the samples that the step trains on, by prompt.
-        process_rewards: references to per-token rewards, if there are any.
-        solve_rates: fraction of solved rollouts of each prompt with a scored sample, by prompt id.
+        process_rewards: references to per-token rewards; empty without any.
+        solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
     """
 
     sampled: Sequence[Sequence[RemoteSample]]
@@ -47,13 +47,13 @@ def collect_rollouts(
     watch: Stopwatch,
     meanwhile: Callable[[], None],
 ) -> Rollouts:
-    """Collect the rollouts of prompts_per_step prompts, and of more prompts in place of uninformative ones, until
-    enough are informative or batch.sampling_rounds have passed: DAPO's dynamic sampling
+    """Collect rollouts for prompts_per_step prompts, and for additional prompts to replace uninformative ones, until
+    enough prompts are informative or batch.sampling_rounds have passed. This is DAPO's dynamic sampling
     (https://arxiv.org/abs/2503.14476, eq. 11). The metrics cover all collected rollouts.
 
-    Rollouts for later steps continue until the devices switch to training, or throughout the step if devices are not
-    shared; stale ones are dropped. Without rollout.max_staleness there are none. The devices switch once for all
-    rounds, because no trained model computes between rounds."""
+    With rollout.max_staleness, rollouts for later steps continue until the devices switch to training, or throughout
+    the step if devices are not shared. Stale rollouts are dropped. The devices switch only once for all rounds, because
+    no trained model computes between rounds."""
     wanted = config.batch.prompts_per_step
     sampled: list[list[RemoteSample]] = []
     scores: list[Score] = []
@@ -88,8 +88,8 @@ def collect_rollouts(
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dict[str, float]:
-    """Return the fraction of each prompt's rollouts with an outcome above data.solved_above, by prompt id, without
-    prompts that have no scored rollout."""
+    """Return the fraction of each prompt's rollouts whose outcome is above data.solved_above, by prompt id. Prompts
+    without a scored rollout are left out."""
     above = config.data.solved_above
     return {
         group[0].sample.info.prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
@@ -99,19 +99,20 @@ def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dic
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
-    """Submit writing the advantages of the step's trained samples into its file of rollouts. The ranks return the mean
-    over each sample's tokens, and per-token values for a few samples."""
+    """Submit a call that adds the trained samples' advantages to the step's rollout file. The ranks return each
+    sample's mean over its tokens, and per-token values for a few samples."""
     taken = join([workers.actor.take_advantages(), workers.actor.take_token_details()])
     return taken.then(lambda found: workers.rewards.write_advantages(rollouts, *found) if found[0] else None)
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Return how many prompts yield the missing informative ones, if the fraction seen so far holds."""
+    """Return the number of prompts expected to yield the missing informative ones, extrapolated from the informative
+    fraction so far."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
-    """Return the first informative groups and, if they are too few, the first of the others, those without a scored
-    sample last. Groups keep their order."""
+    """Return the first `wanted` informative groups. If there are too few, add uninformative groups, and groups without
+    a scored sample last. Groups keep their order."""
     by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

@@ -1,4 +1,4 @@
-"""The scored samples of a step: those with a reward, on which it trains."""
+"""The scored samples in a step: the samples with a reward, on which the step trains."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample with its rewards, and its baseline once that is known.
+    """A sample with its rewards and, once it is computed, its baseline.
 
     Attributes:
-        outcome: the value of the reward functions.
-        length_reward: the reward for its length, which is added to the outcome.
-        token_reward_totals: the part of the outcome that consists of per-token rewards.
-        greedy: the reward of the greedy response to its prompt, if the estimator needs one.
+        outcome: combined value of the reward functions.
+        length_reward: reward for the sample's length, which is added to the outcome.
+        token_reward_totals: totals over per-token rewards, which are part of the outcome.
+        greedy: reward of the greedy response to the same prompt, if the estimator needs it.
     """
 
     sample: RemoteSample
@@ -41,7 +41,7 @@ class ScoredSample:
 
 
 def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
-    """Return the samples of each rollout of a group. They share the rollout's reward."""
+    """Return the samples in each rollout of a group. Samples in the same rollout share its reward."""
     rollouts: dict[str, list[ScoredSample]] = {}
     for item in group:
         rollouts.setdefault(item.sample.info.rollout_id, []).append(item)
@@ -49,19 +49,19 @@ def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
 
 
 def is_informative(group: Sequence[ScoredSample]) -> bool:
-    """Return whether the group's outcomes differ. If not, its samples differ at most in their length reward."""
+    """Return whether the outcomes in the group differ. Otherwise its samples differ at most in their length rewards."""
     return len({item.outcome for item in group}) > 1
 
 
 def select(
     config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
 ) -> tuple[list[list[ScoredSample]], Metrics]:
-    """Join samples with their scores, by group. The last rollout of a group may be a greedy one, which is not trained
+    """Combine samples with their scores, by group. The last rollout in a group may be greedy, and is then not trained
     on.
 
-    Samples whose reward or environment failed are left out and counted, as are those whose greedy response has no
-    reward. Above rewards.failure_limit, or after rewards.max_consecutive_failures, the run stops; both count failures
-    of rewards only."""
+    Samples are left out and counted if their reward or environment failed, or if the greedy response to their prompt
+    has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, or after
+    rewards.max_consecutive_failures reward failures in a row. Environment failures do not count."""
     infos = [sample.info for group in groups for sample in group]
     of_rewards = [score for info, score in zip(infos, scores, strict=True) if not info.has_failed]
     failures = [score.failure for score in of_rewards if score.failure is not None]
@@ -132,7 +132,7 @@ def _length_reward(config: Config, sample: RemoteSample) -> float:
 
 
 def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], judged: Sequence[Judged]) -> Metrics:
-    """Return the metrics of rewards. A rollout with several samples counts once."""
+    """Return reward metrics. A rollout with several samples counts once."""
     rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
     scores = {sample.info.rollout_id: score for sample, score in judged}.values()
     if not rewards:

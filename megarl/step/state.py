@@ -1,4 +1,4 @@
-"""The driver's state of a run: which rows come next, and which are under way."""
+"""The driver's state in a run: the next rows in the data, and the rows with pending rollouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarl.data.weighted_cursor import WeightedCursor
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A row of the data whose rollouts have been begun and not yet trained on. version: that of the weights when they
-    were begun first, or again after they had been dropped."""
+    """A row in the data whose rollouts have started but have not been trained on. version: the weight version with
+    which the rollouts first started or, if they were dropped, with which they may restart."""
 
     row: int
     version: int
@@ -25,40 +25,41 @@ class PendingPrompt:
 
 @dataclass
 class RunState:
-    """The driver's state after `step` steps, from which a run resumes. The weights then have version `step`."""
+    """The driver's state after `step` steps, from which a run can resume. The weight version is then also `step`."""
 
     step: int
     cursor: PromptCursor | WeightedCursor
     average: MovingAverage = field(default_factory=MovingAverage)
-    """The moving average of the rewards, for estimators that take it as their baseline."""
+    """Moving average of rewards, for estimators that use it as their baseline."""
     under_way: list[PendingPrompt] = field(default_factory=list)
-    """The rows whose rollouts are under way, in their order."""
+    """Rows with pending rollouts, in the order in which the rollouts started."""
     again: list[PendingPrompt] = field(default_factory=list)
-    """Such rows of the attempt before, and those whose rollouts were dropped. They come before others."""
+    """Rows with rollouts that were pending when the previous attempt ended, and rows with dropped rollouts. They come
+    before new rows."""
     lengths: dict[int, float] = field(default_factory=dict)
-    """The mean tokens of a row's responses when it was last trained on, with rollout.longest_first."""
+    """Mean number of response tokens for each row when it was last trained on, with rollout.longest_first."""
 
     def draw(self, n: int, version: int) -> list[PendingPrompt]:
-        """Returns the next n rows, whose rollouts are under way from now on. version: that of the weights."""
+        """Return the next n rows and mark them as pending. version: the current weight version."""
         rows, self.again = self.again[:n], self.again[n:]
         rows += [PendingPrompt(row, version) for row in self.cursor.take(n - len(rows))]
         self.under_way += rows
         return rows
 
     def take_up(self, item: PendingPrompt) -> None:
-        """Notes that the rollouts of a row that would come again are there."""
+        """Mark a row from the previous attempt as pending instead of scheduled again, because its rollouts were
+        restored."""
         self.again.remove(item)
         self.under_way.append(item)
 
     def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
-        """Makes rows whose rollouts were dropped come again, before others. version: that of the next step's
-        weights."""
+        """Schedule rows with dropped rollouts again, before new rows. version: the weight version for the next step."""
         for item in items:
             self.under_way.remove(item)
         self.again += [PendingPrompt(item.row, version) for item in items]
 
     def dump(self) -> dict[str, Any]:
-        """Returns the state as JSON values."""
+        """Return the state as JSON values."""
         return {
             "step": self.step,
             "weights_version": self.step,
@@ -77,7 +78,7 @@ class RunState:
             cursor = PromptCursor.restore(saved["cursor"])
         under_way = zip(saved["under_way"], saved["under_way_since"], strict=True)
         again = [PendingPrompt(row, version) for row, version in under_way]
-        again.sort(key=lambda item: item.version)  # whose turn is first
+        again.sort(key=lambda item: item.version)  # rows with the oldest turn come first
         lengths = {int(row): length for row, length in saved["lengths"].items()}
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
 

@@ -1,4 +1,4 @@
-"""Per-token rewards from models that run after a step's samples are scored."""
+"""Per-token rewards from models that run after the samples in a step are scored."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.step.scoring import Metrics, ScoredSample
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Per-token rewards.
+    """Per-token rewards for a step's samples.
 
     Attributes:
         scores: references to the rewards, by name in TokenBatch.
-        token_reward_totals: sums over the implicit reward model's rewards, by sample.
-        kl_reward_totals: sums over the KL rewards, by sample.
-        log_probs: references to the log-probs of the actor's passes, as from TrainerGroup.keep_log_probs.
-        metrics: metrics of the implicit reward model's training.
+        token_reward_totals: sums over the implicit reward model's rewards, by sample id.
+        kl_reward_totals: sums over the KL rewards, by sample id.
+        log_probs: references to log-probs from the actor's passes, as returned by TrainerGroup.keep_log_probs.
+        metrics: metrics from training the implicit reward model.
     """
 
     scores: dict[str, Scores]
@@ -38,12 +38,12 @@ class TokenRewards:
 def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[ScoredSample]]], process_rewards: Scores
 ) -> TokenRewards:
-    """Join the known per-token rewards (of a reward model or of turns) with those of the implicit reward model, which
-    trains on the samples after scoring them, and with the KL to the reference if it is a reward.
+    """Combine the known per-token rewards (from a reward model or for turns) with the implicit reward model's rewards
+    and, if it is a reward, the KL to the reference. The implicit reward model trains on the samples after scoring them.
 
     Args:
-        updates: the groups of each update.
-        process_rewards: references to the known rewards; empty if there are none.
+        updates: the groups in each update.
+        process_rewards: references to the known rewards; empty without any.
     """
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
@@ -65,12 +65,14 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
-    """Submit scoring, and then training, of a model. The result is ((scores, totals), metrics)."""
+    """Submit calls that score the batches with a model and then train it on them. The result is ((scores, totals),
+    metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
     return join([scored, trained, ended]).then(lambda results: results[:2])
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
-    """Submit the passes and the computation of the KL. The result is ((scores, totals) of the KL, log-probs)."""
+    """Submit the policies' passes and the computation of KL rewards. The result is ((KL rewards, their totals),
+    log-probs)."""
     made, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
     return made.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

@@ -1,4 +1,4 @@
-"""The updates of a step: which samples each trains on, with the scores that forward-only passes give their tokens."""
+"""The updates in a step: the samples for each update, with token scores from forward-only passes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megarl.step.token_rewards import TokenRewards, reward_tokens
 
 @dataclass(frozen=True, slots=True)
 class StepUpdates:
-    """What a step trains on.
+    """The training batches for one step.
 
     Attributes:
-        batches: the batches of each epoch, for every model that this step trains.
-        num_samples: the samples of one epoch, or its pairs.
-        metrics: those of the preparation.
+        batches: the batches for each epoch, by role, for every model that this step trains.
+        num_samples: number of samples in one epoch or, for pairwise objectives, number of pairs.
+        metrics: metrics from preparing the updates.
     """
 
     batches: dict[Role, list[Updates]]
@@ -39,11 +39,11 @@ class StepUpdates:
 def prepare_updates(
     config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage
 ) -> StepUpdates:
-    """Reward tokens, compare samples, dispatch them to the ranks, and make the passes that the updates need. Models
-    that reward tokens learn first.
+    """Compute per-token rewards and baselines, dispatch the samples to the ranks, and run the forward-only passes that
+    the updates need. An implicit reward model is trained first, because it provides rewards.
 
     Args:
-        average: the mean reward of earlier steps, which this step's rewards update.
+        average: moving average of earlier steps' rewards, updated with the rewards in this step.
     """
     epochs = epochs_of(config, rollouts.chosen, number)
     if config.algorithm.objective.spec.is_pairwise:
@@ -59,10 +59,10 @@ def prepare_updates(
 def _prepare_pairs(
     config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
 ) -> StepUpdates:
-    """Prepare updates on the best and the worst sample of each group, without updates whose groups are all tied.
+    """Prepare updates on the best and the worst sample in each group. Leave out updates in which every group is tied.
 
     Args:
-        epochs: the groups of each update of each epoch.
+        epochs: the groups per update per epoch.
     """
     pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
     batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
@@ -77,12 +77,12 @@ def _dispatch_with_passes(
     rewards: TokenRewards,
     number: int,
 ) -> dict[Role, list[Updates]]:
-    """Dispatch the samples, and make the passes that updates need on those of the first epoch: the critic's values and
-    the policy's log-probs. Return the batches of each epoch for the models that this step trains: the critic alone in
-    its first critic.warmup_steps.
+    """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
+    critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
+    is only the critic in the first critic.warmup_steps steps.
 
     Args:
-        epochs: the samples of each update of each epoch.
+        epochs: the samples per update per epoch.
     """
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
@@ -93,7 +93,7 @@ def _dispatch_with_passes(
     batches: dict[Role, list[Updates]] = {} if critic is None else {"critic": dispatched(critic, "critic")}
     batches |= {"actor": dispatched(actor, "actor")} if trains_actor else {}
     passes = {}
-    if trains_actor and policies(config) and not config.kl_in_reward:  # with a KL reward, its passes have been made
+    if trains_actor and policies(config) and not config.kl_in_reward:  # with a KL reward, these passes have already run
         passes["actor"] = lambda: make_policy_passes(config, actor, batches["actor"][0])
     if critic is not None:
         passes["critic"] = lambda: critic.score_tokens(batches["critic"][0])

@@ -220,7 +220,7 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
                                       cosines and sines; the kernel's log-sum-exp
     2 (q + k) · 4 + 2 · heads · 4     norms of queries and keys, if the model has them. In float32 their inputs are
-                                      views of the first projection's output, which is kept: another (q + k) · 4
+                                      views of the first projection's output, which is kept: (q + k) · 4 more
     """
     rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32

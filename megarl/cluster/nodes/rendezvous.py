@@ -105,7 +105,7 @@ class NodeRendezvous:
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
-        """End the rendezvous, upon which the other nodes leave the run."""
+        """End the rendezvous, so that the other nodes leave the run."""
         (self._folder / INVITATION).unlink(missing_ok=True)
 
     def invitation(self) -> Invitation | None:

@@ -104,7 +104,7 @@ def _has_ended(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it exists, but belongs to another user
+    except PermissionError:  # it exists, but belongs to a different user
         return False
     return False
 
@@ -117,7 +117,7 @@ def _tracks_resources(pid: int) -> bool:
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Send a signal. Return False if the process has ended or belongs to another user."""
+    """Send a signal. Return False if the process has ended or belongs to a different user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):

@@ -24,7 +24,7 @@ NOTE = "segments"
 
 
 class Segment(NamedTuple):
-    """A segment, identified by name and inode because another program may reuse the name."""
+    """A segment, identified by name and inode because a different program may reuse the name."""
 
     inode: int
     name: str
