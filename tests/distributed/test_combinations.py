@@ -74,7 +74,7 @@ def case(world: World, i: int, j: int) -> Case:
         placed = "reward_to_go"  # these estimators compute it themselves
     elif in_reward:
         with_objective = replace(with_objective, estimator=f"estimator: {keys}, credit: {placed}")
-    placement, where = ("reward", f"reward_{placed}") if in_reward else ("loss", "loss")
+    placement, where = ("reward", f"reward_{placed.removeprefix('reward_')}") if in_reward else ("loss", "loss")
     divergence = plain.divergence(estimator, level, straight_through)
     name = f"kl/{where}_{level}_{estimator}{'_straight_through' if straight_through else ''}"
     return replace(
