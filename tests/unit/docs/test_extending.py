@@ -12,9 +12,7 @@ FAMILY = "megarl/resharding/families/README.md"
 
 
 def test_readme_links_the_pages_in_one_sentence():
-    pages = (
-        f"[Adding an algorithm]({ALGORITHM}), [Adding an environment]({ENVIRONMENT}) and [Adding a family]({FAMILY})"
-    )
+    pages = f"[an algorithm]({ALGORITHM}), [an environment]({ENVIRONMENT}) or [a model family]({FAMILY})"
     assert pages in " ".join(text_of(README).split())
     assert text_of(ALGORITHM).startswith("# Adding an algorithm\n")
     assert text_of(ENVIRONMENT).startswith("# Adding an environment\n")

@@ -178,5 +178,5 @@ def test_functions_with_the_same_name_are_refused(second, remedy):
 
 
 def test_name_of_another_metric_is_refused():
-    with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: another part of the metrics is called so"):
+    with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: the name is reserved for other metrics"):
         load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])
