@@ -754,8 +754,8 @@ def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
         engine.call("parameters")[0]
     )
     weight = "model.layers.0.self_attn.qkv_proj.weight"
-    assert f"{weight} is [64, 128] (float8_e4m3fn), the family's [128, 64] (bfloat16)" in mismatched_params
-    assert f"{weight}_scale [128, 1] (float32) is none of the family's" in mismatched_params
+    assert f"{weight} is [64, 128] (float8_e4m3fn), but the family declares [128, 64] (bfloat16)" in mismatched_params
+    assert f"{weight}_scale [128, 1] (float32) does not belong to the family" in mismatched_params
 
     target = replace(huggingface_holder(hf_config, "bfloat16"), name="vllm:0.0")
     plan, shared_memory = ordered(make_plan(trainers.holders, [target], BUCKET_BYTES)), trainers.shared_memory()
