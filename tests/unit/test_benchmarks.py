@@ -88,10 +88,9 @@ def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
     output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert "a step of 64 samples of 100 tokens for 8 ranks" in figures.render("figures", "driver").replace("\n", " ")
-    assert "start of Qwen2.5-0.5B on 8 ranks with engines 4 × tp=2" in figures.render("figures", "start").replace(
-        "\n", " "
-    )
+    assert "64 samples of 100 tokens and 8 ranks" in figures.render("figures", "driver").replace("\n", " ")
+    start = figures.render("figures", "start").replace("\n", " ")
+    assert "start a run of Qwen2.5-0.5B on 8 ranks with 4 × tp=2 engines" in start
 
 
 def test_driver_of_1024_ranks_meets_its_targets():
