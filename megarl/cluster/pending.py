@@ -128,7 +128,7 @@ def ready(value: T) -> Pending[T]:
 
 
 def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
-    """Return one Pending whose result lists the results of all given ones, in order."""
+    """Combine several Pendings into one whose result is the list of their results, in order."""
     if not pendings:
         return ready([])
     first, *others = pendings

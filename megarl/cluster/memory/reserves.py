@@ -280,14 +280,14 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the additional items on an awake engine rank: vLLM's workspace for experts (worker/workspace.py)."""
+    """Return the additional memory of an awake engine rank, in bytes: vLLM's expert workspace (worker/workspace.py)."""
     rollout = config.rollout
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
     return {WORKSPACE: size} if size else {}
 
 
 def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the additional items on an engine rank while it samples its largest batch."""
+    """Return the additional memory of an engine rank while it samples its largest batch, by item, in bytes."""
     rollout = config.rollout
     tokens = batched_tokens(rollout)
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1

@@ -93,8 +93,8 @@ class ActorWorker(TrainerWorker):
         return configured_imitation_loss(algorithm.objective)
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
-        """Return the fraction of parameter elements that updates have changed, which are the elements that change for
-        the engines. The dict is empty if no parameter is rounded from a main weight."""
+        """Return the fraction of parameter elements that the updates changed. Only these change in the engines. The
+        dict is empty if no parameter is rounded from a main weight."""
         share = self._changed_share.take()
         return {} if share is None else {"update/changed_frac": Metric(share)}
 

@@ -88,7 +88,7 @@ class Samples:
 
 
 def losses(name: str, samples: Samples) -> list[torch.Tensor]:
-    """Return loss and slope of each trained token, [n, 2] per sample."""
+    """Return the loss and its slope for each trained token, [n, 2] per sample."""
     spec, columns = OBJECTIVES[name], samples.whole()
     now = columns["now"].clone().requires_grad_()
     inputs = {"samples": samples.segments, "selected": columns["selected"]}
