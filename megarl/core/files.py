@@ -78,6 +78,26 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     return dict(sorted(entries.items()))
 
 
+def write_new_file(option: str, path: Path, text: str) -> None:
+    """Write a file that does not exist yet.
+
+    Args:
+        option: the command-line option that names the file, such as --html.
+
+    Raises:
+        UserError: the file already exists or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{option} {path}: already exists and is not overwritten. Fix: name another file") from None
+    except OSError as error:
+        raise UserError(
+            f"{option} {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
+        ) from None
+
+
 def replace_text(file: Path, text: str) -> None:
     """Write a text file atomically, replacing any earlier version."""
     new = file.with_name(f".{file.name}")

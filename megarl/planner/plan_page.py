@@ -14,7 +14,7 @@ from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.files import write_new_file
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.plan import Planned
 from megarl.planner.plan_text import table
@@ -28,20 +28,8 @@ WIDTH = 10.4
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Write the plan page.
-
-    Raises:
-        UserError: the file already exists or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(render(planned))
-    except FileExistsError:
-        raise UserError(f"--html {path}: already exists and is not overwritten. Fix: name another file") from None
-    except OSError as error:
-        raise UserError(
-            f"--html {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
-        ) from None
+    """Write the plan page to a file that does not exist yet."""
+    write_new_file("--html", path, render(planned))
 
 
 def render(planned: Planned) -> str:

@@ -11,7 +11,7 @@ from megarl.config import document
 from megarl.config.device_spans import num_devices
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.files import write_new_file
 from megarl.planner.hardware import GIB, STORAGE_GB_S
 from megarl.planner.plan import Planned, describe_layout
 from megarl.planner.save_time import SaveTime
@@ -215,15 +215,7 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
         f"# {best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB on the fullest GPU.",
         document.render(values),
     ]
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-    except FileExistsError:
-        raise UserError(f"--emit {path}: already exists and is not overwritten. Fix: name another file") from None
-    except OSError as error:
-        raise UserError(
-            f"--emit {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
-        ) from None
+    write_new_file("--emit", path, "\n".join(lines))
     assert load(path) == config, "the overlay differs from the plan"
 
 
