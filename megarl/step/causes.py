@@ -87,12 +87,12 @@ def _weights(evidence: Evidence) -> Cause:
         reason = "not compared: this engine does not keep weights as they arrive"
         return Cause(name, Verdict.UNKNOWN, reason)
     if not evidence.differing:
-        return Cause(name, Verdict.EXCLUDED, f"checksums of {evidence.num_regions} regions are the trainer's")
+        return Cause(name, Verdict.EXCLUDED, f"checksums of {evidence.num_regions} regions match the trainer's")
     count = len(evidence.differing)
     return Cause(
         name,
         Verdict.FOUND,
-        f"checksums of {count} of {evidence.num_regions} regions are not the trainer's, such as "
+        f"checksums of {count} of {evidence.num_regions} regions differ from the trainer's, such as "
         f"{evidence.differing[0]}; set rollout.verify_refit=always, and compare with another rollout.transport",
     )
 
@@ -100,7 +100,7 @@ def _weights(evidence: Evidence) -> Cause:
 def _sampling(evidence: Evidence) -> Cause:
     name = "temperature or truncation"
     if evidence.sampled <= evidence.limit:
-        return Cause(name, Verdict.EXCLUDED, f"tokens sampled as the run does differ by {evidence.sampled:.1e}")
+        return Cause(name, Verdict.EXCLUDED, f"tokens sampled with the run's settings differ by {evidence.sampled:.1e}")
     nearest = min(evidence.rescored, key=lambda how: evidence.rescored[how], default=None)
     if nearest is not None and evidence.rescored[nearest] <= evidence.limit:
         return Cause(
@@ -113,21 +113,21 @@ def _sampling(evidence: Evidence) -> Cause:
         return Cause(
             name,
             Verdict.FOUND,
-            f"greedy tokens, which neither changes, differ by {evidence.greedy:.1e}, those sampled as the run does by "
+            f"greedy tokens, which neither affects, differ by {evidence.greedy:.1e}, and sampled tokens by "
             f"{evidence.sampled:.1e}; look at rollout.temperature, top_k, top_p and vllm_overrides",
         )
-    return Cause(name, Verdict.EXCLUDED, f"greedy tokens, which neither changes, differ by {evidence.greedy:.1e}, too")
+    return Cause(name, Verdict.EXCLUDED, f"greedy tokens, which neither affects, also differ by {evidence.greedy:.1e}")
 
 
 def _tokens(evidence: Evidence) -> Cause:
-    name = "chat template or tokenisation"
+    name = "chat template or tokenization"
     if not evidence.other_tokens:
-        reason = f"engines take token ids, and both tokenizers give {evidence.num_texts} prompts the same"
+        reason = f"engines take token ids, and both tokenizers agree on {evidence.num_texts} prompts"
         return Cause(name, Verdict.EXCLUDED, reason)
     return Cause(
         name,
         Verdict.FOUND,
-        f"the engine's tokenizer gives {len(evidence.other_tokens)} of {evidence.num_texts} prompts other tokens, such "
+        f"the engine's tokenizer splits {len(evidence.other_tokens)} of {evidence.num_texts} prompts differently, such "
         f"as {evidence.other_tokens[0]!r}; compare the model's folders and the versions of transformers",
     )
 
@@ -143,13 +143,13 @@ def _head(evidence: Evidence) -> Cause:
 
 
 def _experts(evidence: Evidence) -> Cause:
-    name = "routers of experts"
+    name = "expert routing"
     if evidence.other_routes is None:
         return Cause(name, Verdict.UNKNOWN, "not checked: set actor.experts.replay_routes=true to exclude it")
     return Cause(
         name,
         Verdict.EXCLUDED,
-        f"tokens go to the engine's experts in both; through the trainer's they would differ by "
+        f"both use the engine's routes; with the trainer's own routes tokens would differ by "
         f"{evidence.other_routes:.1e}",
     )
 
@@ -159,7 +159,9 @@ def _kernels(evidence: Evidence, is_explained: bool) -> Cause:
     if evidence.greedy <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"greedy tokens differ by {evidence.greedy:.1e}")
     trainer, engine = evidence.kernels
-    what = f"the trainer has {trainer}, the engine {engine}; `megarl diagnose` names the first layer that differs"
+    what = f"the trainer uses {trainer}, the engine {engine}; `megarl diagnose` names the first layer that differs"
     if is_explained:
-        return Cause(name, Verdict.UNKNOWN, f"not checked by themselves; {what}")
-    return Cause(name, Verdict.LEFT_OVER, f"what is left, as greedy tokens differ by {evidence.greedy:.1e}; {what}")
+        return Cause(name, Verdict.UNKNOWN, f"not checked separately; {what}")
+    return Cause(
+        name, Verdict.LEFT_OVER, f"the remaining cause, because greedy tokens differ by {evidence.greedy:.1e}; {what}"
+    )

@@ -34,8 +34,11 @@ class LogprobCheck:
         """
         if self._has_gate:
             elapsed = ElapsedTime()
-            found = " and ".join(f"{metric.value:.1e}" for metric in self._gate("before the first step").values())
-            elapsed.print(f"agreement: canary prompts differ by {found} a token, greedy and sampled, found")
+            greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
+            elapsed.print(
+                f"logprob_check: canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) per "
+                "token, checked"
+            )
 
     def after_refit(self, step: int) -> Metrics:
         """Check the canary prompts after a step's refit, if configured. Return metrics. Raises RunFailure like
@@ -72,7 +75,8 @@ class LogprobCheck:
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise RunFailure(
-                f"agreement: {when}, {tell(explained)}\nagreement.canaries=off starts the run without this"
+                f"logprob_check: {when}, {tell(explained)}\nFix: remove the cause, or set logprob_check.canaries=off "
+                "to run without this check"
             )
         return {
             "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),
@@ -85,10 +89,10 @@ class LogprobCheck:
         if all(evidence.agrees for evidence in measured.values()):
             worst = max(max(evidence.greedy, evidence.sampled) for evidence in measured.values())
             return (
-                f"With the weights that engines have taken since, canary prompts differ by at most {worst:.1e}: it has "
-                "passed with the step's weights, or does not show in so few tokens"
+                f"With the engines' current weights, canary log-probs differ by at most {worst:.1e}. Either the "
+                "difference ended with the step's weights, or so few tokens do not show it"
             )
-        return f"With the weights that engines have taken since, {tell(self._canaries.explain(answers, measured))}"
+        return f"With the engines' current weights, {tell(self._canaries.explain(answers, measured))}"
 
 
 def announce(config: Config) -> list[str]:
@@ -96,8 +100,14 @@ def announce(config: Config) -> list[str]:
     tolerance = config.tolerance
     if config.is_offline or tolerance.mask is None:
         return []
-    what = {"token": "tokens", "sample": "samples with a token"}[tolerance.mask]
-    return [f"agreement: {what} on which trainer and engine differ by more than {tolerance.threshold:g} have no loss"]
+    excluded = {
+        "token": "tokens whose log-probs differ",
+        "sample": "samples with a token whose log-prob differs",
+    }[tolerance.mask]
+    return [
+        f"logprob_check: {excluded} between trainer and engine by more than {tolerance.threshold:g} are excluded from "
+        "the loss"
+    ]
 
 
 def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
@@ -105,7 +115,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
     if mismatch is None or limit is None or mismatch.value <= limit:
         return None
-    return f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} a token, above {_limit(config)}"
+    return f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, above {_limit(config)}"
 
 
 def tell(explained: Mapping[str, Evidence]) -> str:
@@ -114,13 +124,13 @@ def tell(explained: Mapping[str, Evidence]) -> str:
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (
-        f"{', '.join(apart)} of {len(explained)} engines differ from the trainer on canary prompts. {name} does by "
-        f"{worst.greedy:.1e} a token where it samples greedily and by {worst.sampled:.1e} where it samples as the run "
-        f"does, above {worst.limit:g}. Causes of this, the likeliest first:\n{describe(ranked(worst))}"
+        f"{', '.join(apart)} of {len(explained)} engines differ from the trainer on canary prompts. The largest "
+        f"difference is that of {name}: {worst.greedy:.1e} per token in greedy responses and {worst.sampled:.1e} in "
+        f"sampled ones, above {worst.limit:g}. Possible causes, most likely first:\n{describe(ranked(worst))}"
     )
 
 
 def _limit(config: Config) -> str:
     if config.logprob_check.limit is not None:
         return f"logprob_check.limit={config.logprob_check.limit:g}"
-    return f"what rounding of {config.precision} explains ({config.agreement_limit:g})"
+    return f"the limit for rounding of {config.precision} ({config.agreement_limit:g})"

@@ -75,16 +75,16 @@ def _old_log_probs(config: Config) -> Pass:
         again = "" if config.batch.epochs == 1 else f" in each of {config.batch.epochs} epochs"
         return Pass("old log-probs", True, f"{per_step}{again}: the policy moves between them")
     if config.kl_in_reward:
-        return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards hold their KL")
+        return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards include a KL term")
     if config.algorithm.trust_region.kl_limit is not None:
-        return Pass("old log-probs", True, "algorithm.trust_region: its trials are compared with the old policy")
+        return Pass("old log-probs", True, "algorithm.trust_region: trial steps are compared with the old policy")
     if config.algorithm.objective.spec.selects_tokens and not from_rollout:
         reason = "chooses tokens by their covariance over a whole update"
         return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
     if config.actor_has_values:
         return Pass("old log-probs", True, "critic.shared_backbone=true: the critic's values come with them")
     if from_rollout:
-        reason = "algorithm.correction.old=rollout: the engine's log-probs stand for them, an approximation"
+        reason = "algorithm.correction.old=rollout: the engine's log-probs replace them, which is an approximation"
         return Pass("old log-probs", False, reason)
-    reason = "one update per step: the policy that is updated is the old one, the ratio is exp(lp − lp.detach())"
+    reason = "one update per step: the updated policy is the old policy, and the ratio is exp(lp − lp.detach())"
     return Pass("old log-probs", False, reason)

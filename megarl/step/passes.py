@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 def describe(config: Config) -> list[str]:
     """Return one line for the passes that run and one for the passes that are skipped. A line is left out if it has no
     passes."""
-    by_need = {"made": True, "left out": False}
-    chosen = {word: [p for p in passes(config) if p.needed == need] for word, need in by_need.items()}
+    by_need = {"passes": True, "skipped passes": False}
+    chosen = {label: [p for p in passes(config) if p.needed == need] for label, need in by_need.items()}
     return [
-        f"passes {word}: {'; '.join(f'{p.name} ({p.reason})' for p in listed)}"
-        for word, listed in chosen.items()
-        if listed
+        f"{label}: {'; '.join(f'{p.name} ({p.reason})' for p in listed)}" for label, listed in chosen.items() if listed
     ]
 
 

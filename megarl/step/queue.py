@@ -219,25 +219,25 @@ def describe(config: Config) -> list[str]:
     lines = []
     if staleness and ahead:
         lines.append(
-            f"rollouts: up to {ahead} prompts are begun ahead of the step that trains on them, with weights up to "
+            f"rollouts: up to {ahead} prompts start ahead of the step that trains on them, with weights up to "
             f"{staleness} versions older (rollout.max_staleness={staleness})"
         )
     if config.pauses_rollouts:
-        lines.append("rollouts: those under way stand still while models train (cluster.placement=colocated)")
+        lines.append("rollouts: unfinished rollouts pause while models train (cluster.placement=colocated)")
     if config.drops_rollouts:
         lines.append(
-            f"rollouts: each step begins {ahead} prompts beside the {config.batch.prompts_per_step} that it takes, "
-            f"those that end first. What is older than {staleness} versions then is dropped (rollout.on_stale=drop); "
-            "its prompt begins again, and is waited for"
+            f"rollouts: each step starts {ahead} prompts more than the {config.batch.prompts_per_step} that it trains "
+            f"on, and trains on those that finish first. Rollouts more than {staleness} versions old are dropped "
+            "(rollout.on_stale=drop). Their prompts start again, and a step waits for them"
         )
         lines.append(
-            "megarl: note: long responses are dropped more often than short ones. Each prompt is trained on as often "
-            "as without, but with fewer of its longest responses; rollout/dropped_tokens says how much that is"
+            "megarl: note: long responses are dropped more often than short ones. Each prompt is still trained on "
+            "equally often, but with fewer of its longest responses; rollout/dropped_tokens counts the dropped tokens"
         )
     uncorrected = correction.weight is None and correction.mask is None
     if staleness and config.algorithm.objective.spec.is_policy_objective and uncorrected:
         lines.append(
-            "megarl: warning: nothing corrects for the weights that sampled, and training on samples of older ones has "
-            "been seen to fail without (arXiv 2505.24298); set algorithm.correction.old=trainer and weight=token"
+            "megarl: warning: nothing corrects for stale samples, and training without a correction can fail (arXiv "
+            "2505.24298). Fix: set algorithm.correction.old=trainer and weight=token"
         )
     return lines

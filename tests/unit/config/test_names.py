@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
-from megarl.config.names import VERL, WITHOUT_KEY, keys, suggest
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.config.names import REMOVED, RENAMED, VERL, WITHOUT_KEY, keys, suggest
+from megarl.config.schema import Config
+from tests.paths import ROOT
 from tests.readme import text_of
 from tools import verl_page
 
@@ -107,3 +113,23 @@ def test_verl_page_is_generated_from_the_table() -> None:
     page = text_of("configs/coming-from-verl.md")
     assert verl_page.render(page) == page
     assert all(f"`{name}`" in page for name in (*VERL, *WITHOUT_KEY))
+
+
+def test_messages_name_existing_keys() -> None:
+    """A remedy `key=value` in a message must use the key's present name."""
+    known = {
+        *keys(),
+        *(f"algorithm.objective.{option}" for spec in OBJECTIVES.values() for option in spec.all_parameters),
+        *(f"algorithm.advantage.{option}" for spec in ESTIMATORS.values() for option in spec.all_parameters),
+    }
+    sections = {name.partition(".")[0] for name in (*Config.model_fields, *RENAMED, *REMOVED)}
+    unknown = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {key}"
+        for file in sorted((ROOT / "megarl").rglob("*.py"))
+        if file.name != "names.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for key in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?==)", node.value)
+        if key.partition(".")[0] in sections and key not in known and "_overrides." not in key
+    ]
+    assert unknown == []

@@ -17,7 +17,7 @@ HELD = Evidence(limit=0.1, greedy=0.01, sampled=0.01, differing=(), num_regions=
 CASES = {
     "weights": dict(greedy=APART, sampled=APART, differing=("w[0:3] is 1, but 2",)),
     "temperature or truncation": dict(sampled=APART),
-    "chat template or tokenisation": dict(greedy=APART, sampled=APART, other_tokens=("a prompt",)),
+    "chat template or tokenization": dict(greedy=APART, sampled=APART, other_tokens=("a prompt",)),
     "dtype of the head's logits": dict(greedy=APART, sampled=APART, head_dtypes=("float32", "bfloat16")),
     "kernels": dict(greedy=APART, sampled=APART, kernels=("torch", "vLLM")),
 }
@@ -40,7 +40,7 @@ def test_broken_component_comes_first(name: str) -> None:
 def test_unchecked_causes_follow_the_found_ones(has_experts: bool) -> None:
     evidence = replace(HELD, greedy=APART, sampled=APART, differing=("w",), has_experts=has_experts)
     names = [cause.name for cause in ranked(evidence) if cause.verdict is not Verdict.EXCLUDED]
-    assert names == ["weights", *(["routers of experts"] if has_experts else []), "kernels"]
+    assert names == ["weights", *(["expert routing"] if has_experts else []), "kernels"]
     unknown = replace(evidence, differing=None)
     assert next(cause.name for cause in ranked(unknown)) == "kernels", (
         "kernels are the remaining cause if no other is found"

@@ -24,13 +24,13 @@ def config(*overrides: str):
             ["batch.prompts_per_update=4", "algorithm.correction.old=rollout"],
             "old log-probs",
             False,
-            "the engine's log-probs stand for them, an approximation",
+            "the engine's log-probs replace them, which is an approximation",
         ),
         (
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
             "old log-probs",
             True,
-            "its trials are compared with the old policy",
+            "trial steps are compared with the old policy",
         ),
         (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
         (
@@ -78,7 +78,7 @@ def config(*overrides: str):
             ["batch.prompts_per_update=8", "algorithm.kl={placement: reward, coefficient: 0.1}"],
             "old log-probs",
             True,
-            "the rewards hold their KL",
+            "the rewards include a KL term",
         ),
         (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
@@ -88,16 +88,16 @@ def test_passes(overrides, name, needed, reason):
     made = config(*overrides)
     assert passes.needed(made, name) == needed
     [line] = [line for line in passes.describe(made) if f" {name} (" in line]
-    assert line.startswith("passes made: " if needed else "passes left out: ")
+    assert line.startswith("passes: " if needed else "skipped passes: ")
     assert reason in line.partition(f" {name} (")[2].partition(" (")[0]
 
 
 def test_description_has_a_line_for_made_and_omitted_passes():
     one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
     assert one == (
-        "passes made: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run "
-        "starts from)"
+        "passes: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run starts "
+        "from)"
     )
     assert two.count(");") == 2
     [alone] = passes.describe(config())
-    assert alone.startswith("passes left out: old log-probs (one update per step")
+    assert alone.startswith("skipped passes: old log-probs (one update per step")
