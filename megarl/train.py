@@ -34,16 +34,18 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    given, config = model_paths(config), find_model_paths(config)
-    found = preflight(config)
+    config_paths, config = model_paths(config), find_model_paths(config)
+    checked = preflight(config)
     with (
-        RunContext.prepare(config, found.models, found.data, given, found.evaluation) as context,
+        RunContext.prepare(config, checked.models, checked.data, config_paths, checked.evaluation) as context,
         early_end(context.folder),
     ):
         elapsed = ElapsedTime()
-        with Session(config, context.folder.logs, scratch, context.folder.nodes, found.models.experts) as session:
+        with Session(config, context.folder.logs, scratch, context.folder.nodes, checked.models.experts) as session:
             elapsed.print("Ray: started")
-            workers = launch_workers(session, config, found.models, context.placement, context.resume_point.checkpoint)
+            workers = launch_workers(
+                session, config, checked.models, context.placement, context.resume_point.checkpoint
+            )
             learn(config, workers, context)
         print(f"report: {report.write(context.folder.path)}")
 
@@ -54,7 +56,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     elapsed = ElapsedTime()
     workers.trained.stage_actor_for_sync()
     workers.refit.run(version=context.state.step)
-    elapsed.print(f"refit: by {workers.refit.transport}, the first")
+    elapsed.print(f"refit: first refit by {workers.refit.transport}")
     logprob_check = LogprobCheck(config, workers, context.data)
     logprob_check.begin()
     queue = RolloutQueue(config, workers, context.data, context.state)
@@ -121,7 +123,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
             group = workers.trained.groups[role]
             tasks[role] = partial(group.train, epochs[begin:num_done], begins_step=begin == 0)
         results = workers.trained.run(tasks)
-        parts.append({name: metric for found in results.values() for name, metric in found.items()})
+        parts.append({name: metric for metrics in results.values() for name, metric in metrics.items()})
         divergence = parts[-1].get("policy/kl_old")  # absent if no token was trained
         if limit is not None and divergence is not None and divergence.value > limit:
             break

@@ -9,11 +9,14 @@ def divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iterable[int]) -> str | None:
+def divisibility_error(key: str, divisor: int, what: str, number: int, legal: Iterable[int]) -> str | None:
     if number % divisor == 0:
         return None
     arithmetic = quotient(number, divisor)
-    return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {listed(legal)}"
+    return (
+        f"{key}={divisor}: {number} {what} are not divisible by {divisor} ({arithmetic}). Fix: set {key} to "
+        f"{listed(legal)}"
+    )
 
 
 def quotient(number: int, divisor: int) -> str:

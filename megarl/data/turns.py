@@ -79,7 +79,7 @@ class ChatTokens:
         Raise a UserError if the chat template rejects the conversation.
         """
         if not messages:
-            raise UserError(f"{self._key}: a conversation has no messages. Fix: begin it with a user message")
+            raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:
@@ -189,7 +189,7 @@ class ChatTokens:
         if closing is None or self._suffix((USER,)) is None:
             raise UserError(
                 f"{self._key}: the tokenizer merges the end of an answer with the text that the chat template writes "
-                f"after it, so ids would change. Fix: {remedy}, which ends turns with a special token"
+                f"after it, so token ids would change. Fix: {remedy}, which ends turns with a special token"
             )
         self._closing = closing
 
@@ -233,8 +233,8 @@ class ChatTokens:
         if name is None and has_place and known is None:
             raise UserError(
                 f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
-                "set it to tagged, which describes tools in a system message, or to the format that the model was "
-                f"trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
+                f"set {self._key}.tool_format=tagged, which describes tools in a system message, or the format that "
+                f"the model was trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
         name = name or known or "tagged"
         if has_place and name != "tagged":

@@ -32,7 +32,7 @@ class NamedPath:
         return path.is_dir() if self.is_folder else path.is_file()
 
     def missing_error(self, remedy: str) -> str:
-        return f"{self.key}={self.path}: no such {'folder' if self.is_folder else 'file'}. Fix: {remedy}"
+        return f"{self.key}={self.path}: the {'folder' if self.is_folder else 'file'} does not exist. Fix: {remedy}"
 
 
 def named_files(config: Config) -> list[NamedPath]:

@@ -19,29 +19,29 @@ def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
     The link runs/latest moves when a run starts, and the same command must resume the run with the same model.
 
     Args:
-        folders: given path -> folder to which it was resolved in earlier attempts of the run.
+        folders: path in the config -> folder to which it was resolved in earlier attempts of the run.
     """
     real = with_real_paths(config)
-    for key, given in model_paths(config).items():
-        folder, path = folders.get(given), model_paths(real)[key]
+    for key, config_path in model_paths(config).items():
+        folder, path = folders.get(config_path), model_paths(real)[key]
         if folder not in (None, path) and Path(folder).is_dir():
-            print(f"{key}={given}: uses {folder}, to which it resolved when the run started", flush=True)
+            print(f"{key}={config_path}: using {folder}, the folder from the start of the run", flush=True)
             name, _ = key.split(".")
             section = getattr(real, name).model_copy(update={"path": folder})
             real = real.model_copy(update={name: section})
     return real
 
 
-def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -> Models:
-    """Return the models, with the given path added to each model whose resolved path differs from it.
+def note_given_paths(models: Models, config: Config, config_paths: Mapping[str, str]) -> Models:
+    """Return the models, with the path from the config added to each model whose resolved path differs from it.
 
     Args:
         config: config with resolved paths.
-        given: config key -> path before it was resolved.
+        config_paths: config key -> path before it was resolved.
     """
     paths = model_paths(config)
     return {
-        key: {**model, "given": given[key]} if key in given and given[key] != paths[key] else model
+        key: {**model, "given": config_paths[key]} if key in config_paths and config_paths[key] != paths[key] else model
         for key, model in models.items()
     }
 

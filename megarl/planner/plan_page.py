@@ -39,12 +39,16 @@ def render(planned: Planned) -> str:
     charts = (
         figure(
             "Memory of a GPU in each phase",
-            "The fullest GPU of the phase in GiB; the line marks a GPU's memory. Phases follow one another.",
+            "Memory of the fullest GPU in each phase, in GiB. The line marks the capacity of a GPU. Phases run one "
+            "after another.",
             draw_memory(best.loads, best.cluster),
             wide=True,
         ),
         figure(
-            "A step", "Predicted seconds of its phases, with the largest part of each.", draw_timeline(best), wide=True
+            "A step",
+            "Predicted duration of each phase in seconds, with its largest part.",
+            draw_timeline(best),
+            wide=True,
         ),
     )
     summary = [
@@ -114,7 +118,7 @@ def draw_timeline(plan: StepPlan) -> str:
 
 def _placement(config: Config) -> str:
     spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
-    return f"{config.cluster.placement}: {spans}. Colours show pipeline stages."
+    return f"{config.cluster.placement}: {spans}. Colors show pipeline stages."
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:

@@ -28,7 +28,7 @@ SPARE_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -44,7 +44,9 @@ class Found:
     tried: int
 
 
-def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
+def search(
+    config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
+) -> SearchResult:
     """Search for combinations of training layout and engine layout that fit.
 
     All trained models use the actor's layout. A reward model keeps its own layout.
@@ -72,7 +74,7 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
     if overfull:
         nearest = min(overfull, key=lambda plan: plan.fullest.total)
     plans.sort(key=lambda plan: plan.times.seconds)
-    return Found(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
+    return SearchResult(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:

@@ -252,7 +252,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, checked.models.trained(config))
         rows["disk"] = f"{config.most_checkpoints} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
-    if config.cluster.roles.given:
+    if config.cluster.roles.assigned:
         sharing = "are on the devices of cluster.roles"
     else:
         sharing = "share devices, from the first on" if config.is_colocated else "have separate devices"

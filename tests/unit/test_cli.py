@@ -386,7 +386,7 @@ def test_plan_emits_a_recipe_with_the_planned_layout(
     first = capsys.readouterr().out
     assert run(monkeypatch, "config", "explain", out) == 0
     assert "world size 16" in capsys.readouterr().out
-    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-it-is") == 0
+    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-is") == 0
     again = capsys.readouterr().out
     assert [line for line in again.splitlines() if line.startswith("time")] == [
         line for line in first.splitlines() if line.startswith("time")
@@ -431,7 +431,7 @@ def test_plan_raises_for_a_layout_that_does_not_fit(
 ) -> None:
     keys = ("actor.layout.tp=4", "actor.layout.dp=2", "rollout.tp=1", "rollout.replicas=8", "rollout.sleep=true")
     keys += (planned_model, "data.source=arithmetic", *overrides)
-    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-it-is", *keys)
+    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys)
     error = capsys.readouterr().err
     assert code == 2
     assert problem in error.splitlines()[0] and error.startswith("megarl: error: ")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
-from megarl.config.vllm_arguments import GIVEN, REFITTABLE
+from megarl.config.vllm_arguments import MANAGED, REFITTABLE
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -241,7 +241,7 @@ def test_rules_are_checked() -> None:
 
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-RULED = {*GIVEN["rollout"], *REFITTABLE}
+RULED = {*MANAGED["rollout"], *REFITTABLE}
 """vLLM arguments that rules check. Hypothesis finds names in the package's source and tries them."""
 extras = st.dictionaries(
     st.text().filter(lambda name: name not in RULED),

@@ -19,7 +19,7 @@ from tests.unit.planner.plan_cases import layout_keys, recipe
 def planned(folder: Path, gpus: str, *overrides: str, model: str = "Qwen2.5-7B") -> Planned:
     (folder / "config.json").write_text(json.dumps(CONFIGS[model]))
     config = recipe(f"model.path={folder}", "actor.recompute=full", *overrides)
-    return plan_recipe(config, read_cluster(gpus), as_it_is=True)
+    return plan_recipe(config, read_cluster(gpus), as_is=True)
 
 
 def test_page_shows_the_ranks_of_each_gpu(tmp_path):

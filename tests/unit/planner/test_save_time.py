@@ -20,7 +20,7 @@ def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
     """Llama-3.1-70B has 70,553,706,496 parameters of 2 + 12 bytes. Its 64 ranks on 8 nodes write equal amounts."""
     [recipe] = [recipe for recipe in RECIPES if "70b" in recipe.name]
     config = load(recipe.file, recipe.overrides(tmp_path))
-    planned = plan_recipe(config, read_cluster("64xH100"), as_it_is=True)
+    planned = plan_recipe(config, read_cluster("64xH100"), as_is=True)
     save = planned.best.save
     of_node = 70_553_706_496 * 14 / 8
     assert save.node_bytes == pytest.approx(of_node, rel=1e-3)

@@ -13,7 +13,7 @@ from megarl.planner.hardware import read_cluster
 from megarl.planner.layouts import broken_rules
 from megarl.planner.plan import describe_layout, plan_recipe
 from megarl.planner.plan_text import table
-from megarl.planner.search import Found, search
+from megarl.planner.search import SearchResult, search
 from megarl.planner.workload import Workload
 from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
@@ -22,7 +22,7 @@ from tests.unit.planner.plan_cases import layout_keys, recipe
 GAE = "algorithm.advantage.estimator=gae"
 
 
-def found(model: str, gpus: str, *overrides: str) -> Found:
+def found(model: str, gpus: str, *overrides: str) -> SearchResult:
     config = recipe(*overrides)
     return search(config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), Workload.of(config), read_cluster(gpus))
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from megarl.config.names import keys
-from megarl.config.vllm_arguments import GIVEN
+from megarl.config.vllm_arguments import MANAGED
 from tests.unit.config.rules.recipes import errors, recipe
 
 
@@ -30,5 +30,5 @@ def test_vllm_arguments_that_move_weights_are_rejected() -> None:
 
 
 def test_keys_that_determine_vllm_arguments_exist() -> None:
-    homes = {home for given in GIVEN.values() for home in given.values() if home is not None}
+    homes = {home for given in MANAGED.values() for home in given.values() if home is not None}
     assert homes <= set(keys())
