@@ -1,4 +1,4 @@
-"""The configuration of an evaluation set: the run's configuration, overridden by the set's overrides keys."""
+"""The configuration of an evaluation set: the run's configuration, overridden by the set's own keys."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ def longest_response(config: Config, evaluation_set: EvaluationSet) -> int:
 
 
 def seed_of_set(config: Config, evaluation_set: EvaluationSet, *place: int) -> int:
-    """Return the seed for a set, or for a sample evaluation_set its position (`place`). It is the same in every evaluation, so
-    that only the weights differ between steps, and differs from all training seeds."""
+    """Return the seed for a set, or for a sample of the set given its position (`place`).
+
+    The seed is the same in every evaluation, so that only the weights differ between steps. It differs from all
+    training seeds.
+    """
     return random.Random(repr(("evaluation", config.run.seed, evaluation_set.name, *place))).getrandbits(31)

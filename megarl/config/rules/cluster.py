@@ -48,8 +48,8 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
             fitting = _show_range(role, range(span.start, span.start + ranks[role]))
             yield (
-                f"{_show_range(role, span)}: the range has {len(span)} devices, but {_sizes(role)} has {ranks[role]} ranks. "
-                f"Fix: set {fitting}, or change {_sizes(role)}"
+                f"{_show_range(role, span)}: the range has {len(span)} devices, but {_sizes(role)} has {ranks[role]} "
+                f"ranks. Fix: set {fitting}, or change {_sizes(role)}"
             )
 
 

@@ -89,7 +89,10 @@ def combined_sources_are_distinct_files(config: Config) -> str | None:
     if not data.more_sources or procedural is None:
         return None
     key = "source" if procedural == data.source else "more_sources"
-    return f"data.{key}={procedural}: only files can be combined, but {procedural} generates its rows. Fix: set data.more_sources=[]"
+    return (
+        f"data.{key}={procedural}: only files can be combined, but {procedural} generates its rows. Fix: set "
+        "data.more_sources=[]"
+    )
 
 
 def source_weights_match_sources(config: Config) -> str | None:

@@ -64,8 +64,8 @@ def environment_options_of_sets_require_class(config: Config) -> str | None:
         environment = item.environment
         if environment is not None and environment.name is None and environment.options:
             return (
-                f"evaluation.sets: {item.name} has environment.options={environment.options}, but no environment.class to pass "
-                "them to. Fix: set environment.class, or remove environment.options"
+                f"evaluation.sets: {item.name} has environment.options={environment.options}, but no environment.class "
+                "to pass them to. Fix: set environment.class, or remove environment.options"
             )
     return None
 
