@@ -78,13 +78,16 @@ def test_config_explain_checks_keys_against_the_model(
         return code, out.splitlines()[-1], err
 
     even = "actor.layout.last_stage_layers=null"
-    assert explained(even) == (0, f"model       model.path={model}: config.json fits the recipe", "")
+    assert explained(even) == (0, f"model       model.path={model}: config.json is compatible with the recipe", "")
     code, _, error = explained(even, "actor.layout.pp=40")
     assert code == 2
-    assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
+    assert (
+        "actor.layout.pp=40: 2 layers cannot be split evenly over the stages: 2 layers over 40 stages (2 / 40 = 0.05)"
+        in error
+    )
     code, _, error = explained(even, "actor.layout.pp=1", "actor.layout.tp=3")
     assert code == 2
-    assert "actor.layout.tp=3: 4 attention heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4" in error
+    assert "actor.layout.tp=3: 4 attention heads are not divisible by 3 (4 / 3 = 1.333). Fix: set actor.layout.tp to 1, 2 or 4" in error
     code, _, error = explained(even, "actor.frozen=[no.such.tensor]")
     assert code == 2 and "actor.frozen" in error
     assert explained(even, "algorithm.advantage.estimator=gae", "critic.path=/no/critic")[0] == 2
@@ -157,7 +160,7 @@ def test_unknown_algorithm_raises_with_suggestions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "algorithms", "GRP0") == 2
-    line = "megarl: error: GRP0: not an estimator or objective; did you mean grpo?\n"
+    line = "megarl: error: GRP0: unknown estimator or objective. Fix: did you mean grpo?\n"
     assert capsys.readouterr().err == line
     assert run(monkeypatch, "algorithms", "quux") == 2
     assert "; choose from policy_gradient, " in capsys.readouterr().err
@@ -231,7 +234,9 @@ def test_reshard_previews_the_refit_of_a_recipe(
     assert run(monkeypatch, *arguments, "--to", "hf") == 2
     assert "--to: " in capsys.readouterr().err
     assert run(monkeypatch, "reshard", "--from", "tp=2") == 2
-    expected = "megarl: error: --model: missing. Fix: pass --model, --from, --to, or a recipe.\n"
+    expected = (
+        "megarl: error: --model: required without a recipe. Fix: pass --model, --from, --to, or pass a recipe instead\n"
+    )
     assert capsys.readouterr().err == expected
 
 
@@ -444,4 +449,4 @@ def test_plan_suggests_a_sufficient_number_of_gpus(
     assert run(monkeypatch, "plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "GiB" in error and error.rstrip().endswith("--gpus 2xH100-80GB is enough")
+    assert "GiB" in error and error.rstrip().endswith("use --gpus 2xH100-80GB")

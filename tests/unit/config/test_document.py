@@ -95,7 +95,7 @@ def test_overlay_merges_mappings_and_replaces_the_rest() -> None:
 
 def test_parse_value_error_contains_the_reason() -> None:
     assert parse_value("[1, {a: no}]") == [1, {"a": "no"}]
-    with pytest.raises(ValueError, match="not a YAML value: while parsing a flow sequence"):
+    with pytest.raises(ValueError, match="invalid YAML value: while parsing a flow sequence"):
         parse_value("[1, 2")
 
 

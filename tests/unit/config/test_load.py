@@ -91,7 +91,7 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
             "run.steps=",
             "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text",
         ),
-        ("run.steps=[1", "run.steps=[1: not a YAML value: "),
+        ("run.steps=[1", "run.steps=[1: invalid YAML value: "),
         (
             "rewards.functions.0.weight=2",
             "rewards.functions.0.weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
@@ -101,12 +101,12 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
             "rewards.functions[0].weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
         ),
         ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
-        ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt here"),
+        ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n corresponds to batch.samples_per_prompt"),
         ("actor.layout={tp: 1, zp: 2}", "actor.layout.zp: unknown key; did you mean "),
         ("rewards.functions=[{function: f, wait: 1}]", "rewards.functions.0.wait: unknown key; did you mean "),
         (
             "rewards.functions=[{weight: 1}]",
-            "missing key rewards.functions.0.function. Fix: set all keys of a list entry",
+            "missing key rewards.functions.0.function. Fix: set every required key of the list entry",
         ),
         ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
         ("run=3", "run=3: expected a mapping, found an integer"),
@@ -125,7 +125,7 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("run.export=1", "run.export=1: expected true or false, found an integer"),
         ("run.name=7", "run.name=7: expected text, found an integer; write \"run.name='7'\""),
         ("run.name=a/b", "run.name=a/b: expected text that matches ^[A-Za-z0-9]"),
-        ("run.folder=''", "run.folder='': expected text that is not empty"),
+        ("run.folder=''", "run.folder='': expected non-empty text"),
         ("actor.optimizer.lr='1e-6'", "actor.optimizer.lr='1e-6': expected a number, found text"),
         ("actor.optimizer.lr=0", "actor.optimizer.lr=0: expected more than 0"),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr=.inf: expected a finite number"),
@@ -168,10 +168,10 @@ def test_every_key_below_an_unknown_section_is_explained() -> None:
 def test_required_keys_are_named() -> None:
     path = CONFIGS / "base.yaml"
     assert errors(path) == [
-        f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME. Fix: set it there, or "
+        f"{path}: model.path is required. Fix: set it to a Hugging Face folder, a Hub id, or package:NAME, or pass "
         "model.path=VALUE on the command line",
-        f"{path}: data.source is required: arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file. Fix: set it "
-        "there, or data.source=VALUE on the command line",
+        f"{path}: data.source is required. Fix: set it to arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet "
+        "file, or pass data.source=VALUE on the command line",
     ]
 
 

@@ -55,7 +55,7 @@ def test_rows_include_the_requested_columns(tmp_path, suffix):
     assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
     assert columns(row="f") == RECORDS
     missing = (
-        r"rows\.\w+:1: no column 'other' .*; the columns are question, answer, level\. Fix: set the parameter of f"
+        r"rows\.\w+:1: missing column 'other' .*; the columns are question, answer, level\. Fix: set the parameter of f"
     )
     with pytest.raises(ValueError, match=missing):
         columns(other="f")
@@ -101,10 +101,14 @@ def test_rows_are_read_lazily(tmp_path):
         (
             "prompt",
             "answer",
-            r"no column 'prompt' \(expected: text or a list of \{role, content\} messages whose values are text\); "
+            r"missing column 'prompt' \(expected: text or a list of \{role, content\} messages with text values\); "
             r"the columns are question, answer, level\. Fix: set data\.prompt_column",
         ),
-        ("question", "solution", r"no column 'solution' \(expected: a JSON value .*\. Fix: set data\.answer_column"),
+        (
+            "question",
+            "solution",
+            r"missing column 'solution' \(expected: a JSON value .*\. Fix: set data\.answer_column",
+        ),
     ],
 )
 def test_missing_column_error_lists_the_columns(tmp_path, suffix, prompt, answer, message):
@@ -151,8 +155,8 @@ def test_non_json_answer_is_refused(tmp_path):
     [
         (b'{"question": "a", "answer": 1', "invalid JSON"),
         (b'{"question": "\xff", "answer": 1}', "invalid JSON"),
-        (b"[1, 2]", "a JSON list, expected one object per line"),
-        (b'{"answer": 1}', "no column 'question'"),
+        (b"[1, 2]", "expected one JSON object per line, found a list"),
+        (b'{"answer": 1}', "missing column 'question'"),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):
@@ -169,7 +173,7 @@ def test_source_that_is_not_a_data_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data\.source=.*absent\.jsonl: not a file"):
         read(tmp_path / "absent.jsonl")
     with pytest.raises(
-        ValueError, match=r"data\.source=arithmetics: not a known source\. Fix: use arithmetic, reasoning_gym:TASK, or"
+        ValueError, match=r"data\.source=arithmetics: unknown data source\. Fix: use arithmetic, reasoning_gym:TASK, or"
     ):
         read(Path("arithmetics"))
 
@@ -193,7 +197,9 @@ def test_dotted_name_reaches_into_a_column(tmp_path, suffix):
     rows = list(file_rows(path, "prompt", "reward_model.ground_truth", {"extra_info": "f"}, "extra_info.split"))
     assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
     assert rows[1].columns == {"extra_info": {"split": "y", "index": 1}, "extra_info.split": "y"}
-    with pytest.raises(ValueError, match=r":1: no column 'reward_model.truth' .* set data.answer_column to the right"):
+    with pytest.raises(
+        ValueError, match=r":1: missing column 'reward_model.truth' .* set data.answer_column to the right"
+    ):
         next(file_rows(path, "prompt", "reward_model.truth"))
     renamed = [{**record, "reward_model.ground_truth": "own"} for record in records]
     assert next(file_rows(write(tmp_path, suffix, renamed), "prompt", "reward_model.ground_truth")).answer == "own"

@@ -119,15 +119,30 @@ def test_data_hash_covers_ids_and_loss_masks(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "record", "message_of"),
     [
-        ("messages", {"text": "a"}, r"rows.jsonl:1: no column 'messages' \(expected: a list of .*data.messages_column"),
+        (
+            "messages",
+            {"text": "a"},
+            r"rows.jsonl:1: missing column 'messages' \(expected: a list of .*data.messages_column",
+        ),
         ("messages", {"messages": "a"}, r"rows.jsonl:1: column 'messages' holds str 'a', expected a list of \{role"),
-        ("messages", {"messages": [message("user", "a")]}, "rows.jsonl:1: no tokens of the assistant to train on"),
+        (
+            "messages",
+            {"messages": [message("user", "a")]},
+            "rows.jsonl:1: the conversation has no assistant tokens to train on",
+        ),
         ("preferences", PREFERENCE | {"chosen": 2}, r"rows.jsonl:1: column 'chosen' holds int 2, expected text or a"),
-        ("preferences", {"prompt": "a", "chosen": "b"}, r"rows.jsonl:1: no column 'rejected' .* data.rejected_column"),
+        (
+            "preferences",
+            {"prompt": "a", "chosen": "b"},
+            r"rows.jsonl:1: missing column 'rejected' .* data.rejected_column",
+        ),
         (
             "preferences",
             PREFERENCE | {"rejected": [message("user", "a")]},
-            "rows.jsonl:1: rejected: the response begins with role 'user'. Fix: begin it with the assistant",
+            (
+                "rows.jsonl:1: rejected: the response begins with a message of role 'user'. Fix: begin it with an "
+                "assistant message"
+            ),
         ),
     ],
 )

@@ -211,7 +211,11 @@ def test_weights_are_read_from_a_column(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
-        ("sort_column", (1, "x"), r"levels.jsonl:2: column 'level' holds 'x', expected a number \(data.sort_column\)"),
+        (
+            "sort_column",
+            (1, "x"),
+            r"levels.jsonl:2: column 'level' \(data\.sort_column\): expected a number, found 'x'",
+        ),
         ("weight_column", (1, -1), r"levels.jsonl:2: column 'level' holds -1, expected a number of at least 0"),
         (
             "weight_column",
@@ -226,7 +230,7 @@ def test_invalid_sort_value_or_weight_is_refused(model_folder, tmp_path, key, va
 
 
 def test_missing_sort_column_is_named_with_its_key(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no column 'rank' .* Fix: set data.sort_column to the right one"):
+    with pytest.raises(ValueError, match=r"missing column 'rank' .* Fix: set data.sort_column to the right one"):
         load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)
 
 

@@ -120,14 +120,18 @@ def test_composite_rows_have_their_task_as_source(model_folder):
     ("name", "options", "message"),
     [
         ("knight_knaves", {}, "reasoning-gym has no task 'knight_knaves'; did you mean knights_knaves"),
-        ("gcd", {"people": 3}, "data.options.people: gcd has no such option. Known: min_numbers, max_numbers"),
+        (
+            "gcd",
+            {"people": 3},
+            "data.options.people: unknown option of gcd. Fix: remove it, or use one of min_numbers, max_numbers",
+        ),
         ("gcd", {"seed": 3}, "data.options.seed: gcd has no such option"),
         (
             "knights_knaves",
             {"n_people": 0},
             'data.options={"n_people": 0}: knights_knaves rejects them: Number of people',
         ),
-        ("composite", {}, "composite rejects them: Must specify at least one dataset"),
+        ("composite", {}, "composite rejects these options: Must specify at least one dataset"),
     ],
 )
 def test_unknown_task_or_invalid_option_is_refused(name, options, message):

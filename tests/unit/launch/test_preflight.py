@@ -62,7 +62,7 @@ def test_problem_on_one_or_two_nodes_is_not_a_user_error() -> None:
 def test_node_with_other_package_versions_is_bad() -> None:
     older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
     found = find_objection([older, *reports()[1:]], NODES, RUN, 60)
-    assert found == Objection("failed", "node n0: torch is 2.12.0, but 2.13.0 on other nodes", ["n0"])
+    assert found == Objection("failed", "node n0: torch is 2.12.0, but other nodes have 2.13.0", ["n0"])
 
 
 def test_silent_node_is_bad_unless_only_the_first_reports() -> None:

@@ -178,7 +178,7 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
         ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
         ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
-        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: set both or neither"),
+        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: pass both options or neither"),
         ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
         ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
@@ -324,7 +324,7 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
 @pytest.mark.parametrize(
     ("fewest", "keys", "message"),
     [
-        (2, (), "--fewest-nodes=2: expected 1 to 1, fewer than --nodes"),
+        (2, (), "--fewest-nodes=2: expected a number from 1 to 1, below --nodes"),
         (
             1,
             ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),

@@ -114,7 +114,7 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     snapshots = repository / "snapshots"
     assert main == f"{snapshots / 'abc'} {{}}"
     assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
-    assert unavailable == "it is not a folder on this machine, and as a hub id it has not been downloaded"
+    assert unavailable == "it is neither a folder on this machine nor a downloaded Hub id"
     assert absent.startswith(
         "model.path=some/absent: not a folder on this machine, and it could not be downloaded as a"
     )
@@ -125,7 +125,9 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
 def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
     distribution("none", "none/__init__.py")
     distribution("two", "two/a.gguf", "two/b.gguf")
-    with pytest.raises(ValueError, match=r"no Python distribution 'absent' is installed\. Fix: pip install .* absent$"):
+    with pytest.raises(
+        ValueError, match=r"the Python distribution 'absent' is not installed\. Fix: run pip install .* absent$"
+    ):
         resolve("package:absent", tmp_path)
     with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, found: none"):
         resolve("package:none", tmp_path)
@@ -189,7 +191,9 @@ def test_failed_conversion_leaves_no_files(distribution, tmp_path):
 def test_missing_conversion_package_is_named(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(ValueError, match=r"package:one: gguf not installed\. Fix: pip install 'megarl\[gguf\]'"):
+    with pytest.raises(
+        ValueError, match=r"package:one: conversion from GGUF requires gguf\. Fix: run pip install 'megarl\[gguf\]'"
+    ):
         resolve("package:one", tmp_path / "cache")
 
 

@@ -61,38 +61,38 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.tp=2"],
             [
-                "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                "actor.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set actor.layout.tp to 1 or 3",
+                "actor.layout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set actor.layout.tp to 1 or 3",
             ],
         ),
         (
             ["actor.layout.tp=9"],
             [
-                "actor.layout.tp=9: 3 KV heads do not divide by 9 (3 / 9 = 0.3333); choose from 1, 3",
+                "actor.layout.tp=9: 3 KV heads are not divisible by 9 (3 / 9 = 0.3333). Fix: set actor.layout.tp to 1 or 3",
                 "actor.layout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9 (1536 / 9 = 170.7); choose",
             ],
         ),
         (
             ["rollout.tp=2"],
             [
-                "rollout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "rollout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                "rollout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set rollout.tp to 1 or 3",
+                "rollout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set rollout.tp to 1 or 3",
             ],
         ),
         (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9"]),
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: "
-                "choose pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
-                "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
+                "actor.layout.pp=4: 30 layers cannot be split evenly over the stages: 30 layers over 4 stages (30 / 4 "
+                "= 7.5). Fix: set pp to 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers=null and "
+                "last_stage_layers=null, or last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
         ),
         (
             ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
             [
-                "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
-                "other stages (17 / 2 = 8.5). Fix: choose pp"
+                "actor.layout.pp=3, last_stage_layers=13: 30 layers cannot be split evenly over the stages: 30 - 13 = "
+                "17 layers over 2 other stages (17 / 2 = 8.5). Fix: choose pp"
             ],
         ),
         (
@@ -213,12 +213,12 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             MIXTRAL,
             ["actor.layout.ep=3", "actor.layout.dp=3"],
-            "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",
+            "actor.layout.ep=3: 8 experts are not divisible by 3 (8 / 3 = 2.667). Fix: set actor.layout.ep to 1, 2, 4 or 8",
         ),
         (
             QWEN3_MOE,
             ["actor.layout.ep=3", "actor.layout.dp=12", "actor.layout.etp=4"],
-            "actor.layout.etp=4: 10 MLP rows of an expert do not divide by 4 (10 / 4 = 2.5); choose from 1, 2, 5, 10",
+            "actor.layout.etp=4: 10 MLP rows of an expert are not divisible by 4 (10 / 4 = 2.5). Fix: set actor.layout.etp to 1, 2, 5 or 10",
         ),
         (
             QWEN3_MOE,
@@ -300,7 +300,7 @@ def test_engine_may_replicate_kv_heads() -> None:
     wide = SMOLLM2 | {"num_attention_heads": 12}
     check_model(recipe("rollout.tp=6"), wide)
     assert model_errors(wide, "rollout.tp=4") == [
-        "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
+        "rollout.tp=4: 3 KV heads are not divisible by 4 (3 / 4 = 0.75). Fix: set rollout.tp to 1, 3, 6 or 12"
     ]
 
 
@@ -440,7 +440,7 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (
         "reward_model.context_length=512: has no effect unless reward_model.input_format=text. Fix: set "
-        "reward_model.input_format=text, or remove the key, which is null by default"
+        "reward_model.input_format=text, or remove the key (its default is null)"
     )
 
 
@@ -469,12 +469,12 @@ def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
     message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, not a "
-        "multiple of 128, and blocks cannot be split. Fix: choose rollout.tp from 1, 2, or set "
-        "rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, which is not "
+        "a multiple of the block size 128. Fix: set rollout.tp to 1, 2, or set "
+        "rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
     message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
-        "has 576 query rows, not a multiple of 128, and blocks cannot be split. Fix: set rollout.quantization=null"
+        "has 576 query rows, which is not a multiple of the block size 128. Fix: set rollout.quantization=null"
     )

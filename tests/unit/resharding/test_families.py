@@ -55,7 +55,10 @@ def test_checkpoint_size_matches_transformers(model_type):
     [
         ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true: not supported for qwen3"),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            "attention_bias true: megarl does not support this for qwen3",
+        ),
         ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
     ],
 )

@@ -135,7 +135,7 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
     with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
         load(QUICKSTART, [only_math])
     with pytest.raises(
-        UserError, match=r"rows.jsonl:1: no column 'origin' .* Fix: set data.source_column to the right one"
+        UserError, match=r"rows.jsonl:1: missing column 'origin' .* Fix: set data.source_column to the right one"
     ):
         load_prompts(load(QUICKSTART, [*overrides, "data.source_column=origin"]), tmp_path / "model")
 

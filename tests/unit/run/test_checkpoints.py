@@ -108,7 +108,7 @@ def test_changed_state_is_detected(checkpoints: Checkpoints) -> None:
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged\. There is no earlier checkpoint\. Fix: start"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged\. No earlier checkpoint exists\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 

@@ -64,7 +64,7 @@ def keys(value: Any) -> Any:
     ("version", "message"),
     [
         (None, r"saved by a pre-release of megarl, .* Fix: start from scratch with another run.name"),
-        ("7", r"unknown format '7'. Fix: use a checkpoint that megarl has written"),
+        ("7", r"unknown format '7'. Fix: use a checkpoint that megarl saved"),
         (0, r"unknown format 0. Fix: use"),
         (FORMAT + 1, rf"saved in format {FORMAT + 1} by a later version of megarl; .* up to {FORMAT}. Fix: update"),
     ],

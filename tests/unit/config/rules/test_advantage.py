@@ -21,7 +21,10 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 7",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 7"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
@@ -29,7 +32,10 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 8",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 8"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, std: sample}"],

@@ -16,8 +16,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
-            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward, which "
-            "is every prompt with batch.samples_per_prompt=1. Fix: set",
+            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward. With "
+            "batch.samples_per_prompt=1 it would replace every prompt. Fix: set",
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
@@ -31,7 +31,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["batch.epochs_kl_limit=0.1"],
             "batch.epochs_kl_limit=0.1: has no effect unless batch.epochs=2. Fix: set batch.epochs=2, or remove the "
-            "key, which is null by default",
+            "key (its default is null)",
         ),
         (
             ["batch.oversampling=1.5"],

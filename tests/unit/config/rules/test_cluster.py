@@ -13,12 +13,15 @@ APART = "cluster.placement=disaggregated"
         (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: set actor, rollout and no other role, or"),
         (
             [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
-            "cluster.roles: the run has no critic. Fix: set actor, rollout and no other role, or none",
+            (
+                "cluster.roles: the run has no critic. Fix: set devices for all of actor, rollout and no other role, or "
+                "for no role"
+            ),
         ),
         (
             [APART, "cluster.roles={actor: 0-3, rollout: 4}"],
-            "cluster.roles.actor=0-3: 4 devices for the 2 ranks of actor.layout. Fix: set cluster.roles.actor=0-1, or "
-            "another layout",
+            "cluster.roles.actor=0-3: the range has 4 devices, but actor.layout has 2 ranks. Fix: set "
+            "cluster.roles.actor=0-1, or change actor.layout",
         ),
         (
             [APART, "cluster.roles={actor: 1-0, rollout: 4}"],

@@ -18,10 +18,16 @@ FILE = "data.source=rows.jsonl"
             ["data.weight_column=level"],
             "data.weight_column=level: has no effect unless data.source=FILE",
         ),
-        ([FILE, "data.sort_column=level"], "data.sort_column=level: data.shuffle=true changes the order. Fix: set"),
+        (
+            [FILE, "data.sort_column=level"],
+            "data.sort_column=level: data.shuffle=true would change the order. Fix: set",
+        ),
         (
             [FILE, "data.sort_column=level", "data.solved_weight=0.1"],
-            "data.sort_column=level: data.weight_column, solved_weight and source_weights draw rows in random",
+            (
+                "data.sort_column=level: data.weight_column, data.solved_weight and data.source_weights draw rows in "
+                "random"
+            ),
         ),
         (
             ["data.more_sources=[b.jsonl]"],
@@ -37,7 +43,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "with data.source_column=null its keys are the files rows.jsonl, b.jsonl. Fix: use these keys",
+            "with data.source_column=null the keys must be rows.jsonl, b.jsonl. Fix: use these keys",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],

@@ -22,11 +22,14 @@ def sets(*items: str) -> str:
     [
         (
             [sets("name: a", "name: b", "name: a")],
-            "evaluation.sets: a is the name of two sets. Fix: rename one",
+            "evaluation.sets: two sets have the name a. Fix: rename one of them",
         ),
         (
             [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
-            "evaluation.sets: a would never be evaluated with at_start=false and at_end=false. Fix: set",
+            (
+                "evaluation.sets: a would never be evaluated, because at_start=false, at_end=false and every_steps=null. "
+                "Fix: set"
+            ),
         ),
         (
             [sets("name: a, samples_per_prompt: 2")],
@@ -42,7 +45,7 @@ def sets(*items: str) -> str:
         ),
         (
             ["data.chat_template=false", sets("name: a, system_prompt: Be brief.")],
-            "evaluation.sets: a has a system_prompt, which chat_template=false cannot format. Fix: set",
+            "evaluation.sets: a has a system_prompt, but chat_template=false cannot format it. Fix: set",
         ),
         (
             [sets("name: a, system_prompt: Be brief., source: environment, environment: {class: text_game}")],
@@ -86,13 +89,14 @@ def sets(*items: str) -> str:
         (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets. Fix: list some"),
         (
             [SET, "evaluation.best.metric=evaluation/a/pass@8"],
-            "evaluation.best.metric=evaluation/a/pass@8: no set has it; did you mean evaluation/a/pass@4? All: "
-            "evaluation/a/avg@4, evaluation/a/pass@1, evaluation/a/pass@2, evaluation/a/pass@4, evaluation/a/pass^2, ",
+            "evaluation.best.metric=evaluation/a/pass@8: no evaluation set has this metric. Did you mean "
+            "evaluation/a/pass@4? Fix: use one of evaluation/a/avg@4, evaluation/a/pass@1, evaluation/a/pass@2, "
+            "evaluation/a/pass@4, evaluation/a/pass^2, ",
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/avg@4", "checkpoint.every_steps=null"],
-            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null no checkpoint is saved. Fix: "
-            "set",
+            "evaluation.best.metric=evaluation/a/avg@4: checkpoint.every_steps=null saves no checkpoint to select "
+            "from. Fix: set",
         ),
         (
             [
@@ -101,8 +105,8 @@ def sets(*items: str) -> str:
                 "evaluation.every_steps=15",
                 "checkpoint.every_steps=10",
             ],
-            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved "
-            "every 10, so some evaluations have none. Fix: set checkpoint.every_steps=5",
+            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, but checkpoints are saved "
+            "every 10 steps, so some evaluations would have no checkpoint. Fix: set checkpoint.every_steps=5",
         ),
         (["evaluation.every_steps=5"], "evaluation.every_steps=5: has no effect unless evaluation.sets="),
         ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),

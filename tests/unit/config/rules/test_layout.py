@@ -18,8 +18,8 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.layout={tp: 2, etp: 1}"],
-            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1) experts are sharded like the other "
-            "layers (tp=2). Fix: set actor.layout.etp=null or raise ep",
+            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1), experts are sharded like the other "
+            "layers (actor.layout.tp=2). Fix: set actor.layout.etp=null, or raise actor.layout.ep",
         ),
         ([GAE, "critic.layout.vpp=2"], "critic.layout.vpp=2: virtual stages interleave the layers of several"),
     ],

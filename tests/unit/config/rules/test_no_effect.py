@@ -22,7 +22,7 @@ def recipe(*overrides: str) -> Config:
             "algorithm.value.clip=0.2",
             [GAE],
             "algorithm.value.clip=0.2: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
-            "algorithm.advantage.estimator=gae, or remove the key, which is null by default",
+            "algorithm.advantage.estimator=gae, or remove the key (its default is null)",
         ),
         (
             "algorithm.value.aggregation=sequence_mean_of_token_means",
@@ -33,7 +33,7 @@ def recipe(*overrides: str) -> Config:
             "critic.optimizer.lr=1.0",
             [GAE],
             "critic.optimizer.lr=1.0: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
-            "algorithm.advantage.estimator=gae, or remove the key, which is 1.0e-06 by default",
+            "algorithm.advantage.estimator=gae, or remove the key (its default is 1.0e-06)",
         ),
         ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: has no effect unless algorithm.advantage.estimator=gae"),
         (

@@ -78,9 +78,8 @@ def test_rollout_keys_do_not_affect_offline_objectives():
             "dpo",
             ["algorithm.kl.coefficient=0.1"],
             "algorithm.kl.coefficient=0.1: has no effect unless algorithm.objective.name=clip (or another objective "
-            "that "
-            "learns from advantages). Fix: set algorithm.objective.name=clip (or another objective that learns from "
-            "advantages), or remove the key, which is 0.0 by default",
+            "that learns from advantages). Fix: set algorithm.objective.name=clip (or another objective that learns "
+            "from advantages), or remove the key (its default is 0.0)",
         ),
         (
             "online",
@@ -91,8 +90,7 @@ def test_rollout_keys_do_not_affect_offline_objectives():
             "sft",
             ["rollout.temperature=0.5"],
             "rollout.temperature=0.5: has no effect unless data.format=prompts. Fix: set data.format=prompts, or "
-            "remove "
-            "the key, which is 1.0 by default",
+            "remove the key (its default is 1.0)",
         ),
         ("sft", ["reward_model.path=x"], "reward_model.path=x: has no effect unless data.format=prompts. Fix"),
         (
@@ -121,8 +119,8 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "dpo",
             ["rollout.context_length=512", "actor.tokens_per_microbatch=1000"],
-            "actor.tokens_per_microbatch=1000: a pair may have 2 x rollout.context_length=512 tokens and is never "
-            "split over microbatches (1000 < 1024). Fix: set actor.tokens_per_microbatch to at least 1024",
+            "actor.tokens_per_microbatch=1000: a pair can have up to 2 x rollout.context_length=512 tokens and is "
+            "never split over microbatches (1000 < 1024). Fix: set actor.tokens_per_microbatch to at least 1024",
         ),
         (
             "online",

@@ -8,15 +8,19 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rewards.functions=[]"], "rewards.functions=[]: samples would have no reward. Fix: list a function such"),
+        (["rewards.functions=[]"], "rewards.functions=[]: samples would have no reward. Fix: add a function such"),
         (
             ["rewards.functions=[{function: numeric_match, per_turn: true}]"],
-            "rewards.functions: numeric_match with per_turn=true: it returns one reward for the whole response. Fix: "
-            "set per_turn=false, or list path/to/file.py:function, a function that returns one reward per",
+            "rewards.functions: numeric_match with per_turn=true: the function returns one reward for the whole "
+            "response. Fix: set per_turn=false, or use path/to/file.py:function, a function that returns one reward "
+            "per",
         ),
         (
             ["rewards.overlong_buffer=17"],
-            "rewards.overlong_buffer=17: it exceeds rollout.max_new_tokens=16. Fix: set it to at most 16",
+            (
+                "rewards.overlong_buffer=17: it exceeds rollout.max_new_tokens=16. Fix: set rewards.overlong_buffer to at "
+                "most 16"
+            ),
         ),
     ],
 )

@@ -11,7 +11,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
-            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, and model.dtype=float32. Fix: set",
+            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, but model.dtype=float32. Fix: set",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
@@ -39,7 +39,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
-            "rollout.on_stale=drop: it aborts running rollouts, and those of environment.class=calculator cannot be",
+            "rollout.on_stale=drop: stale rollouts are aborted, but rollouts of environment.class=calculator cannot be",
         ),
         (
             ["rollout.max_new_tokens=256"],

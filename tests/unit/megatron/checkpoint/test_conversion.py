@@ -354,7 +354,7 @@ def test_existing_output_folder_is_not_overwritten(tmp_path, checkpoint):
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this folder"):
             convert(tmp_path / "hf")
     assert names_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
