@@ -94,7 +94,7 @@ CASES = [
     ("actor.optimizer.lr=-1e-6", ["command line: actor.optimizer.lr=-1.0e-06: expected more than 0"]),
     ("model.dtype=float8", ["command line: model.dtype=float8: expected"]),
     ("algorithm.advantage.estimator=grop", ["command line: algorithm.advantage.estimator=grop: expected"]),
-    ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step do not divide by 3"]),
+    ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step are not divisible by 3"]),
     (
         "rollout.max_new_tokens=64",
         ["rollout.max_new_tokens=64: 64 - 64 = 0 of rollout.context_length=64 tokens are left for the"],
@@ -124,7 +124,7 @@ CASES = [
     ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported. Fix: use"]),
     (
         "model.path=package:no-such-package",
-        ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
+        ["model.path=package:no-such-package: the Python distribution 'no-such-package' is not installed"],
     ),
     (
         "model.path=FOLDER/nine_heads  actor.layout.pp=1  actor.layout.tp=2",
@@ -137,7 +137,10 @@ CASES = [
         "actor.layout.pp=3",
         ["actor.layout.pp=3: 2 layers cannot be split evenly over the stages: 2 layers over 3 stages"],
     ),
-    ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
+    (
+        "actor.layout.dp=32",
+        ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), which is less than"],
+    ),
     (
         "actor.frozen=[no.such.tensor]",
         ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"],
@@ -171,7 +174,7 @@ CASES = [
         "data.source=FOLDER/blank.jsonl",
         ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"],
     ),
-    ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: lower it"]),
+    ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: set data.size to at most 8"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),
     # rewards
     (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),

@@ -22,21 +22,21 @@ def trust_region_requirements_are_met(config: Config) -> str | None:
         "batch.epochs": (batch.epochs, 1, "TRPO makes a single update per step"),
         "model.dtype": (
             *(config.model.dtype, "float32"),
-            "its finite differences are too small for other dtypes",
+            "TRPO's finite differences are too small for other dtypes",
         ),
-        "actor.lora.rank": (config.actor.lora.rank, None, "its vectors have the shapes of the full weights"),
+        "actor.lora.rank": (config.actor.lora.rank, None, "TRPO's vectors have the shapes of the full weights"),
         "critic.shared_backbone": (
             config.critic.shared_backbone,
             False,
-            "its divergence does not include a value head",
+            "TRPO's divergence does not include a value head",
         ),
         "algorithm.correction.old": (
             *(config.algorithm.correction.old, "trainer"),
-            "the divergence from the old policy must start at 0",
+            "TRPO's divergence from the old policy must start at 0",
         ),
     }
     lines = [
-        f"{key}={show(value)}: algorithm.trust_region.kl_limit={limit:g} selects TRPO, but {reason}. Fix: set "
+        f"{key}={show(value)}: with algorithm.trust_region.kl_limit={limit:g}, {reason}. Fix: set "
         f"{key}={show(wanted)}, or algorithm.trust_region.kl_limit=null"
         for key, (value, wanted, reason) in needed.items()
         if value != wanted

@@ -99,7 +99,7 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would hold their weights"):
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated engines would keep their weights"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -66,7 +66,7 @@ def test_placement_of_other_models_may_change() -> None:
         (
             "actor.megatron_overrides.model.attention_dropout=0.1",
             "actor.megatron_overrides.model.attention_dropout=0.1",
-            "no such key",
+            "(not set)",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_long_values_that_differ_at_the_end_are_shown() -> None:
     paths = [f"/models/{'x' * 60}/{name}" for name in ("one", "two")]
     given, override = (f"model.path={path}" for path in paths)
     [line] = violations(override, given=[given])
-    assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore it")
+    assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore this value")
 
 
 def test_error_has_a_line_for_every_changed_key() -> None:
@@ -141,5 +141,5 @@ def test_keys_of_another_version_are_named() -> None:
     del saved["batch"]["prompts_per_step"]
     assert [line.partition(":")[0] for line in violations(saved=saved)] == [
         "batch.prompts_per_step=64",
-        "algorithm.spare=no such key",
+        "algorithm.spare=(not set)",
     ]

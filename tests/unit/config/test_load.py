@@ -198,7 +198,7 @@ def test_base_files(tmp_path: Path) -> None:
     (line,) = errors(a)
     assert line.startswith(f"{tmp_path}/sub/../c.yaml: the base files form a cycle: {a} -> ")
     c.unlink()
-    assert errors(b) == [f"{c} (the base of {b}): cannot be read: No such file or directory"]
+    assert errors(b) == [f"{c} (the base of {b}): cannot be read (No such file or directory). Fix: correct the path"]
     b.write_text("\nbase: [c.yaml]\n")
     assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
 
@@ -213,7 +213,9 @@ def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
     path.write_text("base: base.yaml\n")
     assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighbouring file takes precedence"
     path.write_text("base: none.yaml\n")
-    assert errors(path) == [f"{tmp_path}/none.yaml (the base of {path}): cannot be read: No such file or directory"]
+    assert errors(path) == [
+        f"{tmp_path}/none.yaml (the base of {path}): cannot be read (No such file or directory). Fix: correct the path"
+    ]
 
 
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
@@ -228,8 +230,10 @@ def test_invalid_dtype_is_reported_as_written(value: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    assert errors(tmp_path / "none.yaml") == [f"{tmp_path}/none.yaml: cannot be read: No such file or directory"]
-    assert errors(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
+    assert errors(tmp_path / "none.yaml") == [
+        f"{tmp_path}/none.yaml: cannot be read (No such file or directory). Fix: correct the path"
+    ]
+    assert errors(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory). Fix: correct the path"]
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xe9}")
     assert errors(path) == [f"{path}: byte 12 is not UTF-8. Fix: save the file as UTF-8 text"]

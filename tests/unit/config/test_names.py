@@ -38,8 +38,8 @@ from tools import verl_page
         (
             "actor.optimizer.lr_warmup_steps_ratio",
             (
-                "verl's lr_warmup_steps_ratio corresponds to actor.optimizer.schedule.warmup (below 1: a fraction of the "
-                "run)"
+                "verl's lr_warmup_steps_ratio corresponds to actor.optimizer.schedule.warmup (below 1: a fraction of "
+                "the run)"
             ),
         ),
         ("data.train_batch_size", "verl's train_batch_size corresponds to batch.prompts_per_step"),
@@ -65,7 +65,7 @@ from tools import verl_page
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
         (
             "rollout.refit_delta",
-            "rollout.refit_delta was removed: a refit sends all weights. Fix: leave it out",
+            "rollout.refit_delta was removed: a refit sends all weights. Fix: remove the key",
         ),
         ("agreement.limit", "agreement was renamed to logprob_check"),
         ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
@@ -77,13 +77,13 @@ from tools import verl_page
         (
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "verl's use_dynamic_bsz has no equivalent: microbatches are always filled up to "
-            "actor.tokens_per_microbatch. Fix: leave it out",
+            "actor.tokens_per_microbatch. Fix: remove the key",
         ),
         ("actor_rollout_ref.rollout.n_agent", "verl's n_agent corresponds to batch.samples_per_prompt"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload corresponds to actor.offload"),
         (
             "algorithm.no_think_rl",
-            "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: leave it out",
+            "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: remove the key",
         ),
         (
             "trainer.logger",

@@ -119,7 +119,7 @@ def test_composite_rows_have_their_task_as_source(model_folder):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("knight_knaves", {}, "reasoning-gym has no task 'knight_knaves'; did you mean knights_knaves"),
+        ("knight_knaves", {}, "unknown reasoning-gym task 'knight_knaves'. Did you mean knights_knaves"),
         (
             "gcd",
             {"people": 3},
@@ -158,7 +158,7 @@ def test_error_in_the_row_process_is_raised_here():
         ),
         (
             "data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null",
-            "has no size. Fix: set",
+            "has no valid size. Fix: set",
         ),
         ("data.source_column=task", "data.source_column=task: has no effect unless data.source="),
     ],

@@ -111,7 +111,7 @@ def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
     overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
     done = run_megarl(*shlex.split(command)[1:], *overrides, cache=cache_with_config)
     assert done.returncode == 2
-    assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
+    assert "actor.layout.tp=2: 9 attention heads are not divisible by 2" in done.stderr
 
 
 def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):

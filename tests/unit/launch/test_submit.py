@@ -162,7 +162,7 @@ def test_custom_template_is_rendered_and_checked(tmp_path: Path) -> None:
         launch(quickstart, replace(ON_CPU, template=template), keys)
     template.write_text("#SBATCH --nodes=@nodes@\n")
     two = replace(ON_CPU, template=template, nodes=2, fewest=1)
-    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the placeholder @sizes@"):
+    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 requires the placeholder @sizes@"):
         launch(quickstart, two, keys, *EIGHT)
 
 
@@ -261,7 +261,7 @@ def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
     seconds = int(re.search(r"about (\d+) s", step)[1])
     assert 0 < seconds < 3000
     shorter = replace(on_gpus, time="6", grace=200)  # 360 s, but start and saving alone need 200 + 60 + 120 s
-    with pytest.raises(UserError, match=f"--time=6: 360 s, but a step takes about {seconds} s"):
+    with pytest.raises(UserError, match=f"--time=6: 360 s is too short, because a step takes about {seconds} s"):
         launch(on_h100s, shorter)
     with pytest.raises(UserError, match="GiB"):
         launch(on_h100s, on_gpus, "rollout.kv_cache_gib=90")
@@ -280,7 +280,7 @@ def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytes
 def test_grace_shorter_than_a_step_is_reported(on_h100s: Path) -> None:
     request = replace(ON_CPU, gpus=8, nodes=2, time="4:00:00")
     [seconds] = [int(found[1]) for line in launch(on_h100s, request) if (found := re.search(r"about (\d+) s", line))]
-    message = "at the end of an allocation the run loses its steps since the last checkpoint"
+    message = "at the end of an allocation the run loses the steps since its last checkpoint"
     assert any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
     assert not any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
 
@@ -337,7 +337,7 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
                 "actor.layout={pp: 1, dp: 2, last_stage_layers: null}",
                 "rollout.replicas=2",
             ),
-            "on 1: cluster.roles: explicit roles cannot run on fewer nodes",
+            "on 1: cluster.roles: explicit device ranges do not fit on fewer nodes",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_path_that_is_not_a_hub_id_has_no_revision(tmp_path, look):
     (tmp_path / "config.json").write_text("{}")
     for path in (str(tmp_path), "package:name"):
         with pytest.raises(
-            ValueError, match=rf"^model\.revision=v1: model\.path={path} is not a hub id .*revision=null$"
+            ValueError, match=rf"^model\.revision=v1: model\.path={path} is not a Hub id .*revision=null$"
         ):
             look(path, revision="v1")
 
@@ -116,10 +116,10 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
     assert unavailable == "it is neither a folder on this machine nor a downloaded Hub id"
     assert absent.startswith(
-        "model.path=some/absent: not a folder on this machine, and it could not be downloaded as a"
+        "model.path=some/absent: neither a folder on this machine nor a Hub id that could be downloaded"
     )
     assert "HF_HUB_OFFLINE" in absent
-    assert malformed.startswith("model.path=not a hub id: not a folder on this machine")
+    assert malformed.startswith("model.path=not a hub id: neither a folder on this machine")
 
 
 def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
@@ -129,7 +129,7 @@ def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
         ValueError, match=r"the Python distribution 'absent' is not installed\. Fix: run pip install .* absent$"
     ):
         resolve("package:absent", tmp_path)
-    with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, found: none"):
+    with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, but contains none"):
         resolve("package:none", tmp_path)
     with pytest.raises(ValueError, match=r"package:two: .*, found: two/a\.gguf, two/b\.gguf"):
         resolve("package:two", tmp_path)

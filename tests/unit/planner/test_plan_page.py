@@ -55,5 +55,5 @@ def test_page_shows_every_phase_and_loads_nothing(tmp_path):
 def test_existing_page_is_not_overwritten(tmp_path):
     found = planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=4), "rollout.replicas=8")
     write(found, tmp_path / "plan.html")
-    with pytest.raises(UserError, match=r"plan.html: already exists and is not overwritten"):
+    with pytest.raises(UserError, match=r"plan.html: already exists, and megarl does not overwrite it"):
         write(found, tmp_path / "plan.html")

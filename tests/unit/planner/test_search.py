@@ -62,8 +62,9 @@ def test_search_offloads_models_that_fit_only_in_turns():
 def test_indivisible_sizes_are_named_with_the_arithmetic():
     result = found("Qwen2.5-7B", "8xH100")
     assert (
-        "actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5). Fix: set actor.layout.tp to 1, 2 or 4" in result.refused
-    )
+        "actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5). Fix: set actor.layout.tp to "
+        "1, 2 or 4"
+    ) in result.refused
     assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
 
 

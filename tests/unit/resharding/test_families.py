@@ -129,25 +129,25 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^tp=2: 9 num_attention_heads do not divide by 2",
+            "^tp=2: 9 num_attention_heads are not divisible by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^tp=6: 3 num_key_value_heads do not divide by 6",
+            "^tp=6: 3 num_key_value_heads are not divisible by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
-            "^ep=3: 4 experts do not divide by 3",
+            "^ep=3: 4 experts are not divisible by 3",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
-            "^etp=4: 18 of the experts' intermediate size do not divide by 4",
+            "^etp=4: 18 of the experts' intermediate size are not divisible by 4",
         ),
         (
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
-            "18 of the experts' intermediate size do not divide by 12",
+            "18 of the experts' intermediate size are not divisible by 12",
         ),
-        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads do not divide by 4"),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads are not divisible by 4"),
         (
             lambda: vllm_holder(
                 config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True
@@ -160,7 +160,7 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
         ),
         (
             lambda: vllm_holder(config_of(), 3, 0, 0),
-            "rollout.tp=3: 64 of vocab_size, padded to a multiple of 64, do not divide by 3",
+            "rollout.tp=3: 64 of vocab_size, padded to a multiple of 64, are not divisible by 3",
         ),
     ],
 )

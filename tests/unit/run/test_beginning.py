@@ -34,7 +34,7 @@ def test_finished_run_is_reported(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore it"),
+        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore this value"),
         ("run.steps=2", r"^run.steps=2: .*/a was saved after step 3. Fix: set run.steps to at least 3"),
     ],
 )
@@ -55,7 +55,7 @@ def test_finished_run_with_a_moved_model_is_finished(tmp_path: Path) -> None:
     run = start(settings, PROMPTS, {"model.path": identity})
     run.folder.finish(settings.run.steps)
     assert "already at step" in check_beginning(config(runs, "resume=auto", paths["here"]))
-    with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore it"):
+    with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore this value"):
         check_beginning(config(runs, "resume=auto", paths["other"]))
 
 

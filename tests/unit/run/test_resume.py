@@ -260,7 +260,7 @@ def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.Captur
     save(start(config(root), PROMPTS), config(root), 2)
     elsewhere = config(root, "resume=auto", "model.path=/new/m")
     before = sorted(root.rglob("*"))
-    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore it"):
+    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore this value"):
         start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": "of others"}})
     assert sorted(root.rglob("*")) == before
     assert capsys.readouterr().out == ""

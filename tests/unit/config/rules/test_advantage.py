@@ -28,7 +28,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
-            "algorithm.advantage.k=8: equal to batch.samples_per_prompt=8, so there is only one subset of k samples",
+            "algorithm.advantage.k=8: it equals batch.samples_per_prompt=8, so there is only one subset of k samples",
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],

@@ -10,10 +10,10 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["batch.prompts_per_update=5"],
-            "batch.prompts_per_update=5: 16 prompts per step do not divide by 5 (16 / 5 = 3.2); "
-            "choose from 1, 2, 4, 8, 16",
+            "batch.prompts_per_update=5: 16 prompts per step are not divisible by 5 (16 / 5 = 3.2). "
+            "Fix: set batch.prompts_per_update to 1, 2, 4, 8 or 16",
         ),
-        (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
+        (["batch.prompts_per_update=32"], "16 prompts per step are not divisible by 32 (16 / 32 = 0.5)"),
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
             "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward. With "
@@ -35,12 +35,12 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["batch.oversampling=1.5"],
-            "batch.oversampling=1.5: with rollout.max_staleness=0 a sample is used within 1 step, which takes at most "
-            "1 x batch.prompts_per_step prompts. Fix: set rollout.on_stale=drop, which drops the rest, or",
+            "batch.oversampling=1.5: with rollout.max_staleness=0 a sample must be used within 1 step, so at most 1 x "
+            "batch.prompts_per_step prompts can be in flight. Fix: set batch.oversampling to at most 1, or set",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
-            "which take at most 3 x batch.prompts_per_step prompts. Fix",
+            "so at most 3 x batch.prompts_per_step prompts can be in flight. Fix",
         ),
         (
             ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],

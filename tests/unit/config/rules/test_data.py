@@ -31,7 +31,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             ["data.more_sources=[b.jsonl]"],
-            "data.source=arithmetic: only files can be combined, and it is procedural. Fix:",
+            "data.source=arithmetic: only files can be combined, but arithmetic generates its rows. Fix:",
         ),
         (
             [FILE, "data.more_sources=[rows.jsonl]"],
@@ -39,7 +39,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[arithmetic]"],
-            "data.more_sources=arithmetic: only files can be combined, and it is procedural.",
+            "data.more_sources=arithmetic: only files can be combined, but arithmetic generates its rows.",
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
@@ -73,11 +73,11 @@ def test_system_prompt_is_accepted_for_prompt_rows() -> None:
         (["data.chat_template=false"], "data.chat_template=false cannot format a system message. Fix"),
         (
             ["data.source=environment", "environment.class=calculator"],
-            "data.source=environment has none. Fix: remove it",
+            "data.source=environment provides no prompts. Fix: set",
         ),
         (
             ["algorithm.objective.name=sft", "data.format=messages"],
-            "data.format=messages has none. Fix: remove it",
+            "data.format=messages provides no prompts. Fix: set",
         ),
     ],
 )

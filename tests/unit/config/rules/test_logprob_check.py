@@ -19,7 +19,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["logprob_check.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated"],
-            "logprob_check.action=stop: with rollout.max_staleness=1 stale samples differ by more than rounding,",
+            "logprob_check.action=stop: the run would never stop, because with rollout.max_staleness=1",
         ),
         (
             ["logprob_check.mask=sample"],

@@ -50,9 +50,8 @@ def recipe(*overrides: str) -> Config:
         (
             "algorithm.correction.weight_limit=null",
             ["algorithm.correction.weight=token"],
-            "algorithm.correction.weight_limit=null: has no effect unless "
-            "algorithm.correction.weight=token. Fix: set algorithm.correction.weight=token, or remove the key, which "
-            "is 2.0",
+            "algorithm.correction.weight_limit=null: has no effect unless algorithm.correction.weight=token. Fix: set "
+            "algorithm.correction.weight=token, or remove the key (its default is 2.0",
         ),
         (
             "algorithm.correction.mask_low=0.9",

@@ -46,16 +46,14 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "sft",
             ["data.format=prompts"],
-            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format to that, "
-            "or take one "
-            "of cispo, clip,",
+            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format=messages, "
+            "or set algorithm.objective.name to cispo or clip or",
         ),
         (
             "sft",
             ["algorithm.objective.name=clip"],
-            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format to that, "
-            "or take one "
-            "of sft",
+            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format=prompts, "
+            "or set algorithm.objective.name to sft",
         ),
         (
             "dpo",
@@ -108,12 +106,15 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "sft",
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
-            "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
+            (
+                "algorithm.objective.aggregation=sequence_mean_over_max_tokens: the loss is divided by "
+                "rollout.max_new_tokens"
+            ),
         ),
         (
             "sft",
             ["data.chat_template=false"],
-            "data.chat_template=false: with data.format=messages only the chat template can",
+            "data.chat_template=false: data.format=messages requires a chat template",
         ),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (
@@ -125,9 +126,16 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "online",
             ["actor.layout.dp=128"],
-            "actor.layout.dp=128: an update has 64 pairs, which are never split, fewer than data-parallel ranks",
+            (
+                "actor.layout.dp=128: an update has 64 pairs, which are never split, which is less than one per "
+                "data-parallel rank"
+            ),
         ),
-        ("sft", ["actor.layout.dp=65"], "actor.layout.dp=65: an update has 64 rows, fewer than data-parallel ranks"),
+        (
+            "sft",
+            ["actor.layout.dp=65"],
+            "actor.layout.dp=65: an update has 64 rows, which is less than one per data-parallel rank",
+        ),
     ],
 )
 def test_error_names_the_key_and_the_remedy(kind, overrides, line):
@@ -148,7 +156,10 @@ def test_every_key_without_effect_is_named():
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: expected less than 1"),
         (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: not below covariance_high=5, so no token can be selected",
+            (
+                "algorithm.objective.covariance_low=6: it must be below algorithm.objective.covariance_high=5, or no "
+                "token can be selected"
+            ),
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
@@ -184,7 +195,7 @@ def test_adaptive_penalty_requires_several_updates() -> None:
     keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
     [line] = rules.errors(*keys)
     assert line.startswith(
-        "algorithm.objective.penalty_target=0.01: with one update per step the policy is the old one"
+        "algorithm.objective.penalty_target=0.01: with one update per step, the policy equals the old policy"
     )
     assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
     assert rules.recipe(*keys, "batch.epochs=2").algorithm.objective.adapted_penalty_target == 0.01

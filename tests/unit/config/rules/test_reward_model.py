@@ -50,13 +50,13 @@ def judge(*overrides: str) -> list[str]:
         ),
         (
             ["judge.scale=[10, 1]"],
-            "reward_model.judge.scale=[10.0, 1.0]: the lowest rating is not below the highest. Fix: set them in this "
-            "order, such as [1,",
+            "reward_model.judge.scale=[10.0, 1.0]: the lowest rating must be below the highest. Fix: list the lower "
+            "rating first, for example [1,",
         ),
         (
             ["judge.max_new_tokens=256"],
-            "reward_model.judge.max_new_tokens=256: rollout.context_length=256 is the limit of question and answer "
-            "together. Fix: lower it, or raise",
+            "reward_model.judge.max_new_tokens=256: no tokens are left for the question, because "
+            "rollout.context_length=256 limits the question and the answer together. Fix: set",
         ),
     ],
 )

@@ -18,8 +18,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["rewards.overlong_buffer=17"],
             (
-                "rewards.overlong_buffer=17: it exceeds rollout.max_new_tokens=16. Fix: set rewards.overlong_buffer to at "
-                "most 16"
+                "rewards.overlong_buffer=17: it exceeds rollout.max_new_tokens=16. Fix: set rewards.overlong_buffer "
+                "to at most 16"
             ),
         ),
     ],
@@ -33,7 +33,8 @@ def test_judge_requires_several_samples_per_prompt() -> None:
     judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
     assert recipe(*judge).rewards.judge == "judge.py:better"
     one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
-    with pytest.raises(ValueError, match=r"^rewards.judge=judge.py:better: it compares the samples of a prompt, and"):
+    message = "^rewards.judge=judge.py:better: the judge compares the samples of a prompt, but"
+    with pytest.raises(ValueError, match=message):
         recipe(*judge, *one)
     with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: samples would have no reward.* or rewards.judge$"):
         recipe("rewards.functions=[]")

@@ -31,7 +31,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
-            "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares samples with a greedy response",
+            "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares each sample with a greedy response",
         ),
         (
             ["rollout.on_stale=drop"],

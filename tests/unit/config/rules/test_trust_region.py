@@ -32,30 +32,30 @@ def test_minimal_recipe_is_valid() -> None:
             "batch.epochs=2",
             "TRPO makes a single update per step. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
         ),
-        ("model.dtype=bfloat16", "its finite differences are too small for other dtypes. Fix: "),
+        ("model.dtype=bfloat16", "TRPO's finite differences are too small for other dtypes. Fix: "),
         (
             "actor.lora.rank=8",
             (
-                "its vectors have the shapes of the full weights. Fix: set actor.lora.rank=null, or "
+                "TRPO's vectors have the shapes of the full weights. Fix: set actor.lora.rank=null, or "
                 "algorithm.trust_region.kl"
             ),
         ),
         (
             "algorithm.correction.old=rollout",
-            "the divergence from the old policy must start at 0. Fix: set algorithm.correction.",
+            "TRPO's divergence from the old policy must start at 0. Fix: set algorithm.correction.",
         ),
     ],
 )
 def test_incompatible_keys_are_rejected_by_name(override: str, reason: str) -> None:
     (line,) = errors(*TRPO, override)
-    assert f"{override}: algorithm.trust_region.kl_limit=0.01 is TRPO, and {reason}" in line
+    assert f"{override}: with algorithm.trust_region.kl_limit=0.01, {reason}" in line
 
 
 def test_value_head_on_the_actor_is_rejected() -> None:
     (line,) = errors(*TRPO, GAE, "critic.shared_backbone=true")
     assert (
-        "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence does not "
-        "include a value head"
+        "critic.shared_backbone=true: with algorithm.trust_region.kl_limit=0.01, TRPO's divergence does not include a "
+        "value head"
     ) in line
 
 
