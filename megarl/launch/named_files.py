@@ -36,7 +36,7 @@ class NamedPath:
 
 
 def named_files(config: Config) -> list[NamedPath]:
-    """Return the paths that a recipe names: model folders (not hub ids or packages), data files, and files with user
+    """Return the paths that a recipe names: model folders (not Hub ids or packages), data files, and files with user
     functions."""
     models = [NamedPath(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
     sources = [("data.source", config.data.source)]

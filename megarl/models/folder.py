@@ -29,10 +29,10 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
-            into `cache`), or a hub id (downloaded into Hugging Face's own cache).
+            into `cache`), or a Hub id (downloaded into Hugging Face's own cache).
         key: config key of the path, for error messages.
         cache: cache folder. None: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
-        revision: branch, tag or commit for a hub id. None: the main branch.
+        revision: branch, tag or commit for a Hub id. None: the main branch.
 
     Raises:
         UserError: the model does not exist. The message contains the fix.
@@ -47,7 +47,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
 
 def names_folder(path: str) -> bool:
-    """Return whether a model path refers to a folder, rather than to a package or a hub id."""
+    """Return whether a model path refers to a folder, rather than to a package or a Hub id."""
     is_package = path.startswith(PACKAGE_PREFIX)
     return not is_package and (path.startswith((".", "/", "~")) or Path(path).expanduser().exists())
 

@@ -79,8 +79,8 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
             left = 0.0
             for part, size in load.parts.items():
                 shade = 1 - 0.55 * (names.index(part) // len(SERIES)) / max(1, len(names) // len(SERIES))
-                colour = SERIES[names.index(part) % len(SERIES)]
-                axes.barh(row, size / GIB, left=left, height=0.55, color=colour, alpha=shade, linewidth=0)
+                color = SERIES[names.index(part) % len(SERIES)]
+                axes.barh(row, size / GIB, left=left, height=0.55, color=color, alpha=shade, linewidth=0)
                 if size / GIB > 0.055 * cluster.gpu.memory_gib:
                     label = f"{part.removeprefix('actor: ').removeprefix('engine: ')}\n{size / GIB:.1f}"
                     axes.text(left + size / GIB / 2, row, label, ha="center", va="center", fontsize=7)
