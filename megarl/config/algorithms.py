@@ -84,7 +84,7 @@ def _advantages() -> Iterator[str]:
     yield "algorithm.advantage.estimator, with options in algorithm.advantage; r_i is the reward of sample i"
     for name, estimator in ESTIMATORS.items():
         yield f"  {name}: {estimator.formula}"
-        yield f"    {estimator.paper}; baseline: {BASELINE_KINDS[estimator.comparison]}"
+        yield f"    {estimator.paper}; {BASELINE_KINDS[estimator.comparison]}"
         yield f"    {_with_defaults(estimator.options)}"
     always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
     yield "  credit=whole | reward_to_go: for per-token rewards (reward models, PRIME, arXiv 2502.01456) and for a KL"
