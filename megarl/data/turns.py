@@ -171,7 +171,10 @@ class ChatTokens:
 
     def _require_extension(self) -> None:
         """Raise a UserError if nothing can be appended to an assistant turn with this template."""
-        remedy = "add another chat_template.jinja to the model's folder, such as that of a later model of its family"
+        remedy = (
+            "add a different chat_template.jinja to the model's folder, for example from a later model of the same "
+            "family"
+        )
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
         if text is None:
             raise UserError(f"{self._key}: the model's chat template rejects a second turn: {refusal}. Fix: {remedy}")

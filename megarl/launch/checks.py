@@ -181,7 +181,9 @@ def _check_plan(request: Request, config: Config) -> str:
             f"plan), plus {START_S} s to start, --grace={request.grace} s and {SLACK_S} s to save. Fix: set --time to "
             f"at least {-(-int(start + step) // 60)} minutes"
         )
-    summary = f"a step takes about {step:.0f} s; peak GPU memory, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    summary = (
+        f"a step takes about {step:.0f} s, and GPU memory peaks {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    )
     if step > request.saving_seconds:
         summary += (
             f"\n--grace={request.grace} leaves {request.saving_seconds} s to finish a step, so at the end of an "

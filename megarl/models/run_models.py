@@ -186,6 +186,6 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
 def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path, fix: str) -> None:
     if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
         raise UserError(
-            f"{key}={path}: its tokenizer differs from that of model.path={config.model.path}, so it would read the "
-            f"sampled token ids as different text. Fix: {fix}"
+            f"{key}={path}: its tokenizer differs from the tokenizer of model.path={config.model.path}, so it would "
+            f"read the sampled token ids as different text. Fix: {fix}"
         )

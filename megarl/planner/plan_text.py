@@ -171,8 +171,8 @@ def time_lines(times: StepTimes) -> list[str]:
 def _save(save: SaveTime, in_background: bool) -> str:
     meanwhile = "in the background" if in_background else "while training waits"
     return (
-        f"copying to host memory takes at least {save.copying:.1f} s, and {show_bytes(save.node_bytes)} are written by "
-        f"the fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+        f"copying to host memory takes at least {save.copying:.1f} s, and the fullest node writes "
+        f"{show_bytes(save.node_bytes)} in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
     )
 
 
