@@ -99,7 +99,7 @@ def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
     rows = [PREFERENCE, PREFERENCE | {"rejected": "x" * 40}, PREFERENCE]
     limit = "rollout.context_length=32"  # the prompt has 7 tokens, and each response ends with an EOS token
     with pytest.raises(
-        ValueError, match=r"rows.jsonl:2: the row has 48 tokens > rollout.context_length 32. Fix: raise .* 48"
+        ValueError, match=r"rows.jsonl:2: the row has 48 tokens, but rollout.context_length=32. Fix: raise .* 48"
     ):
         read(model_folder, tmp_path, "preferences", rows, limit)
     kept = read(model_folder, tmp_path, "preferences", rows, limit, "data.overlong=drop")

@@ -45,7 +45,7 @@ def test_nodes_with_problems_are_bad() -> None:
 
 
 def test_problem_on_all_nodes_is_a_user_error() -> None:
-    everywhere = "model.path=/m: no such folder"
+    everywhere = "model.path=/m: the folder does not exist"
     found = find_objection(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
     one = [NodeReport("n0", [], [everywhere], SAME)]
@@ -136,7 +136,7 @@ def test_report_lists_missing_paths_and_resources(tmp_path: Path, monkeypatch: p
         "rewards.judge=/no/judge.py",
         f"run.folder={config.run.folder}",
     ]
-    assert "2 GPUs, but the run needs 8 per node" in report.problems
+    assert "found 2 GPUs, but the run needs 8 per node" in report.problems
     assert any(line.startswith("temporary files: ") and "GiB free" in line for line in report.problems)
     assert {"python", "megarl", "torch", "nvidia-nccl-cu13"} <= report.versions.keys()
 

@@ -179,9 +179,9 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
         ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
         ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: pass both options or neither"),
-        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
+        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: the file does not exist"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
-        ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
+        ({"template": Path("/no/such")}, "--template=/no/such: the file does not exist"),
         ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices at 1 per node, leaving 2 of 4 nodes empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -202,7 +202,7 @@ def test_paths_local_to_this_machine_are_rejected(monkeypatch: pytest.MonkeyPatc
         f"run.folder={tmp_path}/runs: {tmp_path} exists only on this machine",
         "model.path=/dev/shm: /dev/shm exists only on this machine",
         f"data.source={tmp_path}/no.jsonl: {tmp_path} exists only on this machine",
-        f"data.source={tmp_path}/no.jsonl: no such file",
+        f"data.source={tmp_path}/no.jsonl: the file does not exist",
     ]
 
 
@@ -212,10 +212,10 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
     assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
-        "model.path=/no/model: no such folder",
-        "data.source=prompts.txt: no such file",
-        "rewards.functions=/no/such.py: no such file",
-        "rewards.judge=/no/j.py: no such file",
+        "model.path=/no/model: the folder does not exist",
+        "data.source=prompts.txt: the file does not exist",
+        "rewards.functions=/no/such.py: the file does not exist",
+        "rewards.judge=/no/j.py: the file does not exist",
     ]
 
 
@@ -225,7 +225,7 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
     keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
     assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
-    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: no such file"):
+    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: the file does not exist"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
     launch(
         ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image"

@@ -123,7 +123,7 @@ def test_invalid_sets_are_rejected(overrides: list[str], line: str) -> None:
 def test_sets_require_an_engine() -> None:
     offline = ("data.format=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
     [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
-    assert found.startswith("evaluation.sets: with data.format=messages no engine is started")
+    assert found.startswith("evaluation.sets: with data.format=messages the run has no engines")
 
 
 @pytest.mark.parametrize(
