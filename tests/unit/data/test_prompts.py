@@ -100,8 +100,8 @@ def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
     assert len(load_prompts(config_of(source, max_new_tokens=16, context_length=24), model_folder)) == 2
     with pytest.raises(
         ValueError,
-        match=r"train\.jsonl:2: the prompt has 8 tokens, and 8 \+ rollout\.max_new_tokens 16 = 24 > "
-        r"rollout\.context_length 23\. Fix: raise rollout\.context_length to at least 24",
+        match=r"train\.jsonl:2: the prompt has 8 tokens \(8 \+ rollout\.max_new_tokens=16 = 24\), but "
+        r"rollout\.context_length=23\. Fix: raise rollout\.context_length to at least 24",
     ):
         load_prompts(config_of(source, max_new_tokens=16, context_length=23), model_folder)
 
