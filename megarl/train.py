@@ -21,7 +21,7 @@ from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
 from megarl.step.logprob_check import LogprobCheck
-from megarl.step.metrics import step_metrics, update_rate, with_effective_share, with_explained_variance
+from megarl.step.metrics import add_effective_sample_size, add_explained_variance, step_metrics, update_rate
 from megarl.step.profile import profiled
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
@@ -128,7 +128,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
         if limit is not None and divergence is not None and divergence.value > limit:
             break
     join([group.end_step() for group in workers.trained.groups.values()]).result()
-    metrics = updates.metrics | with_explained_variance(with_effective_share(merge(parts)))
+    metrics = updates.metrics | add_explained_variance(add_effective_sample_size(merge(parts)))
     if num_epochs > 1:
         metrics["update/epochs"] = Metric(num_done)
     if config.trains_actor_in(number):

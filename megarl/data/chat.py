@@ -21,7 +21,7 @@ def as_messages(content: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def with_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
+def add_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
     """Prepend the system prompt, if any, to a prompt. Raise a UserError if the prompt already has a system message."""
     if system_prompt is None:
         return prompt

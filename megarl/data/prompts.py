@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import as_messages, prompt_ids, with_system_prompt
+from megarl.data.chat import add_system_prompt, as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.models.tokenizer import load_tokenizer
@@ -223,7 +223,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
-    prompt = with_system_prompt(config.data.system_prompt, row.prompt, place)
+    prompt = add_system_prompt(config.data.system_prompt, row.prompt, place)
     token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None

@@ -68,7 +68,7 @@ def model_paths(config: Config) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path is not None}
 
 
-def with_real_paths(config: Config) -> Config:
+def resolve_links(config: Config) -> Config:
     """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved.
 
     The link runs/latest moves when the run starts, and workers have different working directories.
