@@ -139,7 +139,7 @@ CASES = [
     ),
     (
         "actor.layout.dp=32",
-        ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), which is less than"],
+        ["actor.layout.dp=32: an update has only 16 samples (4 prompts x 4 samples), but each"],
     ),
     (
         "actor.frozen=[no.such.tensor]",

@@ -36,8 +36,8 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str
     if dp <= units:
         return None
     return (
-        f"{role}.layout.dp={dp}: an update has {units} {what}, which is less than one per data-parallel rank. Fix: set "
-        f"{role}.layout.dp to at most {units}, or raise batch.prompts_per_update"
+        f"{role}.layout.dp={dp}: an update has only {units} {what}, but each data-parallel rank needs at least one. "
+        f"Fix: set {role}.layout.dp to at most {units}, or raise batch.prompts_per_update"
     )
 
 

@@ -14,7 +14,10 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.layout.pp=1"],
-            ": actor.layout.pp=1 has a single pipeline stage. Fix: set actor.layout.last_stage_layers=null",
+            (
+                "actor.layout.last_stage_layers=13: actor.layout.pp=1 has a single pipeline stage. Fix: set "
+                "actor.layout.last_stage_layers=null"
+            ),
         ),
         (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
         (

@@ -95,8 +95,7 @@ def test_rollout_keys_do_not_affect_offline_objectives():
             "dpo",
             ["algorithm.objective.aggregation=token_mean"],
             "algorithm.objective.aggregation=token_mean: has no effect unless algorithm.objective.name=clip (or "
-            "another "
-            "objective with a loss for each token). Fix",
+            "another objective with a loss for each token). Fix",
         ),
         (
             "online",
@@ -126,15 +125,12 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "online",
             ["actor.layout.dp=128"],
-            (
-                "actor.layout.dp=128: an update has 64 pairs, which are never split, which is less than one per "
-                "data-parallel rank"
-            ),
+            "actor.layout.dp=128: an update has only 64 pairs, which are never split, but each data-parallel rank",
         ),
         (
             "sft",
             ["actor.layout.dp=65"],
-            "actor.layout.dp=65: an update has 64 rows, which is less than one per data-parallel rank",
+            "actor.layout.dp=65: an update has only 64 rows, but each data-parallel rank needs at least one",
         ),
     ],
 )

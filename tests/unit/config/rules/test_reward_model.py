@@ -45,8 +45,8 @@ def judge(*overrides: str) -> list[str]:
         (["aggregation=min"], "reward_model.aggregation=min: has no effect unless reward_model.input_format=ids. Fix"),
         (
             ["judge.template=Good?"],
-            "reward_model.judge.template=Good?: it has no {response}, so all responses would get the same rating. "
-            "Fix: add {response} where the",
+            "reward_model.judge.template=Good?: the template has no {response}, so all responses would get the same "
+            "rating. Fix: add {response} where the",
         ),
         (
             ["judge.scale=[10, 1]"],
