@@ -123,7 +123,7 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("actor.optimizer.lr=1e400", "actor.optimizer.lr=.inf: expected a finite number"),
         ("rollout.temperature=.nan", "rollout.temperature=.nan: expected "),
         ("run.export=1", "run.export=1: expected true or false, found an integer"),
-        ("run.name=7", "run.name=7: expected text, found an integer; write \"run.name='7'\""),
+        ("run.name=7", "run.name=7: expected text, found an integer. Fix: write \"run.name='7'\""),
         ("run.name=a/b", "run.name=a/b: expected text that matches ^[A-Za-z0-9]"),
         ("run.folder=''", "run.folder='': expected non-empty text"),
         ("actor.optimizer.lr='1e-6'", "actor.optimizer.lr='1e-6': expected a number, found text"),
@@ -142,7 +142,7 @@ def test_bad_override(override: str, message: str) -> None:
 def test_errors_of_a_file_have_one_line_with_its_position(write: Write) -> None:
     path = write("run:\n  steps: ten\n  name: 7\nlr: 1e-6\nrollout:\n  functoin: x\n")
     assert errors(path) == [
-        f"{path}:4: run.name=7: expected text, found an integer; write '7'",
+        f"{path}:4: run.name=7: expected text, found an integer. Fix: write '7'",
         f"{path}:3: run.steps=ten: expected an integer, found text",
         f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
         f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr or "

@@ -129,7 +129,7 @@ def test_composite_rows_have_their_task_as_source(model_folder):
         (
             "knights_knaves",
             {"n_people": 0},
-            'data.options={"n_people": 0}: knights_knaves rejects them: Number of people',
+            'data.options={"n_people": 0}: knights_knaves rejects these options: Number of people',
         ),
         ("composite", {}, "composite rejects these options: Must specify at least one dataset"),
     ],

@@ -114,8 +114,8 @@ def test_model_fits(overrides: list[str]) -> None:
                 "= 6.5). Fix: set actor.layout.vpp to 1"
             ],
         ),
-        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: choose pp"]),
-        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: choose pp"]),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: set pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: set pp"]),
         (
             ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
             ["30 layers over 31 stages (30 / 31 = 0.9677)"],
@@ -403,7 +403,7 @@ def test_trained_classifier_kind_must_fit_the_objective() -> None:
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForTokenClassification, but .*=reward_model trains a \.\.\.ForSeq"
+        ValueError, match=r"its architecture is \.\.\.ForTokenClassification, but .*=reward_model trains \.\.\.ForSeq"
     ):
         check_model(recipe(*whole), TOKEN_CLASSIFIER)
 

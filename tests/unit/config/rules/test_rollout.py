@@ -15,7 +15,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
-            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights arrive",
+            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block engines already",
         ),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
