@@ -132,7 +132,7 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
         UserError, match=r"rows.jsonl:2: no function in rewards.functions lists 'text' \(the row's 'from'\) in its"
     ):
         load_prompts(load(QUICKSTART, [only_math, *overrides[1:]]), tmp_path / "model")
-    with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
+    with pytest.raises(UserError, match=r"sources=.*, because data\.source_column=null"):
         load(QUICKSTART, [only_math])
     with pytest.raises(
         UserError, match=r"rows.jsonl:1: missing column 'origin' .* Fix: set data.source_column to one of the columns"
