@@ -130,7 +130,10 @@ def test_learning_rates_of_the_critic_are_checked() -> None:
     """The critic's schedule counts its own updates, including those of its warm-up steps."""
     settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
     [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
-    assert line.startswith("run.steps=200: ck was saved with 100, and the") and "critic.optimizer.schedule" in line
+    assert (
+        line.startswith("run.steps=200: ck was saved with run.steps=100, and the")
+        and "critic.optimizer.schedule" in line
+    )
     settings[-1] = COSINE
     assert violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump()) == []
 

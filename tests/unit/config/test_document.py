@@ -57,7 +57,7 @@ def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
         ("a: &a {b: *a}", "a.yaml:1:4: "),
         ("a: \x01", "a.yaml:1: character U+0001 is not allowed"),
         ("a:\n  b: 1\n  c: 2\n  b: 3", "a.yaml:4:3: duplicate key 'b', first set in line 2"),
-        ("a: [{b: 1, b: 2}]", "a.yaml:1:12: key 'b' is given twice"),
+        ("a: [{b: 1, b: 2}]", "a.yaml:1:12: duplicate key 'b', first set in line 1"),
         ("a: {1: 2}", "a.yaml:1:5: key 1 is not text"),
         ("a: !!python/name:os.system x", "a.yaml:1:4: tag 'tag:yaml.org,2002:python/name:os.system' is not supported"),
         ("a: !!int x", "a.yaml:1:4: tag"),

@@ -160,7 +160,9 @@ def test_error_names_the_file_that_contains_it(write: Write, tmp_path: Path) -> 
 def test_every_key_below_an_unknown_section_is_explained() -> None:
     lines = errors(QUICKSTART, "actor_rollout_ref={rollout: {n: 8}, actor: {ppo_mini_batch_size: 4, zzz: {}}}")
     assert len(lines) == 3
-    assert "actor_rollout_ref.rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt" in lines[0]
+    assert (
+        "actor_rollout_ref.rollout.n: unknown key; verl's rollout.n corresponds to batch.samples_per_prompt" in lines[0]
+    )
     assert "batch.prompts_per_update" in lines[1]
     assert "actor_rollout_ref.actor.zzz: unknown key; " in lines[2]
 

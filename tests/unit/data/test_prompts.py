@@ -134,7 +134,7 @@ def test_model_without_a_chat_template_is_named(tmp_path):
 def test_too_few_rows_are_refused(model_folder, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.raises(ValueError, match=r"data\.source=.*empty\.jsonl: has no rows"):
+    with pytest.raises(ValueError, match=r"data\.source=.*empty\.jsonl: the source has no rows"):
         load_prompts(config_of(empty), model_folder)
     with pytest.raises(
         ValueError, match=r"data\.size=3: .*train\.jsonl has only 1 rows\. Fix: set data\.size to at most 1"
@@ -255,7 +255,7 @@ def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
     assert [prompt.id for prompt in prompts.prompts] == names
     assert len(load_prompts(config_of(files[0], more_sources=[str(files[1])], size=3), model_folder)) == 3
     files[2].write_text('{"prompt": 1, "answer": 2}\n')
-    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt' holds"):
+    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt': expected text"):
         load_prompts(config, model_folder)
 
 

@@ -68,7 +68,7 @@ def test_node_with_other_package_versions_is_bad() -> None:
 def test_silent_node_is_bad_unless_only_the_first_reports() -> None:
     one_silent = find_objection(reports()[:2], NODES, RUN, 60)
     assert one_silent == Objection(
-        "failed", f"node n2: no report within 60 s (the node is down or cannot read the files in {RUN}", ["n2"]
+        "failed", f"node n2: no report within 60 s (the node is down or cannot read the files in {RUN})", ["n2"]
     )
     all_silent = find_objection(reports()[:1], NODES, RUN, 60)
     assert (all_silent.verdict, all_silent.bad_nodes) == ("user_error", ["n1", "n2"])

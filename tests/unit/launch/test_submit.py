@@ -246,7 +246,8 @@ def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch
 def test_nodes_must_match_the_layout(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8)
     with pytest.raises(
-        UserError, match=r"16 ranks with one GPU each, but 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2"
+        UserError,
+        match=r"16 ranks with one GPU each, but the job has 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2",
     ):
         launch(on_h100s, on_gpus)
     with pytest.raises(
@@ -317,7 +318,7 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
     launch(on_h100s, request)
     assert array(script_of(tmp_path / "runs/big"), "sizes") == ["2", "1"]
     full = ("actor.layout={tp: 1, dp: 8}", "actor.recompute=full", "actor.tokens_per_microbatch=32768")
-    with pytest.raises(UserError, match="needs at least 2 nodes; on 1: --gpus 8xH100-80GB: while the actor trains"):
+    with pytest.raises(UserError, match=r"needs at least 2 nodes \(on 1: --gpus 8xH100-80GB: while the actor trains"):
         launch(on_h100s, request, *full)
 
 
@@ -328,7 +329,7 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
         (
             1,
             ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),
-            "the run needs at least 2 nodes; on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
+            "the run needs at least 2 nodes (on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
         ),
         (
             1,

@@ -131,7 +131,7 @@ def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
         resolve("package:absent", tmp_path)
     with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, but contains none"):
         resolve("package:none", tmp_path)
-    with pytest.raises(ValueError, match=r"package:two: .*, found: two/a\.gguf, two/b\.gguf"):
+    with pytest.raises(ValueError, match=r"package:two: .*, but contains two/a\.gguf, two/b\.gguf"):
         resolve("package:two", tmp_path)
 
 

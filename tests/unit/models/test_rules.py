@@ -141,24 +141,30 @@ def test_layout_that_does_not_fit_the_model_is_refused(overrides: list[str], mes
     ("changed", "message"),
     [
         ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "megarl does not support rope_scaling with rope_type dynamic",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "megarl does not support rope_scaling with rope_type yarn"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 2}},
-            "rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor is not supported",
+            "megarl does not support rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias true is not supported"),
+        ({"partial_rotary_factor": 0.5}, "megarl does not support partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "megarl does not support partial_rotary_factor 0.25"),
+        ({"hidden_act": "gelu"}, "megarl does not support hidden_act gelu"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "megarl does not support mlp_bias true"),
         (
             {"model_type": "mistral", "mlp_bias": True, "attention_bias": True},
-            "attention_bias true and mlp_bias true is not supported",
+            "megarl does not support attention_bias true and mlp_bias true",
         ),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true is not supported"),
-        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8 is not supp"),
+        ({"model_type": "qwen3", "attention_bias": True}, "megarl does not support attention_bias true"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "megarl does not support resid_pdrop 0.1"),
+        ({"attention_dropout": 0.1}, "megarl does not support attention_dropout 0.1"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "megarl does not support quantization_config with quant_method fp8",
+        ),
     ],
 )
 def test_unsupported_feature_is_named(changed: dict[str, Any], message: str) -> None:
@@ -249,7 +255,7 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
             "actor.layout.tp=2, sequence_parallel=false: every rank would dispatch all tokens",
         ),
         (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert are not divisible by 6"),
-        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "megarl does not support router_jitter_noise 0.1"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -269,23 +275,26 @@ DEEPSEEK = SMOLLM2 | {
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
-        ({"topk_method": "greedy"}, "topk_method greedy is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
-        ({"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2 is not supported"),
-        ({"rope_interleave": False}, "rope_interleave false is not supported"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters with rope_type yarn without factor is not"),
+        ({"scoring_func": "softmax"}, "megarl does not support scoring_func softmax"),
+        ({"topk_method": "greedy"}, "megarl does not support topk_method greedy"),
+        ({"norm_topk_prob": False}, "megarl does not support norm_topk_prob False"),
+        ({"topk_group": 2}, "megarl does not support num_experts_per_tok 8 with topk_group 2"),
+        ({"rope_interleave": False}, "megarl does not support rope_interleave false"),
+        ({"rms_norm_eps": 1e-5}, "megarl does not support rms_norm_eps 1e-05"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "megarl does not support rope_parameters with rope_type llama3"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "megarl does not support rope_parameters with rope_type yarn without factor",
+        ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}},
-            "rope_parameters with truncate false is not supported",
+            "megarl does not support rope_parameters with truncate false",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": 0.5}},
-            "rope_parameters with attention_factor 0.5 is not supported",
+            "megarl does not support rope_parameters with attention_factor 0.5",
         ),
-        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({"attention_bias": True}, "megarl does not support attention_bias true"),
     ],
 )
 def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], message: str) -> None:
@@ -335,7 +344,7 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
         ),
         ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers cannot be split evenly over the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
-        ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
+        ({"hidden_act": "gelu"}, [], "critic.path=rm: megarl does not support hidden_act gelu"),
         (
             {"id2label": {"0": "bad", "1": "good"}},
             [],
@@ -364,8 +373,16 @@ def test_critic_from_the_actors_model_fits() -> None:
     ("changed", "overrides", "message"),
     [
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
-        ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            [],
+            "reward_model.path=rm: its architecture is LlamaForCausalLM, which",
+        ),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "reward_model.path=rm: the model has 2 labels (id2label), but a score",
+        ),
         ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
         ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size=9 is smaller than the actor's vocab_size=49152"),
     ],
@@ -399,7 +416,7 @@ def test_trained_classifier_kind_must_fit_the_objective() -> None:
     for keys in (whole, steps):
         check_model(recipe(*keys), SMOLLM2)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
+        ValueError, match=r"its architecture is \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
@@ -416,8 +433,12 @@ VLLM = "reward_model.engine=vllm"
     [
         ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
         ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
-        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
+        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: megarl does not support hidden_act gelu"),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "reward_model.path=rm: the model has 2 labels (id2label), but a score",
+        ),
     ],
 )
 def test_reward_model_that_vllm_cannot_serve_is_refused(

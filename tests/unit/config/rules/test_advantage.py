@@ -8,7 +8,10 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
+        (
+            ["batch.samples_per_prompt=1"],
+            "batch.samples_per_prompt=1: algorithm.advantage.estimator=grpo compares the samples of a prompt",
+        ),
         (
             ["algorithm.advantage.gae_lambda=0.9"],
             "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
@@ -17,7 +20,10 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
-            "batch.samples_per_prompt=1: rloo compares the samples of a prompt and needs at least 2. Fix: set",
+            (
+                "batch.samples_per_prompt=1: algorithm.advantage.estimator=rloo compares the samples of a prompt and "
+                "needs at least 2. Fix: set"
+            ),
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],

@@ -10,7 +10,10 @@ APART = "cluster.placement=disaggregated"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: set actor, rollout and no other role, or"),
+        (
+            ["cluster.roles.actor=0-1"],
+            "cluster.roles: no devices are set for rollout. Fix: set devices for all of actor, rollout",
+        ),
         (
             [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
             (

@@ -33,7 +33,7 @@ def test_router_settings_that_ignore_routes_are_rejected(override, reason):
 def test_route_replay_determines_the_engines_cache():
     key = "rollout.vllm_overrides={enable_prefix_caching: false}"
     [error] = errors(REPLAY, key)
-    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: actor.experts.replay_routes=true")
+    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: megarl sets this argument")
     recipe(key)
 
 

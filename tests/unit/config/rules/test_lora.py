@@ -41,7 +41,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["actor.offload=[gradients, parameters]"],
-            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 the merged weights for the engines",
+            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 megarl keeps a copy of",
         ),
         (
             ["actor.megatron_overrides.model={moe_router_bias_update_rate: 0.001}"],
