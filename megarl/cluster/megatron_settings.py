@@ -35,10 +35,14 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
             timeout=config.cluster.timeouts.start,
         )
     except subprocess.TimeoutExpired as error:
-        raise RunFailure(f"megatron_overrides and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
+        raise RunFailure(
+            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s"
+        ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]
-        raise RunFailure(f"megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}")
+        raise RunFailure(
+            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}"
+        )
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 

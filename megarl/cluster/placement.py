@@ -184,14 +184,17 @@ def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
 def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     """Raise a UserError with one line for each mismatch between ranks and nodes."""
     needed, each = num_devices(config), len(nodes[0].devices)
-    ranks = f"cluster.nodes={len(nodes)}: the ranks need {needed} devices at {each} per node"
+    key, used = f"cluster.nodes={len(nodes)}", -(-needed // each)
     problems = []
-    if len(nodes) > 1 and needed > len(nodes) * each:
-        problems.append(f"{ranks}. Fix: set cluster.nodes={-(-needed // each)}, or lower dp")
-    if needed <= (len(nodes) - 1) * each:
-        used = -(-needed // each)
+    if len(nodes) > 1 and used > len(nodes):
         problems.append(
-            f"{ranks}, leaving {len(nodes) - used} of {len(nodes)} nodes empty. Fix: set cluster.nodes={used}"
+            f"{key}: the ranks need {needed} devices, but {len(nodes)} nodes with {each} devices each have "
+            f"{len(nodes) * each}. Fix: set cluster.nodes={used}, or lower dp in the layouts"
+        )
+    if used < len(nodes):
+        problems.append(
+            f"{key}: the ranks need {needed} devices and fill {used} nodes with {each} devices each, but "
+            f"{len(nodes) - used} would be empty. Fix: set cluster.nodes={used}"
         )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
@@ -200,8 +203,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         if on_each != each or given.stop > len(nodes):
             problems.append(
                 f"cluster.roles.{role}={getattr(roles, role)}: this puts {on_each} ranks on each node, but the run has "
-                f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: name exactly the nodes that its "
-                "ranks fill"
+                f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: set cluster.roles.{role} to the "
+                "nodes that its ranks fill"
             )
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
@@ -210,13 +213,13 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         if tp > each and (tp % each or spans[role].start % each):
             problems.append(
                 f"{key}={tp}: a tensor-parallel group larger than a node must fill whole nodes, but {tp} ranks "
-                f"starting at device {spans[role].start} do not fill nodes of {each} devices. Fix: use a multiple of "
-                f"{each}, and start at a node boundary"
+                f"starting at device {spans[role].start} do not fill nodes with {each} devices. Fix: set {key} to a "
+                f"multiple of {each}, and start the role at a node boundary"
             )
         elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
             problems.append(
                 f"{key}={tp}: the tensor-parallel group on devices {first}-{first + tp - 1} crosses a node boundary "
-                f"(nodes have {each} devices). Fix: choose layouts whose tensor-parallel groups fit into a node"
+                f"(nodes have {each} devices). Fix: choose layouts whose tensor-parallel groups each fit in a node"
             )
     raise_all(problems)
 

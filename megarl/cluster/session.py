@@ -127,7 +127,7 @@ class Session:
     def _gather(self, rendezvous: NodeRendezvous, config: Config, store_bytes: int) -> None:
         """Wait until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        print(f"Ray: its head is at {host}:{port}", flush=True)
+        print(f"Ray: head node at {host}:{port}", flush=True)
         token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
         invitation = Invitation(
             id=secrets.token_hex(8),
@@ -262,7 +262,8 @@ class Session:
             write_stacks(pending.fatal_errors(), self.logs)
         if lost:
             self._meeting.note_lost(lost)
-            raise RunFailure(f"{failed[0].phase}: node {', '.join(lost)} is lost; see {self.logs}")
+            nodes = ", ".join(f"node {name}" for name in lost)
+            raise RunFailure(f"{failed[0].phase}: lost {nodes}. See {self.logs}")
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:
@@ -289,10 +290,10 @@ class Session:
         if self._meeting is not None:
             self._meeting.ask_for_stacks(logs)
         files = processes.ask_for_stacks(logs, elsewhere=bool(self._others))
-        seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
+        seen = f"Their stacks are at the end of {', '.join(map(str, files))}" if files else f"See {self.logs}"
         return (
-            f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "
-            f"longer, raise cluster.timeouts.{pending.timeout}"
+            f"{pending.phase}: no response from {', '.join(names)} within {pending.timeout_s:g} s. {seen}. Fix: if "
+            f"they only need more time, raise cluster.timeouts.{pending.timeout}"
         )
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:

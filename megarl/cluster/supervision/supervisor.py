@@ -22,7 +22,7 @@ DEADLINE_S = 15
 """Seconds from the end of the grace period after an interrupt until the child is killed, because one of its calls may
 hang."""
 
-INTERRUPTED = "interrupted; the run ends"
+INTERRUPTED = "interrupted; stopping the run"
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
         return 130
     if code >= 0:
         return code
-    _print_error(f"the driver process {child} was ended by {signal.Signals(-code).name}; the run ends")
+    _print_error(f"the driver process {child} was killed by {signal.Signals(-code).name}; stopping the run")
     return 1
 
 

@@ -47,7 +47,7 @@ class Watchdog:
                 return
             with self._lock:
                 if not self._stopped:
-                    line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; the run ends"
+                    line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; stopping the run"
                     print(line, file=sys.stderr, flush=True)
                     os._exit(1)
 

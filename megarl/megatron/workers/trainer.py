@@ -220,9 +220,9 @@ class TrainerWorker(ModelWorker, ABC):
         if self._skipped.in_a_row >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
             raise RuntimeError(
-                f"{self._skipped.in_a_row} updates in a row were skipped, since the gradient is not finite (norm "
-                f"{grad_norm:g}); worst microbatch: {worst}; look at these samples, lower {key}.lr or raise "
-                f"{key}.nonfinite_limit={limit}, and resume with resume=auto"
+                f"{key}.nonfinite_limit={limit}: {self._skipped.in_a_row} consecutive updates were skipped, because "
+                f"their gradients were not finite (last norm: {grad_norm:g}). Worst microbatch: {worst}. Fix: inspect "
+                f"these samples, lower {key}.lr or raise {key}.nonfinite_limit, and resume with resume=auto"
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:

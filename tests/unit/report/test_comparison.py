@@ -34,6 +34,6 @@ def test_runs_with_equal_names_are_labelled_by_folder(tmp_path: Path) -> None:
     assert "No key differs." in text and "<a>" not in text
 
 
-def test_more_runs_than_colours_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="6 runs: a chart has colours for at most 5"):
+def test_more_runs_than_colors_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="6 runs: a chart has colors for at most 5"):
         comparison.write([tmp_path] * 6)
