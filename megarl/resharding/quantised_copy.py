@@ -59,7 +59,7 @@ class QuantisedCopy(Generic[G]):
         }
         groups: dict[G, dict[str, tuple[int, ...]]] = {}
         for piece in self._pieces:
-            assert piece.canonical is not None, f"quantised parameter {piece.local} has padding"
+            assert piece.canonical is not None, f"quantized parameter {piece.local} has padding"
             grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
             groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
         self._largest = {

@@ -120,7 +120,7 @@ def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
     ):
         rectangle = " × ".join(f"{start}:{stop}" for start, stop in piece.canonical_rectangle)
         raise UserError(
-            f"{piece.local} holds {rectangle} of {piece.canonical}, which splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
-            "use a smaller tp, do not quantise (no fp8), or keep whole experts on each worker (ep=true; in a recipe "
+            f"{piece.local}: its part {rectangle} of {piece.canonical} splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
+            "use a smaller tp, disable fp8, or keep whole experts on each worker (ep=true, or in a recipe "
             "rollout.vllm_overrides={enable_expert_parallel: true})"
         )

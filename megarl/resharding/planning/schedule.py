@@ -79,7 +79,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
 
     messages   number of messages per bucket, which adds latency; empty to ignore latency
     """
-    assert plan.order or not plan.buckets, "the plan has no order; call ordered() first"
+    assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra
     load, free, arrived = (defaultdict(float) for _ in range(3))
     transfers = []

@@ -103,7 +103,7 @@ class PointToPoint:
         self._parameters, self._in_place = parameters if in_place else {}, in_place
         self._rank = plan.holders.index(member)
         has_hops = any(bucket.links or bucket.forwards for bucket in plan.buckets)
-        assert plan.order or not has_hops, "the plan has no order; call schedule.ordered() first"
+        assert plan.order or not has_hops, "the plan has no order. Call schedule.ordered() first"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
         """Number of messages per link so far. Both ends have the same count."""
@@ -212,7 +212,7 @@ class PointToPoint:
 
     def _check_open(self) -> None:
         if self._group is None:
-            raise RuntimeError(f"{self._member}: connections were closed after a failed exchange")
+            raise RuntimeError(f"{self._member}: the connections are closed because an earlier exchange failed")
 
     def _create_communicators(self) -> None:
         for number in self._group.numbers:
