@@ -145,7 +145,7 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
         name, _, value = item.partition("=")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise UserError(f"unknown name {name}. Fix: use {near[0] if near else f'one of {', '.join(known)}'}")
+            raise UserError(f"unknown name {name}. Fix: use {near[0] if near else 'one of ' + ', '.join(known)}")
         if name in fields:
             raise UserError(f"{name} appears twice. Fix: remove one")
         fields[name] = value
