@@ -56,7 +56,9 @@ async def code_tests(
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
-        raise ValueError("code_tests: the answer has no tests; it must be Python source as a text or a list of texts")
+        raise ValueError(
+            "code_tests: the answer has no tests. Fix: set it to Python code, as a string or a list of strings"
+        )
     program = last_code_block(response)
     if program is None:
         return False
@@ -143,7 +145,9 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
     else:
         pairs = []
     if not pairs:
-        raise ValueError('code_stdin_stdout: the answer must be a non-empty list of {"input": …, "output": …}')
+        raise ValueError(
+            'code_stdin_stdout: the answer has no tests. Fix: set it to a non-empty list of {"input": …, "output": …}'
+        )
     return [(_text(stdin), _text(expected)) for stdin, expected in pairs]
 
 

@@ -34,7 +34,7 @@ def check_beginning(config: Config) -> str | None:
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
     check_continues(config, with_present_paths(config, saved, moved), step, str(folder.path))
-    return f"{folder.path}: already at step {step} of {config.run.steps}"
+    return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
 
 
 def find_model_paths(config: Config) -> Config:

@@ -180,7 +180,7 @@ class RunContext:
             except RunFailure as failure:
                 if not interrupts.is_told:
                     raise
-                print(f"the current step was interrupted: {failure}", flush=True)
+                print(f"the signal interrupted the current step: {failure}", flush=True)
                 saver.finish_after_interrupt(done, left_s=lambda: 0.0)
                 raise KeyboardInterrupt from failure
             except KeyboardInterrupt:

@@ -32,7 +32,7 @@ class EffectiveTime:
         return self.lasted / self.allocated
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.1f} % of {self.allocated:.0f} s of allocated time was spent on completed steps"
+        return f"completed steps took {100 * self.share:.1f} % of the allocated time ({self.allocated:.0f} s)"
 
 
 def effective_time(run: Path) -> EffectiveTime:

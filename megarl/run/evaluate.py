@@ -61,14 +61,14 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         RunFailure: none of the samples in some set could be scored. The results are written nevertheless.
     """
     if not config.evaluation.sets:
-        raise UserError("evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe.")
+        raise UserError("evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets")
     if config.cluster.nodes > 1:
         raise UserError(
             f"cluster.nodes={config.cluster.nodes}: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1 "
-            "and a rollout.replicas that fits on it."
+            "and set rollout.replicas to the number of engines that fit on it"
         )
     if out.exists():
-        raise UserError(f"--out {out}: already exists. Fix: choose another folder.")
+        raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
     config = with_engines_alone(config)
     check_machine(config)
     folder = resolve(config.model.path, revision=config.model.revision)
@@ -170,7 +170,7 @@ def table(results: list[SetResult]) -> str:
         size = f"{result.num_prompts} × {result.given.samples_per_prompt}"
         first = (result.given.name, size, f"{result.shares['failed_frac']:.1%}")
         estimates = [(name, f"{e.value:.4f}", f"{e.low:.4f} – {e.high:.4f}") for name, e in result.estimates.items()]
-        for number, estimate in enumerate(estimates or [("nothing could be scored", "", "")]):
+        for number, estimate in enumerate(estimates or [("no scores", "", "")]):
             rows.append((*(first if number == 0 else ("", "", "")), *estimate))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

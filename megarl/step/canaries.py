@@ -155,7 +155,7 @@ class Canaries:
         temperatures = dict.fromkeys((1.0, own.temperature**2, 1 / own.temperature))
         others = {f"at temperature {t:g}": replace(own, temperature=t) for t in temperatures if t != own.temperature}
         if self.config.rollout.top_k is not None:
-            others["over the whole vocabulary"] = replace(own, truncates=False)
+            others["over the full vocabulary"] = replace(own, truncates=False)
         return others
 
     def _differences(

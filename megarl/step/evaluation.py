@@ -63,7 +63,7 @@ class SetResult:
         shown = [f"{name} {_shown(self.estimates[name])}" for name in names]
         size = f"{self.num_prompts} prompts × {most}"
         if self.failure is not None:
-            shown.append(f"{self.shares['failed_frac']:.1%} failed, such as by {self.failure}")
+            shown.append(f"{self.shares['failed_frac']:.1%} failed (first failure: {self.failure})")
         return f"{self.given.name} ({size}): {', '.join(shown)}"
 
 
@@ -114,7 +114,7 @@ def evaluate_sets(
         samples = [sample for group in groups for sample in group]
         infos = [[sample.info for sample in group] for group in groups]
         versions = versions_of(infos)
-        assert versions <= {version}, f"{given.name}: samples of the versions {versions}, not {version}"
+        assert versions <= {version}, f"{given.name}: the samples have versions {versions} instead of {version}"
         scoring.append((given, infos, rewards.evaluate(samples, given.name, version, file(given.name, version))))
     return [result(given, infos, scores.result()) for given, infos, scores in scoring]
 

@@ -36,8 +36,8 @@ class LogprobCheck:
             elapsed = ElapsedTime()
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
             elapsed.print(
-                f"logprob_check: canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) per "
-                "token, checked"
+                f"logprob_check: passed, canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) "
+                "per token"
             )
 
     def after_refit(self, step: int) -> Metrics:
@@ -75,8 +75,8 @@ class LogprobCheck:
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise RunFailure(
-                f"logprob_check: {when}, {tell(explained)}\nFix: remove the cause, or set logprob_check.canaries=off "
-                "to run without this check"
+                f"logprob_check: {when}, {tell(explained)}\nFix: fix the most likely cause, or set "
+                "logprob_check.canaries=off to disable this check"
             )
         return {
             "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),
@@ -90,7 +90,7 @@ class LogprobCheck:
             worst = max(max(evidence.greedy, evidence.sampled) for evidence in measured.values())
             return (
                 f"With the engines' current weights, canary log-probs differ by at most {worst:.1e}. Either the "
-                "difference ended with the step's weights, or so few tokens do not show it"
+                "difference depends on the step's weights, or the canary prompts have too few tokens to show it"
             )
         return f"With the engines' current weights, {tell(self._canaries.explain(answers, measured))}"
 
@@ -105,8 +105,8 @@ def announce(config: Config) -> list[str]:
         "sample": "samples with a token whose log-prob differs",
     }[tolerance.mask]
     return [
-        f"logprob_check: {excluded} between trainer and engine by more than {tolerance.threshold:g} are excluded from "
-        "the loss"
+        f"logprob_check: the loss excludes {excluded} between the trainer and the engine by more than "
+        f"{tolerance.threshold:g}"
     ]
 
 
@@ -115,7 +115,10 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
     if mismatch is None or limit is None or mismatch.value <= limit:
         return None
-    return f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, above {_limit(config)}"
+    return (
+        f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, which exceeds "
+        f"{_limit(config)}"
+    )
 
 
 def tell(explained: Mapping[str, Evidence]) -> str:
@@ -124,13 +127,13 @@ def tell(explained: Mapping[str, Evidence]) -> str:
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (
-        f"{', '.join(apart)} of {len(explained)} engines differ from the trainer on canary prompts. The largest "
-        f"difference is that of {name}: {worst.greedy:.1e} per token in greedy responses and {worst.sampled:.1e} in "
-        f"sampled ones, above {worst.limit:g}. Possible causes, most likely first:\n{describe(ranked(worst))}"
+        f"{len(apart)} of {len(explained)} engines ({', '.join(apart)}) exceed the limit of {worst.limit:g} on canary "
+        f"prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses and by "
+        f"{worst.sampled:.1e} in sampled responses. Possible causes, most likely first:\n{describe(ranked(worst))}"
     )
 
 
 def _limit(config: Config) -> str:
     if config.logprob_check.limit is not None:
         return f"logprob_check.limit={config.logprob_check.limit:g}"
-    return f"the limit for rounding of {config.precision} ({config.agreement_limit:g})"
+    return f"the rounding limit for {config.precision} ({config.agreement_limit:g})"

@@ -245,7 +245,7 @@ def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
 
 def _kind(folder: Path) -> Kind:
     head = score_head_of(read_config(folder))
-    assert head is not None, "the preflight rejects models without a score head"
+    assert head is not None, "preflight rejects models without a score head"
     return head.kind
 
 
