@@ -193,8 +193,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         )
     if used < len(nodes):
         problems.append(
-            f"{key}: the ranks need {needed} devices and fill {used} nodes with {each} devices each, but "
-            f"{len(nodes) - used} would be empty. Fix: set cluster.nodes={used}"
+            f"{key}: the ranks need {needed} devices and each node has {each}, so {len(nodes) - used} of {len(nodes)} "
+            f"nodes would be empty. Fix: set cluster.nodes={used}"
         )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):

@@ -151,7 +151,7 @@ def groups(folder: Path) -> list[list[SamplingRequest]]:
 
 def _wait(self: Any) -> str:
     """Takes a while."""
-    raise NotImplementedError("described only")
+    raise NotImplementedError("only the tool's description is used")
 
 
 def drive(

@@ -68,7 +68,7 @@ def rendered(page: str, content: str) -> str:
         before, _, rest = content.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise ValueError(f"{page} has no {begin} with {end} after it. Fix: put the markers back")
+            raise ValueError(f"{page}: the page must contain {begin} followed by {end}. Fix: add both markers")
         content = f"{before}{begin}\n{render(name)}\n{end}{after}"
     return content
 
