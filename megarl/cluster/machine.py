@@ -41,12 +41,12 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
-    here, spans = device.num_gpus(), device_spans(config)
+    num_gpus, spans = device.num_gpus(), device_spans(config)
     # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
-    for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
-        load = fullest_phase(config, models.hf_config, trained, reward, gpu, here)
-        raise_all([fits(gpu, device.memory_bytes(gpu % here), load)])
+    for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
+        load = fullest_phase(config, models.hf_config, trained, reward, gpu, num_gpus)
+        raise_all([fits(gpu, device.memory_bytes(gpu % num_gpus), load)])
 
 
 def check_host_memory(config: Config, models: ModelFolders) -> None:
@@ -67,7 +67,7 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
     needed = sum(parts.values())
     if needed <= memory_bytes:
         return None
-    arithmetic = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in parts.items())
+    arithmetic = " + ".join(f"{size / 2**30:.1f} ({purpose})" for purpose, size in parts.items())
     return (
         f"model.path: without a GPU, models and engines need {arithmetic} = {needed / 2**30:.1f} GiB of host memory, "
         f"but only {memory_bytes / 2**30:.1f} GiB is installed. Fix: use a smaller model, or lower rollout.replicas or "

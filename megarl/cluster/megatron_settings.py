@@ -23,13 +23,13 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     spend. Without megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
-    asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
-    if not asked:
+    checked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
+    if not checked:
         return
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM],
-            input=json.dumps({"config": config.model_dump(), "models": asked}),
+            input=json.dumps({"config": config.model_dump(), "models": checked}),
             capture_output=True,
             text=True,
             timeout=config.cluster.timeouts.start,

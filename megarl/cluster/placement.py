@@ -145,7 +145,7 @@ def place(
 
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
         """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""
-        span, made = spans[role], []
+        span, result = spans[role], []
         for index in range(len(span) // size):
             ranks = span[index * size : (index + 1) * size]
             parts: list[Process] = []
@@ -155,8 +155,8 @@ def place(
                 reads = tuple(gpu for gpu in weights if gpu in node.devices and gpu not in devices)
                 share = threads or max(1, node.cores // len(set(span).intersection(node.devices)))
                 parts.append(Process(role, index, share, node, devices, reads, on_gpus, len(parts)))
-            made.append(replace(parts[0], rest=tuple(parts[1:])))
-        return tuple(made)
+            result.append(replace(parts[0], rest=tuple(parts[1:])))
+        return tuple(result)
 
     engines = (
         () if config.is_offline else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]])
@@ -198,9 +198,9 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
-        given = roles.given[role]
-        on_each = config.num_ranks[role] // len(given)
-        if on_each != each or given.stop > len(nodes):
+        nodes_of_role = roles.given[role]
+        on_each = config.num_ranks[role] // len(nodes_of_role)
+        if on_each != each or nodes_of_role.stop > len(nodes):
             problems.append(
                 f"cluster.roles.{role}={getattr(roles, role)}: this puts {on_each} ranks on each node, but the run has "
                 f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: set cluster.roles.{role} to the "
@@ -232,9 +232,9 @@ def _first_torn(span: range, tp: int, each: int) -> int | None:
 
 
 def _rewards(config: Config, node: Node) -> Process:
-    given = config.rewards
-    calls = given.functions or given.judge is not None or config.evaluation.sets
-    return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
+    settings = config.rewards
+    calls = settings.functions or settings.judge is not None or config.evaluation.sets
+    return Process("rewards", 0, (settings.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
 
 
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:

@@ -147,8 +147,8 @@ def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
     return {
         "model": {"folder": str(folder), "hash": weights_hash(folder)},
         "sets": {
-            result.given.name: {
-                "settings": result.given.model_dump(),
+            result.settings.name: {
+                "settings": result.settings.model_dump(),
                 "prompts": result.num_prompts,
                 "estimates": {name: _finite(estimate) for name, estimate in result.estimates.items()},
                 **result.shares,
@@ -167,8 +167,8 @@ def table(results: list[SetResult]) -> str:
     """Return a table with one row per estimate, including its 95 % confidence interval."""
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
-        size = f"{result.num_prompts} × {result.given.samples_per_prompt}"
-        first = (result.given.name, size, f"{result.shares['failed_frac']:.1%}")
+        size = f"{result.num_prompts} × {result.settings.samples_per_prompt}"
+        first = (result.settings.name, size, f"{result.shares['failed_frac']:.1%}")
         estimates = [(name, f"{e.value:.4f}", f"{e.low:.4f} – {e.high:.4f}") for name, e in result.estimates.items()]
         for number, estimate in enumerate(estimates or [("no scores", "", "")]):
             rows.append((*(first if number == 0 else ("", "", "")), *estimate))

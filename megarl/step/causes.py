@@ -101,7 +101,7 @@ def _sampling(evidence: Evidence) -> Cause:
     name = "temperature or truncation"
     if evidence.sampled <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"tokens sampled with the run's settings differ by {evidence.sampled:.1e}")
-    nearest = min(evidence.rescored, key=lambda how: evidence.rescored[how], default=None)
+    nearest = min(evidence.rescored, key=lambda scoring: evidence.rescored[scoring], default=None)
     if nearest is not None and evidence.rescored[nearest] <= evidence.limit:
         return Cause(
             name,

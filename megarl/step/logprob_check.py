@@ -58,16 +58,16 @@ class LogprobCheck:
         Args:
             metrics: the step's training metrics. The engines must already have the weights trained in this step.
         """
-        found = excess(self._config, metrics)
-        if found is None:
+        message = excess(self._config, metrics)
+        if message is None:
             return
         stops = self._config.logprob_check.action == "stop"
         if self._canaries.prompts and (stops or not self._is_explained):
             self._is_explained = True
-            found = f"{found}. {self._explain()}"
+            message = f"{message}. {self._explain()}"
         if stops:
-            raise RunFailure(f"logprob_check.action=stop: {found}")
-        print(f"megarl: warning: {found}", file=sys.stderr, flush=True)
+            raise RunFailure(f"logprob_check.action=stop: {message}")
+        print(f"megarl: warning: {message}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
         answers = self._canaries.ask()
@@ -125,10 +125,10 @@ def tell(explained: Mapping[str, Evidence]) -> str:
     """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
     difference."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
-    apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
+    differing = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (
-        f"{len(apart)} of {len(explained)} engines ({', '.join(apart)}) exceed the limit of {worst.limit:g} on canary "
-        f"prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses and by "
+        f"{len(differing)} of {len(explained)} engines ({', '.join(differing)}) exceed the limit of {worst.limit:g} "
+        f"on canary prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses and by "
         f"{worst.sampled:.1e} in sampled responses. Possible causes, most likely first:\n{describe(ranked(worst))}"
     )
 

@@ -105,13 +105,13 @@ class RolloutQueue:
             self._step, self._num_in_step = number, 0
         num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
-        asked = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
+        group_requests = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
         self._num_in_step += len(items)
         groups: dict[int, Group] = {}
         for together in self._submissions(self._in_order(items)):
-            pending = self._sample([asked[i] for i in together])
+            pending = self._sample([group_requests[i] for i in together])
             for place, i in enumerate(together):
-                names = [request.sample_id for request in asked[i]]
+                names = [request.sample_id for request in group_requests[i]]
                 groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
         self._num_begun += len(items)
         for i, item in enumerate(items):
@@ -203,12 +203,12 @@ class RolloutQueue:
         """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
-    def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
+    def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt to the engines or the environments. Rewards are computed for each sample
         as soon as it is finished."""
         workers = self.workers
         source = workers.environments if self.config.has_environment else workers.engines
-        return source.generate(asked, workers.rewards.listener)
+        return source.generate(groups, workers.rewards.listener)
 
 
 def describe(config: Config) -> list[str]:

@@ -59,7 +59,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
         invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
             _take_part(rendezvous, invitation, scratch)
-        if interrupts.is_told:
+        if interrupts.is_signaled:
             raise KeyboardInterrupt
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)

@@ -42,7 +42,7 @@ class Watchdog:
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
-            if interrupts.is_told:
+            if interrupts.is_signaled:
                 interrupts.expire()  # the signal has also ended Ray, so nothing can be saved
                 return
             with self._lock:

@@ -181,11 +181,11 @@ class TrainerWorker(ModelWorker, ABC):
         sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         self._loss_scale.take_out()
-        grad_norm, found = self._apply_gradients(batches, sums)
+        grad_norm, additional = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped, self._loss_scale.is_least)
         self._loss_scale.update(is_skipped)
-        found |= self._take_rounding_metrics()
+        additional |= self._take_rounding_metrics()
         if is_skipped:
             biases.restore()
             self._check_limit(batch, sums, grad_norm)
@@ -200,7 +200,7 @@ class TrainerWorker(ModelWorker, ABC):
         if is_skipped:
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
-        return merge(map(read, sums)) | routes | metrics | found
+        return merge(map(read, sums)) | routes | metrics | additional
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
@@ -372,7 +372,7 @@ class TrainerWorker(ModelWorker, ABC):
                 tensors[piece.local].add(piece.canonical)
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
-            exact = {name: rounded[name].main_grad for name, found in tensors.items() if found - {None} <= finer}
+            exact = {name: rounded[name].main_grad for name, dtypes in tensors.items() if dtypes - {None} <= finer}
             if exact:
                 holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
                 execute(make_plan([source], [holder]).into(holder.name), exact, transport)

@@ -278,9 +278,9 @@ def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sa
         workers.switch_to_rollout()
         for number in range(rounds):
             if number:
-                workers.return_to_engines()
+                workers.resume_sampling()
             engines.generate()
-            workers.leave_to_rewards(is_last=number + 1 == rounds)
+            workers.switch_to_scoring(is_last=number + 1 == rounds)
             log.append("score")
         workers.switch_to_training()
         workers.trained.run({"actor": lambda: trainers.do("train")})

@@ -23,7 +23,7 @@ AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
         print("working", flush=True)
         for _ in range({tenths}):
             time.sleep(0.1)
-        print("told" if interrupts.is_told else "not told", flush=True)
+        print("told" if interrupts.is_signaled else "not told", flush=True)
         raise KeyboardInterrupt"""
 
 NOT_AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
@@ -98,13 +98,13 @@ def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
 
     def interrupted() -> float:
         monkeypatch.setattr(time, "monotonic", clock)
-        told._hear(signal.SIGINT, None)
+        told._handle(signal.SIGINT, None)
         return clock()
 
     monkeypatch.setattr(time, "monotonic", interrupted)
     with told.grace(GRACE_S, is_awaited=True):
-        told._hear(signal.SIGTERM, None)
-        assert told.is_told
+        told._handle(signal.SIGTERM, None)
+        assert told.is_signaled
     assert capfd.readouterr().out.count(SAVES) == 1
 
 
