@@ -128,8 +128,9 @@ def tell(explained: Mapping[str, Evidence]) -> str:
     differing = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (
         f"{len(differing)} of {len(explained)} engines ({', '.join(differing)}) exceed the limit of {worst.limit:g} "
-        f"on canary prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses and by "
-        f"{worst.sampled:.1e} in sampled responses. Possible causes, most likely first:\n{describe(ranked(worst))}"
+        f"on canary prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses "
+        f"and by {worst.sampled:.1e} in sampled responses. Possible causes, most likely first:\n"
+        f"{describe(ranked(worst))}"
     )
 
 

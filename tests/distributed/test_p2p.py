@@ -119,7 +119,7 @@ class Case:
         return transport, parameters
 
     def parameters(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return a member's parameters; those of a destination are not initialised."""
+        """Return a member's parameters; those of a destination are not initialized."""
         holder = self.members[rank]
         initial = self.empty(holder) if holder in self.destinations else self.weights[holder.name]
         return {name: tensor.clone() for name, tensor in initial.items()}

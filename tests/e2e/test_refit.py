@@ -34,8 +34,8 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.resharding.families import (
     huggingface_holder,
-    quantised_destinations,
-    quantised_sources,
+    quantized_destinations,
+    quantized_sources,
     vllm_holder,
     vllm_holders,
 )
@@ -490,7 +490,7 @@ class Trainers:
         """Return the checksums that engines should have.
 
         Args:
-            plan: the export plan of the sent tensors if they differ from the weights, as quantised ones do.
+            plan: the export plan of the sent tensors if they differ from the weights, as quantized ones do.
         """
         total = dict.fromkeys(regions(engine_holders), NOTHING)
         for part in self.call("checksums", list(total), plan or self.export_plan(hf_config)):
@@ -744,7 +744,7 @@ QUANTISED = (
 )
 
 
-def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
+def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
     """Such an engine's weights differ from the family's in dtype and shape, and have scales."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
     config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
@@ -792,19 +792,19 @@ BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddin
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
-def test_fp8_block_engine_equals_vllm_quantisation(model_type, tmp_path, remotes):
-    """After two in-place refits with weights quantised by the trainer, the engine equals a fresh one that quantises
+def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes):
+    """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes
     the exported model itself."""
     folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS, tie_word_embeddings=False)
-    quantised = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
-    config, hf_config = config_of(folder, ROWS, 1, quantised), read_config(folder)
+    quantized = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
+    config, hf_config = config_of(folder, ROWS, 1, quantized), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
-    sources = quantised_sources(hf_config, trainers.holders)
-    targets = quantised_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
+    sources = quantized_sources(hf_config, trainers.holders)
+    targets = quantized_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
     assert targets[0].shard.mismatched_params(engine.call("parameters")[0]) == []
     assert engine.call("repacking") == []
-    whole = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
+    whole = quantized_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
     trainers.call("prepare_refit")
     shared_memory, plan = trainers.shared_memory(), make_plan(sources, targets, BUCKET_BYTES)
     engine.call("connect", plan, shared_memory, targets)

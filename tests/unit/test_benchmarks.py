@@ -141,7 +141,7 @@ def test_dithered_updates_learn_the_most(rate):
     assert learned["copies"] < 0.8 * learned["dithered"]
 
 
-def test_stochastic_rounding_is_unbiased_and_returns_neighbours():
+def test_stochastic_rounding_is_unbiased_and_returns_neighbors():
     torch.manual_seed(0)
     values = torch.tensor([0.1, -0.1, 3.01, 1.0, 2.0**-20 * 1.003])
     rounded = lost_updates.stochastically_rounded(values.expand(20000, -1))

@@ -200,7 +200,7 @@ def test_reshard_prints_plan_and_costs(
         "floor_seconds",
         "communicators",
         "communicator_bytes",
-        "neighbours",
+        "neighbors",
         "operations",
         "peak_staging_bytes",
         "ranks_source",

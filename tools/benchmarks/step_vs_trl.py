@@ -136,7 +136,7 @@ def measure_trl(python: Path, steps: int, microbatch: int, work: Path) -> dict[s
 
 def run(command: Sequence[str], steps: int, log: Path) -> dict[str, float]:
     """Run one side. Return its seconds, and the percentage of the machine's CPU time that it did not use (that of other
-    processes and, on a virtual machine, of its neighbours)."""
+    processes and, on a virtual machine, of its neighbors)."""
     print(f"running: {' '.join(command)}", flush=True)
     start, machine_before = time.perf_counter(), machine_cpu_seconds()
     status, own = _run_to_end(command, log, START_TIMEOUT_S + steps * STEP_TIMEOUT_S)

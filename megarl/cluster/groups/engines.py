@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.models.folder import read_config
-from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
+from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -262,10 +262,10 @@ class EngineGroup(VllmGroup):
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
         """Return a trainer's holders with the weights in the format that these engines receive."""
-        return quantised_sources(self._hf_config, holders) if self._quantizes else holders
+        return quantized_sources(self._hf_config, holders) if self._quantizes else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
-        return quantised_destinations(self._hf_config, holders) if self._quantizes else holders
+        return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
     def assign(self, sizes: Mapping[int, int], excluded: Collection[str] = ()) -> dict[str, list[int]]:
         """Assign each group to the engine that is expected to finish it first. Return group numbers by engine name.

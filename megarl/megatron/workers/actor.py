@@ -236,9 +236,9 @@ class ActorWorker(TrainerWorker):
         super()._load_weights()
         if self.adapters is not None:
             factors, path = adapter_parameters(self.chunks), self._config.actor.lora.path
-            self.adapters.initialise(factors, self._config.run.seed)
+            self.adapters.initialize(factors, self._config.run.seed)
             if path is not None:
                 self.adapters.load(factors, Path(path))
         for chunk in self.chunks:
             if self._config.actor_has_values and chunk.module.post_process:
-                chunk.module.output_layer.value_head.initialise(self._config.run.seed)
+                chunk.module.output_layer.value_head.initialize(self._config.run.seed)

@@ -41,13 +41,13 @@ from megarl.megatron.workers.model import ModelWorker
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families import huggingface_holder, quantized_sources
 from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.quantised_copy import QuantisedCopy
+from megarl.resharding.quantized_copy import QuantizedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous
@@ -107,23 +107,23 @@ class TrainerWorker(ModelWorker, ABC):
         """Prepare the weights for a refit: merge adapters and quantize. Collective over all ranks."""
         if self.adapters is not None:
             self.adapters.merge(self.parameters())
-        if self._quantises:
-            self._quantised_copy.fill(self._whole_weights, parallel.reduce_max)
+        if self._quantizes:
+            self._quantized_copy.fill(self._whole_weights, parallel.reduce_max)
         device.synchronize()  # before other processes read them
 
     @property
-    def _quantises(self) -> bool:
+    def _quantizes(self) -> bool:
         return self._config.rollout.quantization is not None and not self._config.is_offline
 
     @cached_property
-    def _quantised_copy(self) -> QuantisedCopy:
-        [quantised] = quantised_sources(self._hf_config, [self.holder])
+    def _quantized_copy(self) -> QuantizedCopy:
+        [quantized] = quantized_sources(self._hf_config, [self.holder])
 
         def group_of(parameter: str) -> ProcessGroup:
             return parallel.tensor_group(is_expert=EXPERTS in parameter)
 
         shapes = huggingface_holder(self._hf_config).shapes
-        return QuantisedCopy(self.holder.shard, quantised.shard, shapes, group_of, device.device())
+        return QuantizedCopy(self.holder.shard, quantized.shard, shapes, group_of, device.device())
 
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
@@ -133,8 +133,8 @@ class TrainerWorker(ModelWorker, ABC):
     @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
         """Name -> tensor for the tensors that engines receive."""
-        quantised = {} if self._config.rollout.quantization is None else self._quantised_copy.tensors
-        return self._whole_weights | quantised
+        quantized = {} if self._config.rollout.quantization is None else self._quantized_copy.tensors
+        return self._whole_weights | quantized
 
     def publish(self, for_refit: bool) -> Published:
         """Publish weights in shared memory for readers on this machine: the weights that a refit sends if `for_refit`,

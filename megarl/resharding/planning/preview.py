@@ -11,7 +11,7 @@ from typing import Any
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, default_cache, read_local_config
-from megarl.resharding.families.quantised import FP8, quantised_sources
+from megarl.resharding.families.quantized import FP8, quantized_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.messages import LATENCY_S
@@ -41,7 +41,7 @@ def reshard(
         sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
         holders = side_holders("--to", destination, hf_config, is_source=False)
         if FP8 in holders[0].dtypes.values():
-            sources = quantised_sources(hf_config, sources)
+            sources = quantized_sources(hf_config, sources)
         destinations = on_nodes(holders, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
         return colocate(source, sources, destination, destinations) if colocated else (sources, destinations)
 
@@ -87,7 +87,7 @@ def table(result: Figures) -> str:
     local_bytes = f", {local} within devices" if result.bytes_by_link["local"] else ""
     buffers = show_bytes(result.communicator_bytes)
     network = (
-        f"{result.neighbours:,} neighbours, {result.operations:,} messages and {result.communicators:,} communicators"
+        f"{result.neighbors:,} neighbors, {result.operations:,} messages and {result.communicators:,} communicators"
     )
     rows = {
         "ranks": f"{result.ranks_source:,} -> {result.ranks_destination:,}",

@@ -13,7 +13,7 @@ from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
 from megarl.core.errors import UserError
 from megarl.models.huggingface import completed
-from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 
@@ -105,10 +105,10 @@ def _bandwidth(key: str, text: str) -> float:
 
 def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     fields = _fields(text, ("tp", "replicas", "ep", "fp8"))
-    whole_experts, quantised = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
+    whole_experts, quantized = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
     holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
-    return quantised_destinations(hf_config, holders) if quantised else holders
+    return quantized_destinations(hf_config, holders) if quantized else holders
 
 
 def _switch(name: str, value: str) -> bool:

@@ -26,7 +26,7 @@ from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from megarl.models.tokenizer import response_text
-from megarl.resharding.families.quantised import quantization_config
+from megarl.resharding.families.quantized import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name

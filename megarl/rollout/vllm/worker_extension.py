@@ -56,7 +56,7 @@ DERIVED = ("W_UV", "W_UK_T")
 CHECKPOINT_LAYOUT_KERNELS = (
     CutlassFp8BlockScaledMMKernel,
     TritonFp8BlockScaledMMKernel,
-    cpu_support.DequantisingKernel,
+    cpu_support.DequantizingKernel,
 )
 """fp8 kernels that read weights and scales in the checkpoint's layout. DeepGEMM's kernel also reads this layout unless
 it rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""

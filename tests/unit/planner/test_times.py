@@ -247,10 +247,10 @@ def test_refit_inside_a_node_uses_nvlink():
 def test_fp8_engines_read_one_byte_per_matrix_element():
     """Each block has a scale of four bytes. All other parameters are in bfloat16."""
     keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
-    whole, quantised = (
+    whole, quantized = (
         plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))
     )
     matrices = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
-    saved = whole.refit.entering - quantised.refit.entering
+    saved = whole.refit.entering - quantized.refit.entering
     assert saved == pytest.approx(matrices * (1 - 4 / 128**2), rel=1e-6)
-    assert quantised.rollout.seconds < whole.rollout.seconds
+    assert quantized.rollout.seconds < whole.rollout.seconds

@@ -60,7 +60,7 @@ def test_communicator_memory_depends_on_ranks_and_nodes():
     assert nccl(tp=8, dp=2) == RING + 8 * 32 + 3 * RING_OVER_NODES
     assert nccl(dp=16) == 3 * RING_OVER_NODES + 8 * 32
     stages = nccl(pp=2, dp=4)
-    assert stages == 3 * RING + 4 * 32 + 2 * 32 * 12, "32 channels to each of two neighbours"
+    assert stages == 3 * RING + 4 * 32 + 2 * 32 * 12, "32 channels to each of two neighbors"
     assert nccl(pp=2, dp=8) == 2 * RING_OVER_NODES + RING + 8 * 32 + NETWORK
 
 

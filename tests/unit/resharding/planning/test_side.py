@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
 from megarl.resharding.piece import intersect, num_elements
 from megarl.resharding.planning.preview import reshard, table
 from megarl.resharding.planning.side import bytes_per_second, on_nodes, side_holders
@@ -40,7 +40,7 @@ def test_engine_and_folder_sides():
     assert same(read("vllm:tp=2,ep=true", config, is_source=False), expected)
     assert same(read("hf"), [huggingface_holder(MIXED)])
     blocks = dict(hidden_size=384, head_dim=128, intermediate_size=256, moe_intermediate_size=128)
-    expected = quantised_destinations(MIXED | blocks, vllm_holders(MIXED | blocks, 1, 2))
+    expected = quantized_destinations(MIXED | blocks, vllm_holders(MIXED | blocks, 1, 2))
     assert same(read("vllm:replicas=2,fp8=true", MIXED | blocks, is_source=False), expected)
 
 
@@ -118,9 +118,9 @@ def test_fp8_halves_the_bytes_of_linear_layers(tmp_path: Path, monkeypatch: pyte
     sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
     model = config_of(**sizes, vocab_size=128) | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    whole, quantised = (reshard(str(tmp_path), "tp=4", f"vllm:tp=2{more}", 8, SPEEDS) for more in ("", ",fp8=true"))
+    whole, quantized = (reshard(str(tmp_path), "tp=4", f"vllm:tp=2{more}", 8, SPEEDS) for more in ("", ",fp8=true"))
     elements = model["num_hidden_layers"] * 512 * (512 + 2 * 256 + 512 + 3 * 1024)
-    assert whole.bytes_total - quantised.bytes_total == elements - 4 * elements // 128**2
+    assert whole.bytes_total - quantized.bytes_total == elements - 4 * elements // 128**2
 
 
 def test_unreadable_models_are_rejected(tmp_path: Path):

@@ -166,7 +166,7 @@ def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
     folder = write_tiny_experts(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.quantization=fp8_block"]
     with pytest.raises(
-        UserError, match="has experts, and vLLM's CPU kernels for quantised experts do not support refits"
+        UserError, match="has experts, and vLLM's CPU kernels for quantized experts do not support refits"
     ):
         rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
 
