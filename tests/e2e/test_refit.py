@@ -519,7 +519,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         target.shard.mismatched_params(params)
         for target, params in zip(targets, engine.call("parameters"), strict=True)
     )
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("sample", prompts())
 
     item_bytes = ITEM_BYTES[dtype]
@@ -664,12 +664,12 @@ def check_wrong_weights_are_rejected(
     trainers.begin("send")
     other.send("refit", 3, right)
     # With two workers both fail, and the next call must not receive the second one's answer.
-    wrong = rf"weights differ in 1 regions; the first: {spoiled}\[.* in megatron:[01] "
+    wrong = rf"weights differ in 1 regions. The first is {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     other.receive()
     trainers.end()
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("sample", prompts())
 
 
@@ -711,7 +711,7 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
     engine.call("sleep", True)
     assert engine.call("greedy", prompts()) == answers
     engine.call("sleep", False)
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("greedy", prompts())
     engine.call("record")
     trainers.begin("send")
@@ -754,7 +754,10 @@ def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
         engine.call("parameters")[0]
     )
     weight = "model.layers.0.self_attn.qkv_proj.weight"
-    assert f"{weight} is [64, 128] (float8_e4m3fn), but the family declares [128, 64] (bfloat16)" in mismatched_params
+    assert (
+        f"{weight} has shape [64, 128] (float8_e4m3fn), but the family expects [128, 64] (bfloat16)"
+        in mismatched_params
+    )
     assert f"{weight}_scale [128, 1] (float32) does not belong to the family" in mismatched_params
 
     target = replace(huggingface_holder(hf_config, "bfloat16"), name="vllm:0.0")
@@ -774,7 +777,7 @@ def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
 
     right = trainers.expected(hf_config, [target])
     region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
-    with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions; the first: {region.tensor}\["):
+    with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions. The first is {region.tensor}\["):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     rendezvous = trainers.rendezvous()
     trainers.call("connect", plan, rendezvous)

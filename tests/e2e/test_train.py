@@ -261,7 +261,7 @@ def test_evaluate_reproduces_the_final_evaluation(learned, tmp_path):
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
+    assert again.stderr == f"megarl: error: --out {out}: the folder already exists. Fix: pass a different folder\n"
 
 
 def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):

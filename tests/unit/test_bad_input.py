@@ -137,7 +137,7 @@ CASES = [
     ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
     (
         "actor.frozen=[no.such.tensor]",
-        ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"],
+        ["actor.frozen: no.such.tensor matches no tensor in the model. Fix: use a name such as"],
     ),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
@@ -171,9 +171,9 @@ CASES = [
     ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: lower it"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: no column 'question'"]),
     # rewards
-    (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),
+    (rewards("exact_mach"), ["rewards.functions: unknown function 'exact_mach'. Fix: use exact_match"]),
     (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
-    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py is a file without a function"]),
+    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
     (
         rewards("FOLDER/good.py:g"),
         ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "],
@@ -209,7 +209,10 @@ CASES = [
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),
     ("run.folder=/proc/runs", ["run.folder=/proc/runs: not writable"]),
     ("run.name=latest", ["run.name=latest: reserved for the link to the newest run. Fix: choose another run.name."]),
-    ("resume=FOLDER/none", ["resume=FOLDER/none: no such folder. Fix: set it to never, auto or a checkpoint folder"]),
+    (
+        "resume=FOLDER/none",
+        ["resume=FOLDER/none: no such folder. Fix: set resume to never, auto or a checkpoint folder"],
+    ),
     ("resume=FOLDER/no_model", ["FOLDER/no_model: manifest.json is missing"]),
     ("checkpoint.every_steps=1  checkpoint.keep=100000000", ["checkpoint.keep=100000000: RUNS/tiny/checkpoints has "]),
     # several at once

@@ -225,7 +225,7 @@ def test_reshard_previews_the_refit_of_a_recipe(
     assert run(monkeypatch, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("refit    cluster.placement=colocated, ") and lines[1] == "ranks    2 -> 2"
-    assert lines[2].endswith(" on a device")
+    assert lines[2].endswith(" within devices")
     assert run(monkeypatch, *arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["bytes_by_link"]["inter"] > 0
     assert run(monkeypatch, *arguments, "--to", "hf") == 2
@@ -241,12 +241,12 @@ SETS = "evaluation.sets=[{name: a}]"
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ([], "evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe."),
+        ([], "evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets"),
         (
             [SETS, "cluster.nodes=2"],
             "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: already exists. Fix: choose another folder."),
+        ([SETS, "--out", "FOLDER"], "--out FOLDER: the folder already exists. Fix: pass a different folder"),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )

@@ -67,7 +67,7 @@ def test_inspect_names_the_initial_model_of_a_run(model, tmp_path):
     checkpoints.begin(1)
     folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
     shutil.copytree(model / "checkpoint", folder / "actor")
-    assert ": actor of a run after step 1, started from org/model\n" in convert("inspect", folder)
+    assert ": actor of a run at step 1, initialized from org/model\n" in convert("inspect", folder)
 
 
 def test_errors_are_one_line_and_name_options(model, tmp_path):

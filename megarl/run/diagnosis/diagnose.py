@@ -130,7 +130,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     number = max(files) if step is None else step
     if number not in files:
         raise UserError(
-            f"--step {number}: {folder} has no rollouts of it. Fix: pass a step from {min(files)} to {max(files)}"
+            f"--step {number}: the run has no rollouts of this step. Fix: pass a step from {min(files)} to {max(files)}"
         )
     rows, _ = read_objects(files[number])
     if sample is not None:

@@ -270,8 +270,10 @@ def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
 def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickstart, keys = ROOT / "configs/quickstart.yaml", (f"run.folder={tmp_path}", "run.name=s")
     finished = {"s", "s-1"}
-    monkeypatch.setattr(submit, "check_beginning", lambda c: "already at step 3" if c.run.name in finished else None)
-    assert launch(quickstart, ON_CPU, *keys)[-1] == "already at step 3"
+    monkeypatch.setattr(
+        submit, "check_beginning", lambda c: "already finished step 3" if c.run.name in finished else None
+    )
+    assert launch(quickstart, ON_CPU, *keys)[-1] == "already finished step 3"
     assert not (tmp_path / "s").exists()
     launch(quickstart, ON_CPU, *keys, sweeps=["run.seed=0,1,2"])
     assert "#SBATCH --array=0,2\n" in script_of(tmp_path / "s")

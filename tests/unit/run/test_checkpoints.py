@@ -269,7 +269,7 @@ def test_full_disk_raises_with_the_arithmetic(checkpoints: Checkpoints, monkeypa
     with pytest.raises(ValueError) as error:
         checkpoints.require_space(2 * 10**9, keep=2, number=3)
     assert str(error.value) == (
-        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (a "
-        "new one is written before the oldest is removed). Fix: free disk space, lower checkpoint.keep, or set "
-        "checkpoint.every_steps=null and checkpoint.on_signal=false."
+        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, but 3 more checkpoints need 3 x 2.00 = 6.00 GB "
+        "(megarl writes a new one before it removes the oldest). Fix: free disk space, lower checkpoint.keep, or set "
+        "checkpoint.every_steps=null and checkpoint.on_signal=false"
     )

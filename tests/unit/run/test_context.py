@@ -157,7 +157,7 @@ def test_failure_caused_by_a_signal_is_an_interrupt(tmp_path: Path, fake_interru
 
     with prepare(tmp_path, *NONE_DUE) as context:
         assert run_until(context, 2, act) == [1]
-    assert "the current step was interrupted: update: trainer-0 died" in capsys.readouterr().out
+    assert "the signal interrupted the current step: update: trainer-0 died" in capsys.readouterr().out
 
 
 def test_failure_without_a_signal_is_raised(tmp_path: Path, fake_interrupts: FakeInterrupts) -> None:

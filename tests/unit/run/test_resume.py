@@ -109,7 +109,7 @@ def test_auto_resumes_from_the_newest_checkpoint(root: Path) -> None:
 
     again = start(config(root, "resume=auto", "run.steps=300"), PROMPTS)
     assert (again.state.step, again.checkpoint.path) == (3, newest)
-    assert again.describe() == f"resumes after step 3 from {newest}"
+    assert again.describe() == f"resuming after step 3 from {newest}"
     assert (again.folder.path, again.folder.attempt) == (root / "a", 2)
     assert [json.loads(line)["step"] for line in again.folder.metrics.read_text().splitlines()] == [1, 2, 3]
     assert again.state.cursor.take(6) == expected
@@ -214,7 +214,7 @@ def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "prompts", "problem"),
     [
-        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: no such folder. Fix: set it to never, auto or"),
+        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: no such folder. Fix: set resume to never, auto or"),
         (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
         (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
         (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 was saved with 0. Fix"),
@@ -222,7 +222,7 @@ def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
         (
             lambda path: "resume=auto",
             PromptSet(PROMPTS.prompts, "another"),
-            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another…, was ",
+            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another… instead of ",
         ),
     ],
     ids=["no folder", "not a checkpoint", "damaged", "another run", "fewer steps", "other prompts"],
@@ -247,9 +247,9 @@ def test_changed_model_under_the_same_path_raises(root: Path, path: str) -> None
         start(config(root, f"model.path={path}", "resume=auto"), PROMPTS, changed)
     remedy = " (model.revision selects a commit)" if path == "some/model" else ""
     assert str(refused.value) == (
-        f"model.path=/models/other: its weights (hash abcdefgh…) differ from those that the run of {saved} started "
-        f"from, in /models/m (hash 12345678…). Fix: restore them{remedy}, or start another run with resume=never and "
-        "a new run.name."
+        f"model.path=/models/other: these weights (hash abcdefgh…) differ from the weights that the run of {saved} "
+        f"started from: /models/m (hash 12345678…). Fix: restore the weights{remedy}, or start a new run with "
+        "resume=never and a different run.name"
     )
     assert sorted(root.rglob("*")) == before
     again = start(config(root, f"model.path={path}", "model.revision=v1", "resume=auto"), PROMPTS)
@@ -266,7 +266,7 @@ def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
     again = start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": MODELS["model.path"]["hash"]}})
     assert again.state.step == 2
-    assert capsys.readouterr().out == "model.path=/new/m: has the same weights as m, which the run started from\n"
+    assert capsys.readouterr().out == "model.path=/new/m: same weights as m, from which the run started\n"
     assert "/new/m" in again.folder.config.read_text()
 
 

@@ -145,10 +145,7 @@ def test_consecutive_failed_samples_stop_the_run(failed, limit, stops):
         [scored], _ = select(config, [group], scores)
         assert len(scored) == failed.count("0")
         return
-    message = (
-        r"^f raised ValueError: no \(3 samples of the step in a row failed, "
-        r"which are rewards.max_consecutive_failures=3; "
-    )
+    message = r"^f raised ValueError: no \(rewards.max_consecutive_failures=3: 3 consecutive samples failed\)\. Fix: "
     with pytest.raises(ValueError, match=message):
         select(config, [group], scores)
 

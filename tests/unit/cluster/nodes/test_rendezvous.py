@@ -83,8 +83,8 @@ def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive:
     alive += [1, 3, 4, 5]
     assert gather(rendezvous, 2, 0.0, "runs/r") == [report(3), report(4)]
     assert capsys.readouterr().out.splitlines() == [
-        "node n3: joined, 10.0.0.3, 64 cores, 8 GPUs",
-        "node n4: joined, 10.0.0.4, 64 cores, 8 GPUs",
+        "node n3: joined from 10.0.0.3 with 64 cores, 8 GPUs",
+        "node n4: joined from 10.0.0.4 with 64 cores, 8 GPUs",
     ]
 
 
@@ -93,8 +93,8 @@ def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: 
     rendezvous.report(report(3))
     alive += [1, 2]
     message = (
-        r"nodes: 1 of 3 other nodes joined within cluster.timeouts.start=0 s \(n2\); n3 tried to join, see their "
-        r"ray-\*.log in the logs. Fix: run megarl join runs/r on each of the others"
+        r"cluster.timeouts.start=0: only 1 of 3 other nodes joined in time \(n2\)\. Nodes that failed to join: n3 "
+        r"\(see their ray-\*.log files\)\. Fix: run megarl join runs/r on each missing node"
     )
     with pytest.raises(RunFailure, match=message):
         gather(rendezvous, 3, 0.0, "runs/r")

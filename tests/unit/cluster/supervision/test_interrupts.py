@@ -14,9 +14,9 @@ from tests.unit.cluster.supervision.test_supervisor import Program, program, sig
 
 __all__ = ["signals_are_heard"]
 
-INTERRUPTED = "megarl: error: interrupted; the run ends\n"
+INTERRUPTED = "megarl: error: interrupted; stopping the run\n"
 TENTHS = 10 * GRACE_S
-SAVES = "interrupted; saves after the current step"
+SAVES = "interrupted: the run saves after the current step"
 
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=True):
@@ -61,7 +61,7 @@ def test_awaited_body_finishes(number: int, whom: str) -> None:
         ):
             os.kill(pid, number)
         said = check_end(run)
-    assert said[0].startswith(f"{SAVES}, if within checkpoint.grace_s={GRACE_S} s; ")
+    assert said[0].startswith(f"{SAVES} if it ends within checkpoint.grace_s={GRACE_S} s. ")
     assert said[1:] == ["told"]
 
 
