@@ -176,7 +176,7 @@ def test_interrupted_run_saves_and_resumes_with_early_nodes(machines: list[Machi
             run.check_end(number, WAIT_S, 130)
         run.check_nothing_is_left()
     done = len(run.metrics)
-    assert f"ended; step_{done:06d} is saved" in run.output(0)
+    assert f"The run ended. Resume it from step_{done:06d} with: " in run.output(0)
     invitation.write_text(left_behind)
     joining = machines[1].start([*MEGARL, "join", str(run.folder)], shared / "early.n1", ROOT)
     with cluster_run(machines[:1], shared, "told", *keys, "cluster.nodes=2", f"run.steps={done + 1}") as run:

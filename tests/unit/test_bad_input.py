@@ -188,7 +188,10 @@ CASES = [
         rewards("FOLDER/crashes.py:f"),
         ["rewards.functions: FOLDER/crashes.py:f: the import ended the process (exit st"],
     ),
-    (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
+    (
+        rewards("FOLDER/two.py:f"),
+        ["rewards.functions: FOLDER/two.py:f has the signature (prompt, response): too many positional"],
+    ),
     (
         rewards("FOLDER/four.py:f"),
         ["FOLDER/prompts.jsonl:1: no column 'level' (expected: a JSON value (text, number, true/false, null,"],
@@ -203,7 +206,7 @@ CASES = [
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
-        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer): too many p"],
+        ["rewards.judge: FOLDER/good.py:f has the signature (prompt, response, answer): too many p"],
     ),
     # folders and checkpoints
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),

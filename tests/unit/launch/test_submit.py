@@ -182,7 +182,7 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
         ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
-        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices at 1 per node, leaving 2 of 4 nodes empty"),
+        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices and each node has 1, so 2 of 4 nodes would be empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

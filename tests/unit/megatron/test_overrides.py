@@ -128,9 +128,9 @@ def config_of_llama(role: str, part: str, **fields: Any) -> Config:
     return load(BASE, ["model.path=m", "data.source=arithmetic", gae, f"{role}.megatron_overrides.{part}={extra}"])
 
 
-FROM_LAYOUT = r"derived from critic.layout. Fix: set it there"
-FROM_MODEL = r"megarl derives this field from the model's config.json"
-RELIED_ON = r"the trainer requires its own value. Fix: remove"
+FROM_LAYOUT = r"megarl derives this field from critic.layout. Fix: remove \w+ and change critic.layout instead"
+FROM_MODEL = r"megarl derives this field from the model's config.json. Fix: .* change the model's config.json instead"
+RELIED_ON = r"the trainer requires its own value. Fix: remove \w+"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,11 @@ RELIED_ON = r"the trainer requires its own value. Fix: remove"
         ("num_moe_experts", 4, FROM_MODEL),  # even for a dense model
         ("window_size", [4, 0], FROM_MODEL),
         ("moe_router_force_load_balancing", True, FROM_MODEL),
-        ("fp8", "hybrid", r"derived from critic.fp8. Fix: set it there"),  # otherwise it would bypass our check
+        (
+            "fp8",
+            "hybrid",
+            r"megarl derives this field from critic.fp8. Fix: remove \w+ and change critic.fp8 instead",
+        ),  # otherwise it would bypass our check
         ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
         ("perform_initialization", False, RELIED_ON),
         ("overlap_p2p_comm_warmup_flush", True, RELIED_ON),
@@ -171,7 +175,9 @@ def test_optimizer_and_ddp_reject_our_fields():
     ):
         optimizer_config(config.actor, torch.float32)
     config = config_of_llama("actor", "ddp", overlap_grad_reduce=False)
-    with pytest.raises(ValueError, match=r"overlap_grad_reduce=False: derived from actor.overlap_communication"):
+    with pytest.raises(
+        ValueError, match=r"overlap_grad_reduce=False: megarl derives this field from actor.overlap_communication"
+    ):
         data_parallel_config(config.actor)
 
 

@@ -82,7 +82,10 @@ def recipe(*overrides: str) -> Config:
             r"actor.frozen=\['\*'\]: the patterns freeze all parameters. Fix: match fewer tensors",
         ),
         (["actor.frozen=[lm_head.weight]"], "actor.frozen: lm_head.weight matches no tensor in the model"),
-        (["actor.optimizer.no_weight_decay=['*.v_proj.*']"], "actor.optimizer.no_weight_decay: matches .*v_proj"),
+        (
+            ["actor.optimizer.no_weight_decay=['*.v_proj.*']"],
+            "actor.optimizer.no_weight_decay: the patterns match .*v_proj",
+        ),
     ],
 )
 def test_invalid_selections_are_rejected(overrides, message):
@@ -102,8 +105,8 @@ def test_single_experts_can_skip_decay_but_not_be_frozen():
     decayed = "actor.optimizer.no_weight_decay=['*.experts.1.*']"
     check_selections(recipe(decayed, "actor.frozen=['*.1.mlp.experts.*']").actor, hf_config)
     message = (
-        r"^actor.frozen: matches (\S+)\.experts\.1\.(\w+)\.weight, but not 3 of the layer's 4 experts; .* Fix: "
-        r"match \1\.experts\.\*\.\2\.weight, or none"
+        r"^actor.frozen: the patterns match (\S+)\.experts\.1\.(\w+)\.weight, but not 3 of the layer's 4 experts\. .* "
+        r"Fix: add \1\.experts\.\*\.\2\.weight, or match none"
     )
     with pytest.raises(UserError, match=message):
         check_selections(recipe("actor.frozen=['*.experts.1.*']").actor, hf_config)

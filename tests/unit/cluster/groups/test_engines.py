@@ -376,14 +376,14 @@ def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
         engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
-    assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
+    assert "is being restarted" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_engine_on_trainer_gpus_is_not_restarted(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
-        assert ("restarting it" in capsys.readouterr().out) == starts_again
+        assert ("is being restarted" in capsys.readouterr().out) == starts_again
 
 
 def test_run_ends_without_engines(start) -> None:
@@ -420,8 +420,8 @@ def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: 
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "both engines must share each object"
     lines = [
         "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
-        "of vLLM's parameters differ from the expected ones: vllm:0.0: model.other.weight [12] (float32) does not belong "
-        "to the family; vllm:0.0: model.norm.weight is missing"
+        "of vLLM's parameters differ from the expected ones: vllm:0.0: model.other.weight [12] (float32) does not "
+        "belong to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 

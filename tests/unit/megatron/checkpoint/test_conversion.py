@@ -309,7 +309,7 @@ def change_tensors(folder: Path, change) -> None:
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), but config"),
         (
             lambda t: t.update({"model.x": torch.zeros(3), "model.y": torch.zeros(3)}),
-            "model.x and 1 more: unexpected",
+            "does not define the stored tensor model.x and 1 more",
         ),
     ],
 )
@@ -335,7 +335,7 @@ def checkpoint(tmp_path) -> Path:
             dict(num_hidden_layers=3),
             r"config.json requires decoder.layers.2.\S+, but the checkpoint does not contain it",
         ),
-        (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
+        (dict(num_hidden_layers=1), r"does not define the stored tensor decoder.layers.1.\S+ and 5 more"),
         (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json requires \(48, 12\)"),
         (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json requires \(256, 12\)"),
     ],
