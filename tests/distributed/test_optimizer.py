@@ -142,7 +142,8 @@ def test_all_ranks_skip_an_update_with_a_nonfinite_gradient(folder, layout):
         ]
     [message] = {outcomes[-1].message for outcomes in ranks}
     assert message.startswith(
-        "actor.optimizer.nonfinite_limit=2: 2 consecutive updates were skipped, because their gradients were not finite (last norm: nan). "
+        "actor.optimizer.nonfinite_limit=2: 2 consecutive updates were skipped, because their gradients "
+        "were not finite (last norm: nan). "
     )
     assert "\n" not in message and "policy/loss nan; samples " in message
     samples = message.partition("; samples ")[2].partition(". Fix: ")[0].split(", ")
