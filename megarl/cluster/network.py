@@ -37,11 +37,12 @@ def own_address(interface: str | None) -> str:
     interface, to the host name or the default route. Raises UserError if this node has no such address."""
     addresses = interface_addresses()
     available = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
+    remedy = f"set cluster.interface to one of {available}" if available else "give this node a network address"
     if interface is not None:
         if interface not in addresses:
             raise UserError(
                 f"cluster.interface={interface}: this node has no interface with this name and an IPv4 address. Fix: "
-                f"set cluster.interface to one of {available or '(none found)'}"
+                f"{remedy}"
             )
         return addresses[interface][0]
     known = {address for each in addresses.values() for address in each}
@@ -50,7 +51,7 @@ def own_address(interface: str | None) -> str:
             return address
     raise UserError(
         "cluster.interface=null: neither the host name nor the default route of this node gives an address that other "
-        f"nodes can reach. Fix: set cluster.interface to one of {available or '(none found)'}"
+        f"nodes can reach. Fix: {remedy}"
     )
 
 

@@ -219,7 +219,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
             problems.append(
                 f"{key}={tp}: the tensor-parallel group on devices {first}-{first + tp - 1} crosses a node boundary "
-                f"(nodes have {each} devices). Fix: choose layouts whose tensor-parallel groups each fit in a node"
+                f"(nodes have {each} devices). Fix: set {key} to a divisor of {each}, and start the role at a "
+                f"multiple of {key}"
             )
     raise_all(problems)
 

@@ -75,7 +75,7 @@ class LogprobCheck:
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise RunFailure(
-                f"logprob_check: {when}, {tell(explained)}\nFix: fix the most likely cause, or set "
+                f"logprob_check: {when}, {tell(explained)}\nFix: correct the most likely cause, or set "
                 "logprob_check.canaries=off to disable this check"
             )
         return {

@@ -50,7 +50,7 @@ RECIPES = {
 
 
 TRANSPORTS = {
-    "colocated PPO on 2": "shared_memory in a node, p2p between them",
+    "colocated PPO on 2": "shared_memory within nodes, p2p between nodes",
     "disaggregated GAE on 3": "p2p",
 }
 

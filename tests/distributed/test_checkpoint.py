@@ -567,4 +567,4 @@ def test_write_errors_name_the_path_and_the_cause(model, tmp_path):
     (hidden / "actor").mkdir()
     config = config_of(model, "actor.layout.pp=2")
     messages = run_ranks(2, save_without_space, config, model, hidden)
-    assert all(message.startswith(f"{hidden}/actor: writing failed (") for message in messages)
+    assert all(message.startswith(f"{hidden}/actor: writing failed with ") for message in messages)

@@ -211,7 +211,10 @@ CASES = [
     # folders and checkpoints
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),
     ("run.folder=/proc/runs", ["run.folder=/proc/runs: not writable"]),
-    ("run.name=latest", ["run.name=latest: reserved for the link to the newest run. Fix: choose another run.name."]),
+    (
+        "run.name=latest",
+        ["run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a different run.name"],
+    ),
     (
         "resume=FOLDER/none",
         ["resume=FOLDER/none: no such folder. Fix: set resume to never, auto or a checkpoint folder"],

@@ -132,7 +132,7 @@ def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitatio
         if time.monotonic() > deadline:
             raise UserError(
                 f"no multi-node run started in this folder within {timeout_s:g} s. Fix: start megarl train with "
-                "cluster.nodes above 1, and pass its run folder, which must be on a file system that all nodes share"
+                "cluster.nodes above 1, and pass its run folder on a file system that all nodes share"
             )
         time.sleep(POLL_S)
     return invitation

@@ -89,7 +89,7 @@ class Interrupts:
             if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent is lost
                 # Do not use print: the interrupted code may be writing to its buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
-                line = f"interrupted: the run saves after the current step if it ends within {grace}"
+                line = f"interrupted: the run saves after the current step if the step ends within {grace}"
                 os.write(1, f"{line}. A second signal ends the run at once\n".encode())
                 return
         raise KeyboardInterrupt

@@ -174,7 +174,10 @@ def _format(folder: TorchDistFolder) -> dict[str, Any]:
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
     for extent in extents:
         if extent.key not in folder.tensors:
-            raise UserError(f"{path}: config.json requires {extent.key}, but the checkpoint does not contain it")
+            raise UserError(
+                f"{path}: config.json requires {extent.key}, but the checkpoint does not contain it. Fix: pass --hf "
+                "with the folder of the checkpoint's model"
+            )
         _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
 
 
@@ -202,4 +205,7 @@ def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -
     shape, expected = stored.shape, extent.global_shape
     repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
     if shape != expected and not repadded:
-        raise UserError(f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}")
+        raise UserError(
+            f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
+            "folder of the checkpoint's model"
+        )

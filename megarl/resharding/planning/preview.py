@@ -125,7 +125,7 @@ def _read(model: str) -> dict[str, Any]:
             json.loads(file.read_text(encoding="utf-8")) if file.is_file() else read_local_config(model, key="--model")
         )
     except json.JSONDecodeError as error:
-        raise UserError(f"--model {model}: invalid JSON: {error}") from None
+        raise UserError(f"--model {model}: invalid JSON: {error}. Fix: pass a valid config.json") from None
     except ModelNotLocal as reason:
         raise UserError(f"--model {model}: {reason}. Fix: pass a config.json, or the folder that contains it") from None
     return {**hf_config, "quantization_config": None}

@@ -72,7 +72,9 @@ class TorchDistFolder:
         stored = self.tensors[key]
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
-            raise UserError(f"{self._folder}: the checkpoint contains only a part of {key} at {place}")
+            raise UserError(
+                f"{self._folder}: the checkpoint contains only a part of {key} at {place}. Fix: copy it again"
+            )
         if len(parts) == 1:
             return self._part(key, *parts[0])
         values = torch.empty(shape_of(place), dtype=getattr(torch, stored.dtype))
@@ -93,9 +95,13 @@ class TorchDistFolder:
         for name, end in ends.items():
             file = self._folder / name
             if not file.is_file():
-                raise UserError(f"{self._folder}: {METADATA} lists {name}, but the file does not exist")
+                raise UserError(
+                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy it again"
+                )
             if (size := file.stat().st_size) < end:
-                raise UserError(f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes")
+                raise UserError(
+                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy it again"
+                )
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
         """Return the elements at `place` from the chunk that stores `rectangle`."""

@@ -184,7 +184,7 @@ def test_engines_read_local_weights_and_receive_the_rest(prepare, on_gpus: bool)
         workers.refit.run(version)
     refit = ["send", "wake weights, refit"]
     assert log == ["trainers connect", *again, *refit, *(again if on_gpus else []), *refit]
-    assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} in a node, p2p between them"
+    assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} within nodes, p2p between nodes"
     engines.dying = {"engine-1"}
     workers.refit.run(3)
     assert engines.planned[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"

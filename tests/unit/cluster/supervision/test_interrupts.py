@@ -61,7 +61,7 @@ def test_awaited_body_finishes(number: int, whom: str) -> None:
         ):
             os.kill(pid, number)
         said = check_end(run)
-    assert said[0].startswith(f"{SAVES} if it ends within checkpoint.grace_s={GRACE_S} s. ")
+    assert said[0].startswith(f"{SAVES} if the step ends within checkpoint.grace_s={GRACE_S} s. ")
     assert said[1:] == ["told"]
 
 
