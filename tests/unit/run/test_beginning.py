@@ -71,7 +71,7 @@ def test_taken_name_raises_unless_the_run_is_resumed(tmp_path: Path) -> None:
     assert check_beginning(config(tmp_path, f"resume={newest}")) is None
     for resume in ("never", tmp_path / "b" / "checkpoints" / "step_000002"):
         with pytest.raises(
-            UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or set run.replace=true"
+            UserError, match=r"^run.name=a: .* resume=auto .* a different run.name, or set run.replace=true"
         ):
             check_beginning(config(tmp_path, f"resume={resume}"))
 

@@ -66,8 +66,8 @@ def test_never_starts_over_and_keeps_the_earlier_folder(root: Path) -> None:
     with pytest.raises(UserError) as refused:
         start(config(root), PROMPTS)
     assert str(refused.value) == (
-        f"run.name=a: {root}/a already contains 2 steps of an earlier run. Fix: set resume=auto to continue it, choose "
-        "another run.name, or set run.replace=true to move it aside."
+        f"run.name=a: {root}/a already contains 2 steps of an earlier run. Fix: set resume=auto to continue that "
+        "run, set a different run.name, or set run.replace=true to move the folder aside"
     )
     assert sorted(root.rglob("*")) == before
     second = start(config(root, "run.replace=true"), PROMPTS)
@@ -94,7 +94,8 @@ def test_model_inside_the_folder_is_not_moved_aside(root: Path) -> None:
     save(start(config(root), PROMPTS), config(root), 1)
     (root / "a" / "model").mkdir()
     with pytest.raises(
-        UserError, match=r"^model.path=.*/a/model: inside .*/a, .* move aside. Fix: choose another run.name"
+        UserError,
+        match=r"^model.path=.*/a/model: the model is inside .*/a, .* move aside. Fix: set a different run.name",
     ):
         start(config(root, "run.replace=true", f"model.path={root}/a/model"), PROMPTS)
     assert names(root) == ["a", "latest"]
