@@ -27,7 +27,7 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError 
     origin = _origin(error)
     if isinstance(origin, UserError):
         return UserError(str(origin))
-    return RunFailure(f"{phase}: {name}{_what_happened(error)}. See {logs / name}.log")
+    return RunFailure(f"{phase}: {name}{_describe_error(error)}. See {logs / name}.log")
 
 
 def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
@@ -57,7 +57,7 @@ def rank(error: Exception) -> int:
     return 1 if is_loss(error) else 2
 
 
-def _what_happened(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     origin = _origin(error)
     lines = str(origin).strip().splitlines() or [""]
     if isinstance(error, OutOfMemoryError):

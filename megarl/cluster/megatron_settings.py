@@ -23,7 +23,7 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     spend. Without megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
-    checked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
+    checked = {role: hf_config for role, hf_config in trained.items() if needs_check(config.placed(role))}
     if not checked:
         return
     try:
@@ -46,5 +46,5 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 
-def goes_beyond(trained: Trained) -> bool:
+def needs_check(trained: Trained) -> bool:
     return trained.fp8 is not None or any(trained.megatron_overrides.model_dump().values())

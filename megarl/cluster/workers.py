@@ -70,7 +70,7 @@ class Workers:
     def switch_to_rollout(self) -> dict[str, Metric]:
         """Offload the trained models as their `offload` keys require, and resume the engines. Return the number of
         bytes offloaded, as metrics."""
-        offloaded = self.trained.leave_all().result()
+        offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
 

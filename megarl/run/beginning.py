@@ -40,7 +40,7 @@ def check_beginning(config: Config) -> str | None:
 def find_model_paths(config: Config) -> Config:
     """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
     (`with_earlier_folders`)."""
-    folders = {} if config.resume == "never" else RunFolder.of(config).given_models
+    folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
     return with_earlier_folders(config, folders)
 
 

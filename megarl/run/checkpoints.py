@@ -114,7 +114,7 @@ class Checkpoints:
             if self._named(step) != self.best():
                 self._remove(self._named(step))
 
-    def go_back_to(self, step: int) -> None:
+    def roll_back_to(self, step: int) -> None:
         """Point `latest` to the checkpoint of `step` and remove later ones."""
         self.point_to(self._named(step))
         for later in [other for other in self.steps() if other > step]:

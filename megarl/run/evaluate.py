@@ -69,7 +69,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         )
     if out.exists():
         raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
-    config = with_engines_alone(config)
+    config = with_engines_only(config)
     check_machine(config)
     folder = resolve(config.model.path, revision=config.model.revision)
     prompts = load_evaluation_sets(config, folder)
@@ -100,7 +100,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         raise RunFailure("\n".join(f"evaluation: {result.describe()}" for result in unscored))
 
 
-def with_engines_alone(config: Config) -> Config:
+def with_engines_only(config: Config) -> Config:
     """Return a recipe that only runs engines. They use the first devices and load the model's weights themselves.
 
     Evaluation sets that inherit the training run's reward functions or environment keep them.

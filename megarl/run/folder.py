@@ -199,7 +199,7 @@ class RunFolder:
         return self.path / "manifest.json"
 
     @property
-    def given_models(self) -> dict[str, str]:
+    def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
         models = [

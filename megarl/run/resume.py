@@ -70,7 +70,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
         # Later checkpoints are removed last, after the folder is ready.
         checkpoints.point_to(checkpoint.path)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
-        checkpoints.go_back_to(checkpoint.step)
+        checkpoints.roll_back_to(checkpoint.step)
     else:
         folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)

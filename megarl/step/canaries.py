@@ -79,7 +79,7 @@ class Canaries:
             prompts = [Prompt(f"{PURPOSE}:{text}", text, tokens) for text, tokens in ids.items() if tokens]
         return cls(config, workers, prompts, config.canary_limit)
 
-    def ask(self) -> dict[str, Answers]:
+    def sample(self) -> dict[str, Answers]:
         """Sample responses on every engine, greedily and with the run's sampling settings, then put the engines to
         sleep. Return the responses by engine name."""
         workers = self.workers

@@ -70,12 +70,12 @@ class LogprobCheck:
         print(f"megarl: warning: {message}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
-        answers = self._canaries.ask()
+        answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise RunFailure(
-                f"logprob_check: {when}, {tell(explained)}\nFix: correct the most likely cause, or set "
+                f"logprob_check: {when}, {describe_differences(explained)}\nFix: correct the most likely cause, or set "
                 "logprob_check.canaries=off to disable this check"
             )
         return {
@@ -84,7 +84,7 @@ class LogprobCheck:
         }
 
     def _explain(self) -> str:
-        answers = self._canaries.ask()
+        answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if all(evidence.agrees for evidence in measured.values()):
             worst = max(max(evidence.greedy, evidence.sampled) for evidence in measured.values())
@@ -92,7 +92,7 @@ class LogprobCheck:
                 f"With the engines' current weights, canary log-probs differ by at most {worst:.1e}. Either the "
                 "difference depends on the step's weights, or the canary prompts have too few tokens to show it"
             )
-        return f"With the engines' current weights, {tell(self._canaries.explain(answers, measured))}"
+        return f"With the engines' current weights, {describe_differences(self._canaries.explain(answers, measured))}"
 
 
 def announce(config: Config) -> list[str]:
@@ -121,7 +121,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     )
 
 
-def tell(explained: Mapping[str, Evidence]) -> str:
+def describe_differences(explained: Mapping[str, Evidence]) -> str:
     """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
     difference."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))

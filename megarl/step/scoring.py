@@ -70,7 +70,7 @@ def select(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed, but rewards.failure_limit="
             f"{config.rewards.failure_limit:g} allows only {config.rewards.failure_limit * len(scores):g})"
         )
-    _require_no_long_run_of_failures(config, of_rewards)
+    _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
@@ -95,7 +95,7 @@ def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
     return [(sample, score) for sample, score in group if sample.info.rollout_id != last]
 
 
-def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) -> None:
+def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None:
     limit, failed = config.rewards.max_consecutive_failures, 0
     for score in scores:
         failed = 0 if score.failure is None else failed + 1

@@ -89,10 +89,10 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
                 rendezvous.report(report)
-            number, files = rendezvous.wanted_stacks()
+            number, files = rendezvous.requested_stacks()
             if number > answered:
                 answered = number
-                processes.ask_for_stacks(files)
+                processes.request_stacks(files)
     if not _is_on(rendezvous, invitation):
         return
     if not first_node.answers():

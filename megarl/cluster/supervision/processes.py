@@ -125,7 +125,7 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
+def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
     """Make each descendant whose standard error is one of these files write its stack traces to that file.
 
     Args:

@@ -130,7 +130,7 @@ def _end(scratch: Path) -> None:
     folder."""
     mapped = segments.mapped()
     processes.end_descendants()
-    segments.remove(segments.made(scratch, mapped))
+    segments.remove(segments.created(scratch, mapped))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -22,7 +22,7 @@ from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
-from megarl.run.evaluate import with_engines_alone
+from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
@@ -89,7 +89,7 @@ def on_one_rank(config: Config, num_tokens: int) -> Config:
 
     Adapters are disabled because they are already merged in exported models. The engine loads its weights unchanged.
     """
-    single_rank = with_engines_alone(config)
+    single_rank = with_engines_only(config)
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
         "actor": {"tokens_per_microbatch": budget, "threads": None},

@@ -131,7 +131,7 @@ def test_keep_retains_the_latest_pointer(checkpoints: Checkpoints) -> None:
 
 def test_go_back_to_removes_later_checkpoints(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, 10, 15)
-    checkpoints.go_back_to(10)
+    checkpoints.roll_back_to(10)
     assert names(checkpoints) == ["latest", "step_000005", "step_000010"]
     assert checkpoints.latest() == checkpoints.path / "step_000010"
 
@@ -195,7 +195,7 @@ def test_latest_is_complete_after_a_kill_at_any_operation(tmp_path: Path) -> Non
         opened.verify(opened.files)
         assert opened.step == 30 if finished else opened.step in (20, 30)
         checkpoints.sweep()
-        checkpoints.go_back_to(opened.step)
+        checkpoints.roll_back_to(opened.step)
         assert not [name for name in names(checkpoints) if name.startswith(".")]
         # The next attempt can save the same step again.
         if opened.step == 20:

@@ -8,7 +8,7 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.core.metrics import Metric
 from megarl.step.causes import Evidence
-from megarl.step.logprob_check import announce, excess, tell
+from megarl.step.logprob_check import announce, excess, describe_differences
 from tests.paths import BASE
 
 KEYS = {
@@ -63,6 +63,6 @@ def test_startup_log_names_samples_excluded_from_the_loss() -> None:
 
 def test_engine_with_the_largest_difference_is_explained() -> None:
     found = {name: Evidence(0.1, apart, apart, differing=()) for name, apart in {"a": 0.01, "b": 0.5, "c": 0.2}.items()}
-    assert "2 of 3 engines (b, c) exceed the limit" in tell(found)
-    assert "b differs most from the trainer: by 5.0e-01 per token in greedy responses" in tell(found)
-    assert "  1. kernels: " in tell(found)
+    assert "2 of 3 engines (b, c) exceed the limit" in describe_differences(found)
+    assert "b differs most from the trainer: by 5.0e-01 per token in greedy responses" in describe_differences(found)
+    assert "  1. kernels: " in describe_differences(found)

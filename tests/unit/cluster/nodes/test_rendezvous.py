@@ -49,9 +49,9 @@ def test_invitation_is_readable_by_its_user_only(rendezvous: NodeRendezvous, tmp
 
 def test_new_invitation_removes_earlier_files(rendezvous: NodeRendezvous) -> None:
     rendezvous.report(report(2))
-    rendezvous.ask_for_stacks([Path("a.log")])
+    rendezvous.request_stacks([Path("a.log")])
     rendezvous.invite(replace(INVITED, id="b2"))
-    assert rendezvous.reports() == [] and rendezvous.wanted_stacks() == (0, [])
+    assert rendezvous.reports() == [] and rendezvous.requested_stacks() == (0, [])
 
 
 def test_differing_versions_are_returned(rendezvous: NodeRendezvous) -> None:
@@ -70,10 +70,10 @@ def test_reports_are_in_natural_order_of_names(rendezvous: NodeRendezvous) -> No
 
 
 def test_stack_requests_are_numbered(rendezvous: NodeRendezvous) -> None:
-    assert rendezvous.wanted_stacks() == (0, [])
-    rendezvous.ask_for_stacks([Path("/logs/a.log")])
-    rendezvous.ask_for_stacks([Path("/logs/b.log")])
-    assert rendezvous.wanted_stacks() == (2, [Path("/logs/b.log")])
+    assert rendezvous.requested_stacks() == (0, [])
+    rendezvous.request_stacks([Path("/logs/a.log")])
+    rendezvous.request_stacks([Path("/logs/b.log")])
+    assert rendezvous.requested_stacks() == (2, [Path("/logs/b.log")])
 
 
 def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive: list[int], capsys) -> None:
