@@ -8,7 +8,7 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.core.metrics import Metric
 from megarl.step.causes import Evidence
-from megarl.step.logprob_check import announce, excess, describe_differences
+from megarl.step.logprob_check import announce, describe_differences, excess
 from tests.paths import BASE
 
 KEYS = {
