@@ -57,7 +57,7 @@ def test_supported_config_runs_on_a_cpu(overrides: list[str]) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_cpu_actor_parameters_cannot_be_offloaded() -> None:
-    message = r"^actor.offload=.*: without a GPU, the actor's parameters are already in host memory, .*parameters$"
+    message = r"^actor.offload=.*: without a GPU, the actor's parameters are already in host memory, .*parameters from actor.offload$"
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
 
@@ -243,4 +243,4 @@ def test_too_little_host_memory_is_refused_with_the_sum():
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
-    assert "there are 4.0. Fix: use a smaller model" in line
+    assert "only 4.0 GiB is installed. Fix: use a smaller model" in line
