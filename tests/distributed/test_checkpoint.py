@@ -486,7 +486,7 @@ def test_checkpoint_of_another_model_is_rejected(model, tmp_path):
     assert "only one of the two models has output_layer.weight" in message
     wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
     messages = run_ranks(2, rejection, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
-    assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)
+    assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72) instead of (400, 72)" in m for m in messages)
 
 
 def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:

@@ -124,7 +124,7 @@ def test_rollouts_are_embedded(tmp_path):
     del kept["rollout_logprobs"]
     absent = dict.fromkeys(("failure", "finish_reason", "prompt_id", "rollout_id", "stop_reason"))
     assert step["samples"][0] == {**kept, **absent, "mean_logprob": -0.5}
-    assert "All 2 samples of the run" in text
+    assert "This section shows all 2 samples of the run" in text
 
 
 def test_rollout_note_describes_the_selection(tmp_path):

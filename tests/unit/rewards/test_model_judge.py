@@ -46,7 +46,9 @@ def test_question_must_leave_room_for_the_answer():
     override = template("Rate {response}")
     length = len(judge(override).read(SAMPLE).sample.token_ids)
     assert judge(override, longest=length + 10).read(SAMPLE)
-    with pytest.raises(Unreadable, match=rf"needs {length} tokens .*=10 .* raise reward_model.context_length"):
+    with pytest.raises(
+        Unreadable, match=rf"the question \({length} tokens\) .*=10\) .* raise reward_model.context_length"
+    ):
         judge(override, longest=length + 9).read(SAMPLE)
 
 

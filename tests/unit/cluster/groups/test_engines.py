@@ -432,7 +432,9 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
     assert engines.by_loader
-    assert capsys.readouterr().out.endswith("because these kernels repack weights: MARLIN of model.layers.0.mlp.experts\n")
+    assert capsys.readouterr().out.endswith(
+        "because these kernels repack weights: MARLIN of model.layers.0.mlp.experts\n"
+    )
 
 
 @pytest.mark.parametrize("lost", [False, True])
