@@ -113,7 +113,7 @@ def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
     first, *others = [(entry.function, entry.options, entry.sources) for entry in functions if entry.label == label]
     same = all(other == first for other in others)
     remedy = "list it once, with the sum of the weights" if same else "set a different `name` in each entry"
-    raise UserError(f"rewards.functions: the list contains {label} twice. Fix: {remedy}")
+    raise UserError(f"rewards.functions: {label} is listed twice. Fix: {remedy}")
 
 
 def _returned(

@@ -125,7 +125,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     run = recipe.finish(folder)
-    assert "starts at the first step" in run.output
+    assert "starting at the first step" in run.output
     return folder / "tiny"
 
 

@@ -213,7 +213,7 @@ def test_reshard_prints_plan_and_costs(
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
-    reason = "4 num_attention_heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4"
+    reason = "4 attention heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4"
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 

@@ -57,7 +57,9 @@ def test_supported_config_runs_on_a_cpu(overrides: list[str]) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_cpu_actor_parameters_cannot_be_offloaded() -> None:
-    message = r"^actor.offload=.*: without a GPU, the actor's parameters are already in host memory, .*parameters from actor.offload$"
+    message = (
+        r"^actor.offload=.*: without a GPU, the actor's parameters are already in host memory, .* from actor.offload$"
+    )
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
 

@@ -187,7 +187,7 @@ def test_run_without_metrics_has_a_report(tmp_path):
 
 def test_report_requires_a_run_folder(tmp_path):
     with pytest.raises(
-        ValueError, match=r"not a run folder \(no metrics.jsonl or manifest.json\). Fix: pass the folder of a run."
+        ValueError, match=r"not a run folder \(no metrics.jsonl or manifest.json\). Fix: pass a run folder"
     ):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

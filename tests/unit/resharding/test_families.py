@@ -128,11 +128,11 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^tp=2: 9 num_attention_heads do not divide by 2",
+            "^tp=2: 9 attention heads do not divide by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^tp=6: 3 num_key_value_heads do not divide by 6",
+            "^tp=6: 3 KV heads do not divide by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
@@ -146,7 +146,7 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
             "18 MLP rows of an expert do not divide by 12",
         ),
-        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads do not divide by 4"),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 attention heads do not divide by 4"),
         (
             lambda: vllm_holder(
                 config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True

@@ -87,7 +87,7 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
     assert rows["data"] == "8 prompts; first: '0 + 0 =', answer '0'"
     file = f"{recipe.parent}/rewards.py"
     assert rows["rewards"] == f"judge = 0.5, {file}:length = 1, {file}:turns = 0.5 for the first row's answer"
-    assert rows["disk"].startswith("2 + 1 checkpoints x 0.00 GB in ")
+    assert rows["disk"].startswith("(2 + 1) checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
 
 

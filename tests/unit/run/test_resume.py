@@ -103,7 +103,7 @@ def test_model_inside_the_folder_is_not_moved_aside(root: Path) -> None:
 
 def test_auto_resumes_from_the_newest_checkpoint(root: Path) -> None:
     first = start(config(root, "resume=auto"), PROMPTS)
-    assert first.describe() == "starts at the first step"
+    assert first.describe() == "starting at the first step"
     save(first, config(root), 2)
     newest = save(first, config(root), 3)
     expected = first.state.cursor.take(6)

@@ -47,10 +47,10 @@ def test_engine_and_folder_sides():
 @pytest.mark.parametrize(
     ("text", "is_source", "message"),
     [
-        ("tp=2", True, r"--from tp=2: tp=2: 3 num_key_value_heads do not divide by 2 "),
+        ("tp=2", True, r"--from tp=2: tp=2: 3 KV heads do not divide by 2 "),
         ("tp=3,tq=2", True, "--from tp=3,tq=2: unknown name tq. Fix: use tp"),
         ("x=1", True, "--from x=1: unknown name x. Fix: use one of tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
-        ("tp=1,tp=1", True, "tp is given twice"),
+        ("tp=1,tp=1", True, "tp appears twice"),
         ("tp=0", True, "tp=0: expected a positive integer"),
         ("tp=1.5", True, "tp=1.5: expected a positive integer"),
         (
@@ -61,12 +61,12 @@ def test_engine_and_folder_sides():
         (
             "pp=2",
             True,
-            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, which ",
+            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, so that ",
         ),
         ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: lower pp"),
         ("vllm:tp=1", True, "vllm is not a source. Fix: give"),
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: give"),
-        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
+        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 attention heads do not divide by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
         ("vllm:fp8=1", False, "fp8=1: expected true or false"),
         (
