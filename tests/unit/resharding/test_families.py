@@ -159,7 +159,7 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
         ),
         (
             lambda: vllm_holder(config_of(), 3, 0, 0),
-            "rollout.tp=3: 64 vocabulary rows (vocab_size padded to a multiple of 64) do not divide by 3",
+            r"rollout.tp=3: 64 vocabulary rows \(vocab_size padded to a multiple of 64\) do not divide by 3",
         ),
     ],
 )

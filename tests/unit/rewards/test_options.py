@@ -77,7 +77,7 @@ def test_options_are_arguments_and_not_columns(file):
             "options.buffer=9: must be a positive integer up to max_tokens=8",
         ),
         ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0: must be a positive integer"),
-        ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "no function 'exact'; did you mean exact_match?"),
+        ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "unknown function 'exact'. Fix: use exact_match"),
         (
             "cosine_length",
             {"max_tokens": 8, "verifier": {"name": "f"}},

@@ -82,7 +82,7 @@ def test_reward_model_score_is_a_part_like_others():
     assert scorer.score(sample_of("12"), results) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
     failed, _ = scorer.score(sample_of("12"), results, ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
-    assert "reward_model returned nan, not a finite number" in failed.failure
+    assert "reward_model returned nan instead of a finite number" in failed.failure
 
 
 def test_unreadable_sample_is_a_failure_and_not_zero():
