@@ -61,10 +61,8 @@ def engine_arguments(
         **specific,
     )
     latent = _latent_attention_arguments(folder)
-    assert (arguments | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, (
-        "add the arguments to GIVEN or ADJUSTABLE in config/vllm_arguments.py"
-    )
-    assert not GIVEN[section].keys() & extra.keys(), "a config rule must reject these overrides"
+    assert (arguments | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py must list them"
+    assert not GIVEN[section].keys() & extra.keys(), "a config rule should have refused this"
     _check_extra(section, extra, latent)
     return arguments | latent | extra
 
