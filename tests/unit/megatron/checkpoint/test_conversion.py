@@ -247,7 +247,7 @@ def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
         members = load_file(path)
         save_file({n: t.half() if n == name else t for n, t in members.items()}, path)
     with pytest.raises(
-        ValueError, match=r"k_proj.weight: float16, but other tensors .* are float32. Fix: pass --dtype"
+        ValueError, match=r"k_proj.weight: the tensor is float16, but other tensors .* are float32. Fix: pass --dtype"
     ):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert names_in(tmp_path) == {"hf"}
