@@ -25,7 +25,7 @@ from megarl.models.value_head import with_value_head
 from megarl.rewards.process import on_turns, turn_ends
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
-from tests.marks import newest_of
+from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
     EPS,
     LR,
@@ -239,7 +239,16 @@ def assert_same_ppo(
     assert_close(weights, exact.critic, plain.critic, "critic's weight")
 
 
-@pytest.mark.parametrize("layouts", newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"))
+@pytest.mark.parametrize(
+    "layouts",
+    exhaustive_but(
+        newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"),
+        "1 process each",
+        "actor TP3 SP, critic PP2",
+        "actor CP2, critic PP2 VPP2",
+        "actor DP2, critic CP2",
+    ),
+)
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, 0, 1)
@@ -313,9 +322,14 @@ def test_critic_initialized_from_the_actor_starts_at_zero(actor):
 
 @pytest.mark.parametrize(
     "layout",
-    newest_of(
-        ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"],
+    exhaustive_but(
+        newest_of(
+            ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"],
+            "{tp: 3, sequence_parallel: true}",
+        ),
         "{tp: 3, sequence_parallel: true}",
+        "{pp: 2}",
+        "{cp: 2}",
     ),
 )
 def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):

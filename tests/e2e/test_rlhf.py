@@ -15,7 +15,7 @@ from tests.e2e.test_reward_model import readable, rows_of, scores_of
 from tests.e2e.test_train import metrics_of
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 CHARACTERS = "0123456789abcdefghijklmnopqrst"
 """Fine-tuning teaches responses of three of these characters. A third are digits, which the reward model prefers."""
 
