@@ -738,7 +738,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-QUANTISED = (
+QUANTIZED = (
     "model.dtype=bfloat16",
     "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_channel}",
 )
@@ -747,7 +747,7 @@ QUANTISED = (
 def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
     """Such an engine's weights differ from the family's in dtype and shape, and have scales."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
-    config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
+    config, hf_config = config_of(folder, STAGES, 1, QUANTIZED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     mismatched_params = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.mismatched_params(
