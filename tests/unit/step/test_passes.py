@@ -32,7 +32,12 @@ def config(*overrides: str):
             True,
             "the update compares trial steps with the old policy",
         ),
-        (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"],
+            "old log-probs",
+            True,
+            "kl_cov: the objective selects",
+        ),
         (
             ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],
             "old log-probs",
@@ -52,7 +57,7 @@ def config(*overrides: str):
             "name=sft: no term uses them",
         ),
         (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: the objective has no advantages"),
-        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
+        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient=0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (
             ["batch.prompts_per_update=8", "algorithm.kl={coefficient: 0.01, renew_steps: 5, renew_share: 0.3}"],
@@ -80,8 +85,13 @@ def config(*overrides: str):
             True,
             "the rewards include a KL term",
         ),
-        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
-        (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
+        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient=0"),
+        (
+            ["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"],
+            "implicit rewards",
+            True,
+            "coefficient=2",
+        ),
     ],
 )
 def test_passes(overrides, name, needed, reason):
@@ -95,7 +105,7 @@ def test_passes(overrides, name, needed, reason):
 def test_description_has_a_line_for_made_and_omitted_passes():
     one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
     assert one == (
-        "passes: reference log-probs (algorithm.kl.coefficient= 0.01; the reference is the model that the run starts "
+        "passes: reference log-probs (algorithm.kl.coefficient=0.01; the reference is the model that the run starts "
         "from)"
     )
     assert two.count(");") == 2
