@@ -364,13 +364,13 @@ class LabelObjective(ObjectiveSpec):
 
     Args:
         loss: (score [N], label [N], **arguments) -> float32 [N].
-        labelled: the tokens in a step that receive its label: only the last one, or all.
+        labeled: the tokens in a step that receive its label: only the last one, or all.
     """
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)
     classifier: Kind | None = "token"
-    labelled: Literal["end", "all"]
+    labeled: Literal["end", "all"]
 
     @property
     def functions(self) -> list[Signature]:

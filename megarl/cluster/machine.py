@@ -11,7 +11,7 @@ from megarl.cluster.memory.host import least_host_bytes
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
-from megarl.config.device_spans import ENGINE, device_spans, places_per_node
+from megarl.config.device_spans import ENGINE, device_spans, devices_per_node
 from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -105,7 +105,7 @@ def gpus_suffice(config: Config) -> str | None:
     if needed <= available:
         return None
     ranks = [f"{len(span)} {role}" for role, span in spans.items()]
-    if config.cluster.roles.given:
+    if config.cluster.roles.assigned:
         return (
             f"cluster.roles: GPU {needed - 1} does not exist, because the last GPU of this machine is GPU "
             f"{available - 1}. Fix: set cluster.roles to GPUs up to {available - 1}, or lower dp in the layouts"
@@ -135,7 +135,7 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores, places = len(os.sched_getaffinity(0)), places_per_node(config)
+    cores, places = len(os.sched_getaffinity(0)), devices_per_node(config)
     refused = [key for key, ranks in tp.items() if min(ranks, places) > cores]
     if not refused:
         return None
@@ -149,7 +149,7 @@ def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
     """Reject engines that span several nodes with several ranks per node: on CPU, vLLM supports one rank per node."""
     if config.is_offline:
         return None
-    places, tp = places_per_node(config), config.rollout.tp
+    places, tp = devices_per_node(config), config.rollout.tp
     if places == 1 or tp <= places:
         return None
     return (

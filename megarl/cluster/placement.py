@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.device_spans import ENGINE, NAMES, device_spans, num_devices, places_per_node
+from megarl.config.device_spans import ENGINE, NAMES, device_spans, devices_per_node, num_devices
 from megarl.config.model_schema import Placed, RewardModel
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -177,7 +177,7 @@ def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
     """Return the nodes. gpus: number of GPUs on each node; None: as many devices as needed for an equal share of the
     ranks."""
     count = config.cluster.nodes
-    devices = gpus or places_per_node(config)
+    devices = gpus or devices_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 
@@ -198,7 +198,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
-        nodes_of_role = roles.given[role]
+        nodes_of_role = roles.assigned[role]
         on_each = config.num_ranks[role] // len(nodes_of_role)
         if on_each != each or nodes_of_role.stop > len(nodes):
             problems.append(

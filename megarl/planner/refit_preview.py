@@ -31,7 +31,8 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     """
     if config.is_offline:
         raise UserError(
-            f"data.format={config.data.format}: the recipe has no engines and no refit. Fix: use a recipe with rollouts"
+            f"data.format={config.data.format}: the recipe has no engines, so there is no refit. Fix: use a recipe "
+            "with rollouts"
         )
     speeds = read_speeds(ranks_per_node, bandwidth)
     try:
@@ -81,5 +82,5 @@ def transport_of(config: Config, figures: Figures) -> str:
     """
     transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
     if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
-        transport += "; sent between nodes over NCCL or gloo if an engine's node lacks them"
+        transport += "; sent between nodes over NCCL or gloo if an engine's node does not have them"
     return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {transport}"

@@ -25,7 +25,7 @@ from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.models.paths import note_given_paths
+from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
@@ -90,7 +90,7 @@ class RunContext:
         config: Config,
         models: ModelFolders,
         data: PromptSet | OfflineData,
-        given_paths: Mapping[str, str] = NO_PATHS,
+        config_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
         """Lock and open the run folder, and print the run summary. No process is started.
@@ -99,7 +99,7 @@ class RunContext:
             config: the run's config.
             models: the run's model folders.
             data: the run's prompts or offline data.
-            given_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
+            config_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
             evaluation: the prompts in each evaluation set, keyed by set name.
 
         Raises:
@@ -109,7 +109,7 @@ class RunContext:
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
-            identities = note_given_paths(models.identify(), config, given_paths)
+            identities = add_config_paths(models.identify(), config, config_paths)
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)

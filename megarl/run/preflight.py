@@ -254,7 +254,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
         rows["disk"] = (
             f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
         )
-    if config.cluster.roles.given:
+    if config.cluster.roles.assigned:
         sharing = "cluster.roles assigns the devices"
     else:
         sharing = "roles share devices" if config.is_colocated else "roles have separate devices"

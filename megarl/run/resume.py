@@ -16,7 +16,7 @@ from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.folder import is_hub_id, model_paths
-from megarl.models.paths import Models, moved_models, with_present_paths
+from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.step.state import RunState, weights_of
@@ -112,7 +112,7 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    saved_config = with_present_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
+    saved_config = update_moved_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:

@@ -18,7 +18,10 @@ from tests.timing import ASK_S, START_S, WAIT_S
         (["--partition=gpu"], "--partition=gpu: unknown partition. Fix: use one of main, urgent"),
         (
             ["--partition=main", "--spares=4"],
-            "--partition=main: it has 5 nodes, fewer than --nodes=2 + --spares=4. Fix: lower them",
+            (
+                "--partition=main: the partition has 5 nodes, but the job needs --nodes=2 + --spares=4. Fix: lower "
+                "--nodes or --spares"
+            ),
         ),
         (["--option=--qos=high", "--option=--mem=999T"], "sbatch: "),
     ],

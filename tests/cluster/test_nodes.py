@@ -134,7 +134,7 @@ def test_multi_node_run_equals_single_machine(machines: list[Machine], shared: P
         for number in range(count):
             run.check_end(number, WAIT_S if number else RUN_S, 0)
         run.check_nothing_is_left()
-    assert f"refit: by {TRANSPORTS[name]}, the first" in run.output(0)
+    assert f"refit: first refit by {TRANSPORTS[name]}" in run.output(0)
     assert len(learned(run.folder)) == STEPS
     check_same(run.folder, alone)
 

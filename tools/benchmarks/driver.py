@@ -39,7 +39,7 @@ from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleInfo, Score, VersionRun
-from megarl.data.collate import with_scores
+from megarl.data.collate import add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
@@ -214,7 +214,7 @@ def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dic
         own = {item.sample.id: torch.zeros(len(item.sample.response_ids)) for item in batch.samples}
         token_batches = batch.token_batches(packing, "states", True, False, torch.device("cpu"))
         for token_batch, members in zip(token_batches, batch.members, strict=True):
-            with_scores(token_batch, members, {"old": own, "reference": own})
+            add_scores(token_batch, members, {"old": own, "reference": own})
 
     steps = []
     for _ in range(STEPS):

@@ -23,7 +23,7 @@ from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
 from megarl.models.shape import ModelShape
 from megarl.models.trained_model import trained_hf_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.piece import Holder
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
                 "adapters-to-hf, or export them with adapters-to-peft"
             )
         files, hf_config = _described(path, huggingface, sealed)
-        hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
+        hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
         companions = _companions(path, folder, {extent.key for extent in plan.extents})
         _check(path, hf_config, plan.extents, folder)

@@ -43,7 +43,7 @@ from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.folder import read_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 
 Policy = Literal["old", "reference"]
 """The policy whose log-probs a pass computes: the policy at the start of the step, or the reference."""
@@ -57,7 +57,7 @@ class ActorWorker(TrainerWorker):
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         hf_config = read_config(model_folder)
         if config.actor_has_values:
-            hf_config = with_value_head(hf_config)
+            hf_config = add_value_head(hf_config)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl

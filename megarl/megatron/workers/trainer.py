@@ -21,7 +21,7 @@ from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.core.metrics import Metric, merge
 from megarl.core.token_batch import TokenBatch
-from megarl.data.collate import TokenScores, with_scores
+from megarl.data.collate import TokenScores, add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import estimate_advantages
@@ -405,7 +405,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)
-        return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
+        return [add_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
         """Keep scores for the update on the same samples. Only the last stage keeps them, because only it computes and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import weights_dtype
 from megarl.models.shape import ModelShape
@@ -182,5 +182,5 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
         sizes.append(("etp", layout.expert_tp, "MLP rows of an expert", experts.intermediate))
         sizes.append(("tp", tp, "MLP rows of the shared experts", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
-        if message := does_not_divide(key, ranks, name, size, divisors(size)):
+        if message := divisibility_error(key, ranks, name, size, divisors(size)):
             raise UserError(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import weights_dtype
 from megarl.models.shape import ModelShape
@@ -114,7 +114,7 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
         f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})": padded_vocab,
     }
     for name, size in sizes.items():
-        if message := does_not_divide("rollout.tp", tp, name, size, divisors(size)):
+        if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):
             raise UserError(message)
     if experts and expert_parallel and tp > experts.count:
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import EngineArgs
 
-from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, EngineSection
+from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.folder import read_config
@@ -61,8 +61,10 @@ def engine_arguments(
         **specific,
     )
     latent = _latent_attention_arguments(folder)
-    assert (arguments | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py must list them"
-    assert not GIVEN[section].keys() & extra.keys(), "a config rule should have refused this"
+    assert (arguments | latent).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
+        "config/vllm_arguments.py must list them"
+    )
+    assert not MANAGED[section].keys() & extra.keys(), "a config rule should have refused this"
     _check_extra(section, extra, latent)
     return arguments | latent | extra
 

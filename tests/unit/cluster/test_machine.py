@@ -107,7 +107,7 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would hold their weights"):
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated engines would keep their weights"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -138,18 +138,19 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
     [
         (
             ("rollout.kv_cache_gib=12.5",),
-            "rollout.sleep=false: colocated, engines would hold their weights and rollout.kv_cache_gib=12.5 while "
+            "rollout.sleep=false: colocated engines would keep their weights and 12.5 GiB of KV cache in memory while "
             "models train on the same GPUs. Fix: set rollout.sleep=true or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "rollout.transport=p2p"),
-            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, and with cluster.placement=colocated "
-            "trainer and engine share GPUs. Fix: set rollout.transport=auto",
+            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, but with cluster.placement=colocated the "
+            "trainer and the engines share GPUs. Fix: set rollout.transport=auto",
         ),
         (
             ("rollout.sleep=true", "actor.layout={tp: 2, dp: 4}", "rollout={replicas: 3, tp: 2}"),
-            "rollout.replicas=3: colocated, each GPU has one actor rank and one engine rank, but actor.layout has 8 "
-            "ranks and 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or cluster.placement=disaggregated",
+            "rollout.replicas=3: with cluster.placement=colocated each GPU has one actor rank and one engine rank, "
+            "but actor.layout has 8 ranks and the engines have 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or "
+            "cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),

@@ -61,49 +61,61 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.tp=2"],
             [
-                "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                (
+                    "actor.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set "
+                    "actor.layout.tp to 1 or 3"
+                ),
+                (
+                    "actor.layout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set actor.layout.tp to "
+                    "1 or 3"
+                ),
             ],
         ),
         (
             ["actor.layout.tp=9"],
             [
-                "actor.layout.tp=9: 3 KV heads do not divide by 9 (3 / 9 = 0.3333); choose from 1, 3",
-                "actor.layout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9 (1536 / 9 = 170.7); choose",
+                (
+                    "actor.layout.tp=9: 3 KV heads are not divisible by 9 (3 / 9 = 0.3333). Fix: set actor.layout.tp "
+                    "to 1 or 3"
+                ),
+                (
+                    "actor.layout.tp=9: 1536 MLP rows (intermediate_size) are not divisible by 9 (1536 / 9 = 170.7). "
+                    "Fix: set"
+                ),
             ],
         ),
         (
             ["rollout.tp=2"],
             [
-                "rollout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "rollout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                "rollout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set rollout.tp to 1 or 3",
+                "rollout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set rollout.tp to 1 or 3",
             ],
         ),
-        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9"]),
+        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) are not divisible by 9"]),
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: "
-                "choose pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
-                "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
+                "actor.layout.pp=4: 30 layers cannot be split evenly over the stages: 30 layers over 4 stages (30 / 4 "
+                "= 7.5). Fix: set pp to 1, 2, 3, 5, 6, 10, 15 or 30 with first_stage_layers=null and "
+                "last_stage_layers=null, or last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
         ),
         (
             ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
             [
-                "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
-                "other stages (17 / 2 = 8.5). Fix: choose pp"
+                "actor.layout.pp=3, last_stage_layers=13: 30 layers cannot be split evenly over the stages: 30 - 13 = "
+                "17 layers over 2 other stages (17 / 2 = 8.5). Fix: set pp"
             ],
         ),
         (
             ["actor.layout.vpp=2"],
             [
-                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) do not divide by 2 (13 / 2 = "
-                "6.5); choose from 1"
+                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) are not divisible by 2 (13 / 2 "
+                "= 6.5). Fix: set actor.layout.vpp to 1"
             ],
         ),
-        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: choose pp"]),
-        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: choose pp"]),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: set pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: set pp"]),
         (
             ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
             ["30 layers over 31 stages (30 / 31 = 0.9677)"],
@@ -166,7 +178,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
     context = window + 1
     overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
     (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
-    assert line.startswith(f"rollout.context_length={context}: longer than the model's sliding_window={window}, while")
+    assert line.startswith(f"rollout.context_length={context}: it exceeds the model's sliding_window={window}, but")
     overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
     check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
 
@@ -208,29 +220,35 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
-            "model.path=smollm2 may route a token to other experts in each pass. Fix: set algorithm.trust_region",
+            "model.path=smollm2 may route a token to different experts in each pass. Fix: set algorithm.trust_region",
         ),
         (
             MIXTRAL,
             ["actor.layout.ep=3", "actor.layout.dp=3"],
-            "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",
+            (
+                "actor.layout.ep=3: 8 experts are not divisible by 3 (8 / 3 = 2.667). Fix: set actor.layout.ep to 1, "
+                "2, 4 or 8"
+            ),
         ),
         (
             QWEN3_MOE,
             ["actor.layout.ep=3", "actor.layout.dp=12", "actor.layout.etp=4"],
-            "actor.layout.etp=4: 10 MLP rows of an expert do not divide by 4 (10 / 4 = 2.5); choose from 1, 2, 5, 10",
+            (
+                "actor.layout.etp=4: 10 MLP rows of an expert are not divisible by 4 (10 / 4 = 2.5). Fix: set "
+                "actor.layout.etp to 1, 2, 5 or 10"
+            ),
         ),
         (
             QWEN3_MOE,
             ["actor.layout.tp=6", "actor.layout.sequence_parallel=true"],
-            "actor.layout.tp=6: 10 MLP rows of an expert do not divide by 6",
+            "actor.layout.tp=6: 10 MLP rows of an expert are not divisible by 6",
         ),
         (
             QWEN3_MOE,
             ["actor.layout.tp=2"],
             "actor.layout.tp=2, sequence_parallel=false: every rank would dispatch all tokens",
         ),
-        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
+        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert are not divisible by 6"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
     ],
 )
@@ -278,7 +296,7 @@ def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], mes
 
 def test_missing_router_keys_for_the_engine_are_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
-    assert "lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
+    assert "lacks topk_method, so the engine would route with softmax and without the bias. Fix: add" in line
 
 
 def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
@@ -287,7 +305,7 @@ def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
     lines = model_errors(
         odd | {"mlp_only_layers": [3]}, "rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"
     )
-    assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
+    assert ["7 MLP rows (intermediate_size) are not divisible by 2" in line for line in lines] == [True, True]
 
 
 def test_missing_kv_heads_default_to_attention_heads() -> None:
@@ -300,7 +318,7 @@ def test_engine_may_replicate_kv_heads() -> None:
     wide = SMOLLM2 | {"num_attention_heads": 12}
     check_model(recipe("rollout.tp=6"), wide)
     assert model_errors(wide, "rollout.tp=4") == [
-        "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
+        "rollout.tp=4: 3 KV heads are not divisible by 4 (3 / 4 = 0.75). Fix: set rollout.tp to 1, 3, 6 or 12"
     ]
 
 
@@ -310,12 +328,24 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["critic.layout.tp=2"], "critic.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose"),
-        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
+        (
+            {},
+            ["critic.layout.tp=2"],
+            "critic.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set",
+        ),
+        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers cannot be split evenly over the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
         ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: has 2 labels (id2label), but a score is one"),
-        ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "critic.path=rm: the model has 2 labels (id2label), but a score is a single",
+        ),
+        (
+            {"vocab_size": 49151},
+            [],
+            "critic.path=rm: its vocab_size=49151 is smaller than the actor's vocab_size=49152, but it reads",
+        ),
     ],
 )
 def test_critic_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -333,11 +363,11 @@ def test_critic_from_the_actors_model_fits() -> None:
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
         ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
         ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
         ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
-        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
+        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size=9 is smaller than the actor's vocab_size=49152"),
     ],
 )
 def test_reward_model_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -351,13 +381,13 @@ def test_judge_is_a_language_model_of_any_vocabulary() -> None:
     judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
-    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without a score head"):
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, which has no score head"):
         check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
     with pytest.raises(
         ValueError, match=r"SequenceClassification, but reward_model.input_format=question requires a language"
     ):
         check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
-    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
+    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads are not divisible by 2"):
         check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
 
 
@@ -373,7 +403,7 @@ def test_trained_classifier_kind_must_fit_the_objective() -> None:
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForTokenClassification, but .*=reward_model trains a \.\.\.ForSeq"
+        ValueError, match=r"its architecture is \.\.\.ForTokenClassification, but .*=reward_model trains \.\.\.ForSeq"
     ):
         check_model(recipe(*whole), TOKEN_CLASSIFIER)
 
@@ -384,7 +414,7 @@ VLLM = "reward_model.engine=vllm"
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
         ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
         ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
         ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
@@ -402,7 +432,7 @@ def test_reward_model_that_vllm_cannot_serve_is_refused(
 def test_vllm_supports_attention_windows_unlike_megatron() -> None:
     model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
     check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
-    with pytest.raises(ValueError, match="longer than the model's sliding_window=64"):
+    with pytest.raises(ValueError, match="exceeds the model's sliding_window=64"):
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
@@ -421,7 +451,9 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
 def test_token_scores_must_refer_to_sampled_tokens(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
-    with pytest.raises(ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"):
+    with pytest.raises(
+        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores the tokens of its own tokenizer"
+    ):
         check_reward_model(
             recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
         )
@@ -440,7 +472,7 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (
         "reward_model.context_length=512: has no effect unless reward_model.input_format=text. Fix: set "
-        "reward_model.input_format=text, or remove the key, which is null by default"
+        "reward_model.input_format=text, or remove the key (its default is null)"
     )
 
 
@@ -469,12 +501,12 @@ def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
     message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, not a "
-        "multiple of 128, and blocks cannot be split. Fix: choose rollout.tp from 1, 2, or set "
-        "rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, which is not "
+        "a multiple of the block size 128. Fix: set rollout.tp to 1 or 2, or set "
+        "rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
     message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
-        "has 576 query rows, not a multiple of 128, and blocks cannot be split. Fix: set rollout.quantization=null"
+        "has 576 query rows, which is not a multiple of the block size 128. Fix: set rollout.quantization=null"
     )

@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name
 @each
 def test_recipe_step_fits_with_free_memory(recipe: H100Recipe, tmp_path: Path) -> None:
     config = load(recipe.file, recipe.overrides(tmp_path))
-    plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_it_is=True).best
+    plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_is=True).best
     assert plan.problem is None
     assert plan.fullest.total <= (1 - LEAST_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
 

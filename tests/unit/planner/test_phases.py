@@ -58,7 +58,7 @@ def ppo_plan(tmp_path, *overrides, gpus=2):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     return plan_recipe(
-        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_it_is=True
+        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_is=True
     ).best
 
 

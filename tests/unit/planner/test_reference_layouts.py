@@ -65,7 +65,9 @@ def test_bad_split_of_235b_on_128_h20_is_refused():
         "--gpus 128xH20-96GB: while the actor computes log-probs, on pipeline stage 1, a GPU"
     )
     assert "28.3 (actor: parameters) + 56.7 (actor: gradients) + 2" in plan.problem
-    assert plan.problem.endswith("increase tp, pp or ep of actor.layout, or dp to shard the optimizer further")
+    assert plan.problem.endswith(
+        "raise tp, pp or ep of actor.layout, or raise dp to shard the optimizer over more ranks"
+    )
     good = layout_keys(tp=2, pp=8, ep=8, etp=1, dp=8, first_stage_layers=11, last_stage_layers=11)
     engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", "actor.offload=[gradients]")
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None

@@ -166,7 +166,7 @@ def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
-    times = plan_recipe(config, read_cluster("6xH100"), as_it_is=True).best.times
+    times = plan_recipe(config, read_cluster("6xH100"), as_is=True).best.times
     phases, spans = times.phases, times.spans
     assert {name: end - start for name, (start, end) in spans.items()} == pytest.approx(phases)
     updates = [phases["actor: update"], phases["critic: update"]]

@@ -55,7 +55,10 @@ def test_checkpoint_size_matches_transformers(model_type):
     [
         ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true: not supported for qwen3"),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            "attention_bias true: megarl does not support this for qwen3",
+        ),
         ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
     ],
 )
@@ -128,25 +131,25 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^tp=2: 9 attention heads do not divide by 2",
+            "^tp=2: 9 attention heads are not divisible by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^tp=6: 3 KV heads do not divide by 6",
+            "^tp=6: 3 KV heads are not divisible by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
-            "^ep=3: 4 experts do not divide by 3",
+            "^ep=3: 4 experts are not divisible by 3",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
-            "^etp=4: 18 MLP rows of an expert do not divide by 4",
+            "^etp=4: 18 MLP rows of an expert are not divisible by 4",
         ),
         (
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
-            "18 MLP rows of an expert do not divide by 12",
+            "18 MLP rows of an expert are not divisible by 12",
         ),
-        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 attention heads do not divide by 4"),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 attention heads are not divisible by 4"),
         (
             lambda: vllm_holder(
                 config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True
@@ -159,7 +162,7 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
         ),
         (
             lambda: vllm_holder(config_of(), 3, 0, 0),
-            r"rollout.tp=3: 64 vocabulary rows \(vocab_size padded to a multiple of 64\) do not divide by 3",
+            r"rollout.tp=3: 64 vocabulary rows \(vocab_size padded to a multiple of 64\) are not divisible by 3",
         ),
     ],
 )

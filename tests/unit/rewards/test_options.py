@@ -132,10 +132,10 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
         UserError, match=r"rows.jsonl:2: no function in rewards.functions lists 'text' \(the row's 'from'\) in its"
     ):
         load_prompts(load(QUICKSTART, [only_math, *overrides[1:]]), tmp_path / "model")
-    with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
+    with pytest.raises(UserError, match=r"sources=.*, because data\.source_column=null"):
         load(QUICKSTART, [only_math])
     with pytest.raises(
-        UserError, match=r"rows.jsonl:1: no column 'origin' .* Fix: set data.source_column to the right one"
+        UserError, match=r"rows.jsonl:1: missing column 'origin' .* Fix: set data.source_column to one of the columns"
     ):
         load_prompts(load(QUICKSTART, [*overrides, "data.source_column=origin"]), tmp_path / "model")
 
@@ -178,5 +178,7 @@ def test_functions_with_the_same_name_are_refused(second, remedy):
 
 
 def test_name_of_another_metric_is_refused():
-    with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: the name is reserved for other metrics"):
+    with pytest.raises(
+        ValueError, match=r"rewards\.functions: name=mean: this name is reserved for a metric of megarl"
+    ):
         load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])

@@ -37,8 +37,8 @@ def test_finished_run_is_reported(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore it"),
-        ("run.steps=2", r"^run.steps=2: .*/a has completed 3 steps. Fix: set run.steps to at least 3"),
+        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore this value"),
+        ("run.steps=2", r"^run.steps=2: .*/a was saved after step 3. Fix: set run.steps to at least 3"),
     ],
 )
 def test_finished_run_of_another_recipe_raises(finished: Path, override: str, problem: str) -> None:

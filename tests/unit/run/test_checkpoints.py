@@ -108,7 +108,7 @@ def test_changed_state_is_detected(checkpoints: Checkpoints) -> None:
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged\. There is no earlier checkpoint\. Fix: start"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged\. No earlier checkpoint exists\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 
@@ -144,12 +144,12 @@ def test_folders_with_other_names_are_ignored(checkpoints: Checkpoints) -> None:
     checkpoints.keep(1)
     assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
     remove(latest.path / "manifest.json")
-    with pytest.raises(ValueError, match="There is no earlier checkpoint"):
+    with pytest.raises(ValueError, match="No earlier checkpoint exists"):
         Checkpoint.open(latest.path)
     kept = earlier.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
-    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] There is no earlier"):
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] No earlier"):
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 

@@ -150,7 +150,7 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
         cli.main()
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith(
-        "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment; did you"
+        "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
     )
     assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: calculator has no such opt")
 

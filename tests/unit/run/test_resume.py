@@ -219,7 +219,7 @@ def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
         (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
         (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
         (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 was saved with 0. Fix"),
-        (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 has completed 2 steps"),
+        (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 was saved after step 2"),
         (
             lambda path: "resume=auto",
             PromptSet(PROMPTS.prompts, "another"),
@@ -262,7 +262,7 @@ def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.Captur
     save(start(config(root), PROMPTS), config(root), 2)
     elsewhere = config(root, "resume=auto", "model.path=/new/m")
     before = sorted(root.rglob("*"))
-    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore it"):
+    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore this value"):
         start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": "of others"}})
     assert sorted(root.rglob("*")) == before
     assert capsys.readouterr().out == ""

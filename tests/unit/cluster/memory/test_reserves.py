@@ -251,9 +251,7 @@ def test_kv_cache_without_room_for_reserves_is_rejected(tmp_path: Path):
     )
     cache = 1 + (cluster.memory_bytes - without) / GIB - 0.1
     with pytest.raises(UserError) as error:
-        plan_recipe(
-            recipe(f"model.path={tmp_path}", *KEYS, f"rollout.kv_cache_gib={cache:.2f}"), cluster, as_it_is=True
-        )
+        plan_recipe(recipe(f"model.path={tmp_path}", *KEYS, f"rollout.kv_cache_gib={cache:.2f}"), cluster, as_is=True)
     line = str(error.value)
     assert line.startswith("--gpus 8xH100-80GB: while the engine samples, a GPU would hold") and "\n" not in line
     for item in (CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS):

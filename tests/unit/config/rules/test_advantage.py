@@ -21,15 +21,21 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 7",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 7"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
-            "algorithm.advantage.k=8: equal to batch.samples_per_prompt=8, so there is only one subset of k samples",
+            "algorithm.advantage.k=8: it equals batch.samples_per_prompt=8, so there is only one subset of k samples",
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 8",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 8"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, std: sample}"],

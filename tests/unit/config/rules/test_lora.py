@@ -10,10 +10,13 @@ LORA = "actor.lora.rank=8"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (['actor.frozen=["model.norm.*"]'], "actor.frozen=['model.norm.*']: with actor.lora.rank=8 the whole model is"),
+        (
+            ['actor.frozen=["model.norm.*"]'],
+            "actor.frozen=['model.norm.*']: actor.lora.rank=8 already freezes the whole model",
+        ),
         (
             ['actor.optimizer.no_weight_decay=["model.norm.*"]'],
-            "actor.optimizer.no_weight_decay=['model.norm.*']: it names tensors of the model, which are frozen with",
+            "actor.optimizer.no_weight_decay=['model.norm.*']: the patterns select tensors of the model, but",
         ),
         (
             ["algorithm.objective.name=reward_model", "data.format=preferences"],
@@ -30,7 +33,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],
-            "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, which",
+            "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, but",
         ),
         (
             ["algorithm.kl={coefficient: 0.1, renew_steps: 2}"],

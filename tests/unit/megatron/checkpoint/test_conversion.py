@@ -357,7 +357,7 @@ def test_existing_output_folder_is_not_overwritten(tmp_path, checkpoint):
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this folder"):
             convert(tmp_path / "hf")
     assert names_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
@@ -519,7 +519,7 @@ def test_progress_sums_to_the_total(tmp_path, verify):
 
 def test_indivisible_layout_is_rejected(tmp_path):
     write_model(tmp_path / "hf", config_of())
-    with pytest.raises(ValueError, match="tp=2: 3 KV heads do not divide by 2"):
+    with pytest.raises(ValueError, match="tp=2: 3 KV heads are not divisible by 2"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
     assert names_in(tmp_path) == {"hf"}
 

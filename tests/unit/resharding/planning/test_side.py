@@ -47,7 +47,7 @@ def test_engine_and_folder_sides():
 @pytest.mark.parametrize(
     ("text", "is_source", "message"),
     [
-        ("tp=2", True, r"--from tp=2: tp=2: 3 KV heads do not divide by 2 "),
+        ("tp=2", True, r"--from tp=2: tp=2: 3 KV heads are not divisible by 2 "),
         ("tp=3,tq=2", True, "--from tp=3,tq=2: unknown name tq. Fix: use tp"),
         ("x=1", True, "--from x=1: unknown name x. Fix: use one of tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
         ("tp=1,tp=1", True, "tp appears twice"),
@@ -56,7 +56,7 @@ def test_engine_and_folder_sides():
         (
             "ep=4",
             True,
-            "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which do not divide by etp",
+            "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which are not divisible by etp",
         ),
         (
             "pp=2",
@@ -66,7 +66,7 @@ def test_engine_and_folder_sides():
         ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: lower pp"),
         ("vllm:tp=1", True, "vllm is not a source. Fix: pass"),
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: pass"),
-        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 attention heads do not divide by 4"),
+        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 attention heads are not divisible by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
         ("vllm:fp8=1", False, "fp8=1: expected true or false"),
         (
@@ -129,7 +129,7 @@ def test_unreadable_models_are_rejected(tmp_path: Path):
     layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
     with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub"):
+    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a Hub"):
         reshard(str(tmp_path / "none"), *layouts)
     with pytest.raises(
         ValueError, match=r"^--model nobody/nothing: .*not been downloaded. Fix: pass a config.json, or"
