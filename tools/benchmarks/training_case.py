@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from benchmark import ROOT  # noqa: F401  makes tests.* importable
+
+from tests.published_models import CONFIGS
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "num_hidden_layers": 30,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-    "qwen2.5-1.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 1536,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 28,
-        "intermediate_size": 8960,
-        "vocab_size": 151936,
-    },
+    "smollm2-135m": CONFIGS["SmolLM2-135M"],
+    "qwen2.5-1.5b": CONFIGS["Qwen2.5-0.5B"]
+    | {"hidden_size": 1536, "num_attention_heads": 12, "num_hidden_layers": 28, "intermediate_size": 8960},
     # As many layers as fit on one GPU with their optimizer state.
-    "llama3.1-8b, 8 layers": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "model_type": "llama",
+    "llama3.1-8b, 8 layers": CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 8},
+    "tiny": CONFIGS["SmolLM2-135M"]
+    | {
         "hidden_size": 96,
         "num_attention_heads": 3,
-        "num_key_value_heads": 3,
         "num_hidden_layers": 4,
         "intermediate_size": 192,
         "vocab_size": 512,
@@ -104,6 +86,22 @@ class Case:
     @classmethod
     def read(cls, folder: Path) -> Case:
         return cls(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+
+
+def padded(samples: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
+    """Return GRPOTrainer's tensors: prompts [samples, longest prompt] padded on the left, responses [samples, longest
+    response] on the right, and the mask of each, 1 for a token."""
+    widths = [max(len(sample[part]) for sample in samples) for part in (0, 1)]
+    prompts = [torch.tensor([0] * (widths[0] - len(prompt)) + prompt) for prompt, _ in samples]
+    responses = [torch.tensor(response + [0] * (widths[1] - len(response))) for _, response in samples]
+    prompt_mask = [torch.arange(widths[0]) >= widths[0] - len(prompt) for prompt, _ in samples]
+    response_mask = [torch.arange(widths[1]) < len(response) for _, response in samples]
+    return {
+        "prompt_ids": torch.stack(prompts),
+        "prompt_mask": torch.stack(prompt_mask).long(),
+        "completion_ids": torch.stack(responses),
+        "completion_mask": torch.stack(response_mask).long(),
+    }
 
 
 def equal_lengths(num_samples: int, prompt: int, response: int) -> list[list[int]]:

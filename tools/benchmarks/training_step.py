@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from benchmark import ROOT, option, run_benchmark
+from benchmark import option, run_benchmark, run_logged
 from step_vs_trl import build_environment
 from training_case import SHAPES, Case, equal_lengths, mixed_lengths
 
@@ -159,27 +158,10 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run every rank in a separate process. Return the result of each."""
     case.write(folder)
-    own_file = [f"{side}_side.py", str(folder)]
-    script, *options = ["step_vs_trl.py", "--side=update", f"--folder={folder}"] if side == "trl" else own_file
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    variables |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment}
-    print(f"running: {side}, {folder.name}", flush=True)
-    ranks = []
-    for rank in range(num_ranks):
-        with (folder / f"log-{rank}").open("w", encoding="utf-8") as log:
-            command = [str(python), str(Path(__file__).with_name(script)), *options]
-            command += [] if side == "trl" else [str(rank)]
-            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for number, status in enumerate(statuses):
-        if status:
-            tail = "\n".join((folder / f"log-{number}").read_text(encoding="utf-8").splitlines()[-30:])
-            sys.exit(f"{tail}\ntraining_step: error: rank {number} of {side} exited with status {status}")
+    script = [str(python), str(Path(__file__).with_name("trl_side.py" if side == "trl" else f"{side}_side.py"))]
+    commands = [[*script, str(folder), str(rank)] for rank in range(num_ranks)]
+    environment = {"PYTHONWARNINGS": "ignore", **environment}
+    run_logged(*commands, log=folder / "log", timeout_s=TIMEOUT_S, environment=environment)
     return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in range(num_ranks)]
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from training_case import Case
+from training_case import Case, padded
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Ids = tuple[list[int], list[int]]
@@ -37,12 +37,10 @@ def main() -> None:
         start = time.perf_counter()
         update(model, optimizer, microbatches, num_rows)
         seconds.append(time.perf_counter() - start)
-    result = {
-        "seconds": seconds,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "settings": {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads},
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-    }
+    settings = {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    result = {"seconds": seconds, "peak_rss_bytes": peak, "settings": settings, "versions": versions}
     (folder / "transformers-0.json").write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -56,20 +54,16 @@ def update(model, optimizer: torch.optim.Optimizer, microbatches: Sequence[Seque
 
 def loss(model, members: Sequence[Ids], sign: float, num_rows: int) -> torch.Tensor:
     """Return the clipped objective at the first update, where the old policy equals the current one."""
-    before = max(len(prompt) for prompt, _ in members)
-    after = max(len(response) for _, response in members)
-    tokens = torch.zeros(len(members), before + after, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, (prompt, response) in enumerate(members):
-        place = slice(before - len(prompt), before + len(response))
-        tokens[row, place] = torch.tensor(prompt + response)
-        mask[row, place] = 1
+    sides = padded(members)
+    tokens = torch.cat([sides["prompt_ids"], sides["completion_ids"]], 1)
+    mask = torch.cat([sides["prompt_mask"], sides["completion_mask"]], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=after + 1).logits[:, :-1]
-    log_prob = torch.log_softmax(logits.float(), -1).gather(2, tokens[:, before:, None])[..., 0]
+    width = sides["completion_ids"].shape[1]
+    logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=width + 1).logits[:, :-1]
+    log_prob = torch.log_softmax(logits.float(), -1).gather(2, sides["completion_ids"][..., None])[..., 0]
     ratio = (log_prob - log_prob.detach()).exp()
     surrogate = torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign)
-    return -(surrogate * mask[:, before:]).sum() / num_rows
+    return -(surrogate * sides["completion_mask"]).sum() / num_rows
 
 
 if __name__ == "__main__":
