@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmark import BASE, option, run_benchmark
-from refit_sides import CommonWay, Engine, Rank, Remote
+from refit_sides import DEADLINE_S, CommonWay, Engine, Rank, Remote
 
 from megarl.config.load import load
 from megarl.models.folder import read_config, resolve
@@ -65,21 +66,6 @@ class Case:
         return folder
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """The measurements of all rounds.
-
-    Attributes:
-        seconds: seconds by method.
-        cpu_seconds: CPU seconds of all processes together, by method.
-        link: bytes per second that a rank sends to the engine over Gloo, in messages as large as the plan's buckets.
-    """
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    link: list[float] = field(default_factory=list)
-
-
 class Sides:
     """The processes of a case: a trainer's ranks and an engine."""
 
@@ -97,11 +83,9 @@ class Sides:
         published = self._on_all("publish")
         self._shared = SharedMemory({h.name: p for h, p in zip(self._case.ranks, published, strict=True)})
         way = CommonWay(self._store.port, self._case.stages, self._case.folder)
-        for i, rank in enumerate(self._ranks):
-            rank.begin("open_common", way, i)
+        opening = [rank.begin("open_common", way, i) for i, rank in enumerate(self._ranks)]
         self.engine.call("open_common", way)
-        for rank in self._ranks:
-            rank.end()
+        results(opening)
 
     @property
     def ways(self) -> dict[str, tuple[Callable[[], None], Callable[[], float]]]:
@@ -115,15 +99,15 @@ class Sides:
     def link_speed(self) -> float:
         """Return the bytes per second from a rank to the engine."""
         size = max(bucket.num_bytes for bucket in self._case.plan.buckets)
-        seconds = self._received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=self._ranks[:1])
+        seconds = self._received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=1)
         return size * LINK_MESSAGES / seconds
 
     def cpu_seconds(self) -> float:
         return sum(self._on_all("cpu_seconds")) + self.engine.call("cpu_seconds")
 
     def close(self) -> None:
-        for process in (*self._ranks, self.engine):
-            process.close()
+        for process in multiprocessing.active_children():
+            process.kill()
 
     def _open_shared_memory(self) -> None:
         self.engine.call("open", self._case.plan, self._shared, self._case.engine)
@@ -134,71 +118,71 @@ class Sides:
         self.engine.call("open", self._case.plan, rendezvous, self._case.engine)
 
     def _on_all(self, method: str, *args: Any) -> list[Any]:
-        for rank in self._ranks:
-            rank.begin(method, *args)
-        return [rank.end() for rank in self._ranks]
+        return results([rank.begin(method, *args) for rank in self._ranks])
 
-    def _received(self, sent_by: str, by: str, *args: int, senders: Sequence[Remote] | None = None) -> float:
-        """Make `senders` (None: all ranks) send and the engine receive. Return the seconds."""
-        senders = self._ranks if senders is None else senders
-        for rank in senders:
-            rank.begin(sent_by, *args)
+    def _received(self, sent_by: str, by: str, *args: int, senders: int | None = None) -> float:
+        """Make the first `senders` ranks (None: all) send and the engine receive. Return the seconds."""
+        sending = [rank.begin(sent_by, *args) for rank in self._ranks[:senders]]
         seconds = self.engine.call(by, *args)
-        for rank in senders:
-            rank.end()
+        results(sending)
         return seconds
+
+
+def results(calls: Sequence[Future]) -> list[Any]:
+    return [call.result(DEADLINE_S) for call in calls]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     case = Case(arguments.tp, arguments.pp)
-    load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
-        rounds = measure_rounds(case, case.write(Path(name) / "model"), arguments.rounds)
-    medians = {way: median(values) for way, values in rounds.seconds.items()}
-    cpu_medians = {way: median(values) for way, values in rounds.cpu_seconds.items()}
-    link = median(rounds.link)
+        figures = measure_rounds(case, case.write(Path(name) / "model"), arguments.rounds)
+    medians = {way: median(values) for way, values in figures["seconds"].items()}
+    cpu_medians = {way: median(values) for way, values in figures["cpu_seconds"].items()}
+    link = median(figures["link_bytes_per_second"])
     predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
     return {
         "versions": {"torch": torch.__version__},
         "trainer": {"tp": arguments.tp, "pp": arguments.pp},
         "gigabytes": case.num_bytes / 1e9,
-        "load_average_before": load_average,
-        "seconds": rounds.seconds,
-        "cpu_seconds": rounds.cpu_seconds,
+        **figures,
         "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
         "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
         "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
         "gloo, against the common way, CPU": cpu_medians["common way, gloo"] / cpu_medians["gloo"],
-        "link_bytes_per_second": rounds.link,
         "predicted_seconds": predicted.seconds,
         "floor_seconds": predicted.floor_seconds,
         "gloo, predicted of measured": predicted.seconds / medians["gloo"],
     }
 
 
-def measure_rounds(case: Case, folder: Path, rounds: int) -> Rounds:
+def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     """Run the methods alternately, so that all see the same load of the machine. Before each, the engine's weights are
-    wiped; afterwards they must be the same for all methods."""
+    wiped; afterwards they must be the same for all methods.
+
+    Returns:
+        The seconds of all rounds by method; the CPU seconds of all processes together, by method; and the bytes per
+        second that a rank sends to the engine over Gloo, in messages as large as the plan's buckets.
+    """
     with closing(Sides(case, folder)) as sides:
         sides.connect()
-        measurements, checksums = Rounds(), Counter()
-        for number in range(rounds + 1):  # the first round is a warm-up
-            if number == 1:
-                measurements = Rounds()
-            measurements.seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
-            measurements.link.append(sides.link_speed())
+        checksums: set[str] = set()
+        for number in range(rounds + 1):
+            if number < 2:  # the first round is a warm-up
+                seconds, cpu_seconds, link = defaultdict(list), defaultdict(list), []
+            seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
+            link.append(sides.link_speed())
             for name, (prepare, run) in sides.ways.items():
                 prepare()
                 run()  # connects the processes, which stay connected in a run
                 sides.engine.call("wipe")
                 before = sides.cpu_seconds()
-                measurements.seconds[name].append(run())
-                measurements.cpu_seconds[name].append(sides.cpu_seconds() - before)
-                checksums[str(sides.engine.call("checksums"))] += 1
+                seconds[name].append(run())
+                cpu_seconds[name].append(sides.cpu_seconds() - before)
+                checksums.add(str(sides.engine.call("checksums")))
                 if len(checksums) > 1:
                     raise RuntimeError(f"{name}: the engine's weights differ from those after {next(iter(sides.ways))}")
-        return measurements
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "link_bytes_per_second": link}
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +36,23 @@ class Remote:
     """An object in a child process, whose methods are called by name."""
 
     def __init__(self, build: Any, *args: Any):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, build, args))
-        self._process.start()
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, spawn, initializer=_serve, initargs=(build, args))
 
-    def begin(self, method: str, *args: Any) -> None:
-        self._connection.send((method, args))
-
-    def end(self) -> Any:
-        if not self._connection.poll(DEADLINE_S):
-            raise TimeoutError(f"the child process did not answer within {DEADLINE_S} s")
-        result = self._connection.recv()
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def begin(self, method: str, *args: Any) -> Future:
+        return self._pool.submit(_call, method, args)
 
     def call(self, method: str, *args: Any) -> Any:
-        self.begin(method, *args)
-        return self.end()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
+        return self.begin(method, *args).result(DEADLINE_S)
 
 
-def _serve(connection: Connection, build: Any, args: Sequence[Any]) -> None:
+def _serve(build: Any, args: Sequence[Any]) -> None:
+    global served
     served = build(*args)
-    while True:
-        method, arguments = connection.recv()
-        try:
-            connection.send(getattr(served, method)(*arguments))
-        except Exception as error:
-            connection.send(error)
+
+
+def _call(method: str, args: Sequence[Any]) -> Any:
+    return getattr(served, method)(*args)
 
 
 @dataclass(frozen=True)
@@ -85,15 +69,7 @@ class CommonWay:
     stages: tuple[tuple[Holder, ...], ...]
     folder: Holder
 
-    def group(self, rank: int) -> dist.Backend:
-        """Return the process group of all ranks and the engine."""
-        return self._group("common", rank, self.size)
-
-    def stage_group(self, stage: int, rank: int) -> dist.Backend:
-        """Return the process group of a stage's tensor-parallel ranks. rank: the rank among all ranks."""
-        return self._group(f"stage{stage}", rank - self.root(stage), len(self.stages[stage]))
-
-    def _group(self, name: str, rank: int, size: int) -> dist.Backend:
+    def group(self, name: str, rank: int, size: int) -> dist.Backend:
         timeout = timedelta(seconds=DEADLINE_S)
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
@@ -139,10 +115,11 @@ class Rank:
         self._transport.send()
 
     def open_common(self, way: CommonWay, rank: int) -> None:
-        self._way, self._rank, self._group = way, rank, way.group(rank)
+        self._way, self._rank, self._group = way, rank, way.group("all", rank, way.size)
         [self._stage] = [i for i, ranks in enumerate(way.stages) if self._holder.name in [h.name for h in ranks]]
         self._tensors = way.tensors(self._stage)
-        self._stage_group = way.stage_group(self._stage, rank)
+        in_stage = rank - way.root(self._stage)
+        self._stage_group = way.group(f"stage{self._stage}", in_stage, len(way.stages[self._stage]))
 
     def send_common(self) -> None:
         for name, shards in self._gathered():
@@ -203,7 +180,7 @@ class Engine:
         return time.perf_counter() - start
 
     def open_common(self, way: CommonWay) -> None:
-        self._way, self._group = way, way.group(way.size - 1)
+        self._way, self._group = way, way.group("all", way.size - 1, way.size)
         self._tensors = [list(way.tensors(stage)) for stage in range(len(way.stages))]
 
     def receive_common(self) -> float:
