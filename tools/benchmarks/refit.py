@@ -108,6 +108,7 @@ class Sides:
     def close(self) -> None:
         for process in multiprocessing.active_children():
             process.kill()
+            process.join()
 
     def _open_shared_memory(self) -> None:
         self.engine.call("open", self._case.plan, self._shared, self._case.engine)
