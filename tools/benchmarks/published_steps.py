@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # for tests.published_models
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.append(str(FOLDER.parents[1]))  # for tests.published_models
 
 from megarl.cluster.memory.parameters import Models
 from megarl.config.load import load
@@ -21,10 +24,6 @@ from megarl.planner.workload import Workload
 from tests.published_models import CONFIGS
 from tools.benchmarks.benchmark import BASE, run_benchmark
 
-NEMO_RL = (
-    "https://github.com/NVIDIA-NeMo/RL/blob/06beed91bac98a2c39a19435f6bbbbe71aa45720/docs/about/performance-summary.md"
-)
-VERL = "https://verl.readthedocs.io/en/latest/perf/dpsk.html"
 FACTOR = 2.5
 """Predictions should be within this factor of the published times."""
 
@@ -47,6 +46,8 @@ class Case:
         batch: prompts per step, samples per prompt, prompts per update.
         seconds: published seconds per step.
         rollout: published seconds of its rollout phase, if known.
+        prompt: tokens of a prompt.
+        keys: other overrides of base.yaml.
         overlapped: whether rollouts overlap with training (one step off-policy).
     """
 
@@ -55,14 +56,14 @@ class Case:
     model: str
     gpus: str
     layout: dict[str, int]
-    engines: tuple[int, int]
-    tokens: tuple[int, int]
-    batch: tuple[int, int, int]
+    engines: Sequence[int]
+    tokens: Sequence[int]
+    batch: Sequence[int]
     seconds: float
     rollout: float | None = None
     overlapped: bool = False
     prompt: int = PROMPT
-    keys: tuple[str, ...] = field(default=())
+    keys: Sequence[str] = ()
 
     @property
     def overrides(self) -> list[str]:
@@ -93,84 +94,11 @@ class Case:
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
 
 
-EARLY = dict(first_stage_layers=11, last_stage_layers=11)
-SMALL = (64, 32, 16)  # 2,048 samples a step, 512 an update
-LLAMA_8B, QWEN_30B, QWEN_32B, QWEN_235B, DEEPSEEK = (
-    "Llama-3.1-8B",
-    "Qwen3-30B-A3B",
-    "Qwen3-32B",
-    "Qwen3-235B-A22B",
-    "DeepSeek-V3",
-)
-QWEN_235B_LAYOUT = dict(tp=2, pp=8, cp=2, ep=16, etp=1, dp=4, **EARLY)
-DEEPSEEK_LAYOUT = dict(pp=16, ep=16, etp=1, dp=16, first_stage_layers=3, last_stage_layers=2)
-CASES = (
-    Case("NeMo-RL", NEMO_RL, LLAMA_8B, "16xH100", dict(pp=2, dp=8), (1, 16), (1060, 4096), SMALL, 97.7),
-    Case("NeMo-RL", NEMO_RL, LLAMA_8B, "16xH100", dict(pp=2, dp=4), (1, 8), (1129, 4096), SMALL, 74.6, None, True),
-    Case("NeMo-RL", NEMO_RL, QWEN_30B, "32xH100", dict(tp=2, ep=8, etp=1, dp=16), (4, 8), (3154, 4096), SMALL, 225),
-    Case(
-        "NeMo-RL",
-        NEMO_RL,
-        QWEN_30B,
-        "32xH100",
-        dict(pp=2, ep=8, etp=1, dp=8),
-        (2, 8),
-        (3158, 4096),
-        SMALL,
-        244,
-        None,
-        True,
-    ),
-    Case("NeMo-RL", NEMO_RL, QWEN_32B, "32xH100", dict(tp=4, pp=4, dp=2), (4, 8), (3206, 4096), SMALL, 393),
-    Case("NeMo-RL", NEMO_RL, QWEN_32B, "64xH100", dict(tp=4, pp=4, dp=2), (4, 8), (3207, 4096), SMALL, 215, None, True),
-    Case("NeMo-RL", NEMO_RL, QWEN_235B, "128xH100", QWEN_235B_LAYOUT, (16, 8), (5671, 8192), (16, 32, 16), 506),
-    Case(
-        "NeMo-RL",
-        NEMO_RL,
-        QWEN_235B,
-        "256xH100",
-        dict(tp=4, pp=8, ep=16, etp=1, dp=4, **EARLY),
-        (8, 16),
-        (5691, 8192),
-        (16, 32, 16),
-        241,
-        None,
-        True,
-    ),
-    Case("NeMo-RL", NEMO_RL, DEEPSEEK, "256xH100", DEEPSEEK_LAYOUT, (32, 8), (745, 1536), (32, 16, 32), 154),
-    Case(
-        "NeMo-RL", NEMO_RL, DEEPSEEK, "512xH100", DEEPSEEK_LAYOUT, (32, 8), (744, 1536), (32, 16, 32), 77.9, None, True
-    ),
-    Case(
-        "verl",
-        VERL,
-        DEEPSEEK,
-        "96xH20",
-        dict(tp=8, pp=12, ep=8, etp=1, dp=1, last_stage_layers=6),
-        (32, 3),
-        (1960 + PROMPT, 11680),
-        (96, 8, 32),
-        1700,
-        1050,
-        keys=(
-            "actor.megatron_overrides.optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0, "
-            "use_precision_aware_optimizer: true}",
-            "rollout.kv_cache_gib=8",
-        ),
-    ),
-)
-"""NeMo-RL's table of version 0.4 (sequences packed up to the maximum length, full recomputation, log-probs of the old
-policy and of the reference), and verl's benchmark with the batch of its script. KV caches fill the engine's remaining
-share of memory."""
-
-KV_CACHE_GIB = {"Llama-3.1-8B": 30, "Qwen3-30B-A3B": 30, "Qwen3-32B": 30, "Qwen3-235B-A22B": 15, "DeepSeek-V3": 4}
+CASES = [Case(**case) for case in yaml.safe_load((FOLDER / "cases/published_steps.yaml").read_text())]
 
 
 def predict(case: Case) -> dict[str, Any]:
     """Return the case together with its prediction, in seconds."""
-    cache = f"rollout.kv_cache_gib={KV_CACHE_GIB[case.model]}"
-    if not any(key.startswith("rollout.kv_cache_gib") for key in case.keys):
-        case = Case(**{**vars(case), "keys": (*case.keys, cache)})
     plan = case.plan()
     times = plan.times
     predicted = times.overlapped(is_colocated=False) if case.overlapped else times.seconds
