@@ -34,17 +34,19 @@ def test_script_prints_help(script):
 
 
 def test_flops_are_six_per_weight_and_token_plus_attention():
-    plan = json.loads(output_of("mfu.py", "--dry-run"))
-    assert plan["tokens_per_microbatch"] == 8192
-    layers, head, tokens = 1_310_195_712, 151936 * 1536, 4 * 8192  # matrix weights of Qwen2.5-1.5B
-    pairs = 32 * 1024 * 1025 // 2
+    code = "from h100 import case_of, flops_of; case = case_of('qwen2.5-1.5b', 8)"
+    measured = output_of("-c", f"{code}; print(case.microbatch, case.num_tokens, flops_of(case))")
+    layers, head, tokens = 1_310_195_712, 151936 * 1536, 2 * 8192  # matrix weights of Qwen2.5-1.5B
+    pairs = 16 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
-    assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
+    flops = 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
+    assert [float(figure) for figure in measured.split()] == [8192, tokens, flops]
 
 
 @pytest.mark.slow
-def test_gpu_training_step_is_measured():
-    [step] = json.loads(output_of("h100.py", "--only", "steps", "--sizes", "small").splitlines()[-1])
+def test_gpu_training_step_is_measured(tmp_path):
+    output_of("h100.py", "--only", "steps", "--sizes", "small", "--out", str(tmp_path / "h100.json"))
+    [step] = json.loads((tmp_path / "h100.json").read_text())["steps"]
     assert (step["device"], step["tokens_per_microbatch"]) == ("CPU", 1024)
     flops = step["flops_per_update"]
     assert step["mfu"] == pytest.approx(flops / step["median_seconds"] / 989.5e12)
@@ -85,8 +87,8 @@ def test_mixed_lengths_have_the_requested_median_and_maximum():
 @pytest.mark.slow
 def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     sizes = ["--prompts", "16", "--samples-per-prompt", "4", "--tokens", "100", "--ranks", "8"]
-    output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
-    output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
+    output_of("driver.py", "step", *sizes, "--out", str(tmp_path / "driver.json"))
+    output_of("driver.py", "start", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert "64 samples of 100 tokens and 8 ranks" in figures.render("figures", "driver").replace("\n", " ")
     start = figures.render("figures", "start").replace("\n", " ")

@@ -18,17 +18,17 @@ from benchmark import in_new_process, option, run_benchmark
 from megarl.core import device
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 
-SIDES = ("plain", "tiled")
+SIDES = ("plain", "tiled", "compiled", "Liger")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = {name: getattr(arguments, name) for name in ("vocabulary", "hidden", "tokens", "dtype")}
-    sides = {side: in_new_process(measure_side, side, *sizes.values(), arguments.repeats) for side in SIDES}
+    sides = {side: in_new_process(measure_side, side, *sizes.values(), arguments.repeats) for side in arguments.sides}
     logits_bytes = arguments.tokens * arguments.vocabulary * 4
     return {
         **sizes,
         "logits_bytes": logits_bytes,
-        "ratio_of_seconds": sides["tiled"]["median_seconds"] / sides["plain"]["median_seconds"],
+        "ratio_of_seconds": sides["tiled"]["median_seconds"] / sides[arguments.sides[0]]["median_seconds"],
         "share_of_logits": {side: of_side["extra_bytes"] / logits_bytes for side, of_side in sides.items()},
         **sides,
     }
@@ -95,5 +95,6 @@ if __name__ == "__main__":
         option("--hidden", type=int, default=1024),
         option("--tokens", type=int, default=4096),
         option("--dtype", choices=("float32", "bfloat16"), default="float32"),
+        option("--sides", choices=SIDES, nargs="+", default=SIDES[:2], help="tiled, and what to compare it with"),
         option("--repeats", type=int, default=3, help="timed passes of each side (%(default)s)"),
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,12 @@ import torch
 import torch.distributed as dist
 from benchmark import BASE
 from samples import local_batches, sample_of
-from training_case import Case
+from training_case import Case, peak_rss_bytes, timed, write_result
 
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.types import Prompt
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import begin_main_weights
@@ -53,23 +51,23 @@ def main() -> None:
     batches = batches_of(case, worker)
     batch = batches[worker.data_parallel_rank]
     worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
-    seconds = []
-    for _ in range(case.updates):
-        start = time.perf_counter()
+
+    def update() -> None:
         worker.update(LocalBatch(batch.samples, batch.microbatches))  # not collated yet
         worker.end_step()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        device.synchronize()
+
+    seconds, peak = timed(update, case.updates), peak_rss_bytes()
     result = {
         "saves": [saving(worker, folder / f"checkpoint-{i}", rank) for i in range(case.saves)],
         "seconds": seconds,
         "measured_bytes": peak - baseline,
         "baseline_bytes": baseline,
+        "gpu_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
         "closed_form_bytes": closed_form(case, config, rank, batches),
         "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
-    (folder / f"megarl-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    write_result(folder / f"megarl-{rank}.json", result, "torch", "megatron-core")
     worker.close()
     os._exit(0)  # Gloo's threads may wait for ranks that have exited
 

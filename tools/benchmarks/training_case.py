@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,27 @@ class Case:
     @classmethod
     def read(cls, folder: Path) -> Case:
         return cls(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+
+
+def timed(update: Callable[[], object], times: int) -> list[float]:
+    """Return the seconds of each call."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        update()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def write_result(path: Path, result: Mapping[str, Any], *packages: str) -> None:
+    """Write a side's result with the versions of these packages."""
+    versions = {package: version(package) for package in packages}
+    path.write_text(json.dumps({**result, "versions": versions}, indent=2) + "\n", encoding="utf-8")
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def padded(samples: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:

@@ -6,16 +6,12 @@ computes logits for the response only (`logits_to_keep`). It uses torch's fused 
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from training_case import Case, padded
+from training_case import Case, padded, peak_rss_bytes, timed, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Ids = tuple[list[int], list[int]]
@@ -32,16 +28,12 @@ def main() -> None:
     microbatches = [samples[i : i + case.microbatch] for i in range(0, len(samples), case.microbatch)]
     num_rows = sum(len(response) for _, response in samples)
     update(model, optimizer, microbatches[:1], num_rows)  # fills caches and memory pools
-    seconds = []
-    for _ in range(case.updates):
-        start = time.perf_counter()
-        update(model, optimizer, microbatches, num_rows)
-        seconds.append(time.perf_counter() - start)
-    settings = {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    result = {"seconds": seconds, "peak_rss_bytes": peak, "settings": settings, "versions": versions}
-    (folder / "transformers-0.json").write_text(json.dumps(result), encoding="utf-8")
+    result = {
+        "seconds": timed(lambda: update(model, optimizer, microbatches, num_rows), case.updates),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "settings": {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads},
+    }
+    write_result(folder / "transformers-0.json", result, "torch", "transformers")
 
 
 def update(model, optimizer: torch.optim.Optimizer, microbatches: Sequence[Sequence[Ids]], num_rows: int) -> None:

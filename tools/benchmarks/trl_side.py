@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +18,7 @@ import psutil
 import torch
 from benchmark import QUICKSTART
 from datasets import Dataset
-from training_case import Case, padded
+from training_case import Case, padded, peak_rss_bytes, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -36,6 +34,8 @@ from megarl.rewards.numeric import numeric_match
 
 SAMPLES_PER_PROMPT = 2
 """Smallest group that GRPOTrainer accepts for updates on given samples."""
+
+PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 COMMON = dict(
     lr_scheduler_type="constant",
@@ -143,9 +143,8 @@ def train_recipe(folder: Path, steps: int, microbatch: int) -> None:
             "dtype": str(trainer.model.dtype),
             "threads": torch.get_num_threads(),
         },
-        "versions": _versions("trl", "transformers", "accelerate", "datasets", "torch"),
     }
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_result(folder / "facts.json", facts, *PACKAGES, "datasets")
 
 
 def _dataset(config: Config, model_folder: Path, tokenizer: Any, steps: int) -> Dataset:
@@ -155,10 +154,6 @@ def _dataset(config: Config, model_folder: Path, tokenizer: Any, steps: int) -> 
     chosen = [prompts[i] for i in cursor.take(steps * config.batch.prompts_per_step)]
     assert all(tokenizer(prompt.text)["input_ids"] == list(prompt.token_ids) for prompt in chosen)
     return Dataset.from_list([{"prompt": prompt.text, "answer": prompt.answer} for prompt in chosen])
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    return {name: version(name) for name in packages}
 
 
 class Clock(TrainerCallback):
@@ -221,7 +216,7 @@ def update_given_samples(folder: Path) -> None:
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     result = {
         "seconds": clock.seconds[1:],
-        "measured_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - baseline,
+        "measured_bytes": peak_rss_bytes() - baseline,
         "state_bytes": 4 * 4 * num_parameters,  # weights, gradients and Adam's two moments, in float32
         "settings": {
             "samples_per_microbatch": case.microbatch,
@@ -230,9 +225,8 @@ def update_given_samples(folder: Path) -> None:
             "loss_type": trainer.args.loss_type,
             "threads": case.threads,
         },
-        "versions": _versions("trl", "torch", "transformers", "accelerate"),
     }
-    (folder / "trl-0.json").write_text(json.dumps(result), encoding="utf-8")
+    write_result(folder / "trl-0.json", result, *PACKAGES)
 
 
 if __name__ == "__main__":
