@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -46,30 +44,22 @@ def option(name: str, **settings: Any) -> Option:
 def run_benchmark(
     description: str, measure: Callable[[argparse.Namespace], Mapping[str, Any]], *options: Option
 ) -> None:
-    """Parse the options, call measure(options), and write the result with the state of the machine."""
+    """Parse the options, call measure(options), and write its figures with the date, the machine, and the percentage of
+    CPU time that other processes used, unless the figures contain them."""
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("result.json"), help="JSON file to write (%(default)s)")
     for name, settings in options:
         parser.add_argument(name, **settings)
     arguments = parser.parse_args()
-    write(measured(lambda: measure(arguments)), arguments.out)
-
-
-def measured(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, with the date, the machine, and the percentage of CPU time that other processes
-    used, unless the figures contain them."""
     start, machine_before, process_before = time.perf_counter(), machine_cpu_seconds(), own_cpu_seconds()
-    figures = measure()
+    figures = measure(arguments)
     others = machine_cpu_seconds() - machine_before - (own_cpu_seconds() - process_before)
     percent = 100 * max(0.0, others) / ((time.perf_counter() - start) * os.cpu_count())
     date = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"date": date, "machine": machine(), "cpu_percent_elsewhere": percent, **figures}
-
-
-def write(result: Mapping[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"result: {out}; figures.py shows the tables")
+    result = {"date": date, "machine": machine(), "cpu_percent_elsewhere": percent, **figures}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"result: {arguments.out}; figures.py shows the tables")
     if (percent := result["cpu_percent_elsewhere"]) > QUIET_PERCENT:
         print(f"warning: other processes used {percent:.0f} % of the CPU time; measure on a quiet machine")
 
@@ -194,24 +184,6 @@ def machine_cpu_seconds() -> float:
     return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice contain guests
 
 
-def children_cpu_seconds() -> float:
-    """Return the CPU time of this process's exited children and of the descendants that they waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def own_cpu_seconds() -> float:
-    return time.process_time() + children_cpu_seconds()
-
-
-@dataclass
-class Laps:
-    """Records the CPU seconds of this process by task."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, name: str, function: Callable[..., Result], *args: Any) -> Result:
-        start = time.process_time()
-        result = function(*args)
-        self.seconds[name] = time.process_time() - start
-        return result
+    """Return the CPU time of this process, its exited children and the descendants that they waited for."""
+    return sum(os.times()[:4])

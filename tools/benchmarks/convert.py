@@ -32,9 +32,6 @@ MODEL = CONFIGS["Llama-3.2-1B"] | dict(hidden_size=3072, num_attention_heads=24,
 SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
 
-TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8, vocab_size=128)
-"""A tiny model, to measure the start-up time of the command."""
-
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -47,8 +44,6 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
     """Measure each conversion with and without verification, and directly before it a plain read and write."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
-    write_model(work / "toy", {**MODEL, **TOY})
-    start = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
     to_megatron = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
     to_hf = ["megatron-to-hf", "--checkpoint", checkpoint]
     runs = {}
@@ -67,8 +62,7 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
             raise RuntimeError("the round trip changed the weights")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    starts = {"start_seconds": start["seconds"], "start_cpu_seconds": start["cpu_seconds"]}
-    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, **starts, "runs": runs}
+    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "runs": runs}
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> int:

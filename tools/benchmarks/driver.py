@@ -19,7 +19,8 @@ import random
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +33,7 @@ import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray 
 import numpy as np
 import ray
 import torch
-from benchmark import BASE, Laps, option, run_benchmark
+from benchmark import BASE, option, run_benchmark
 from ray import cloudpickle
 from samples import sample_of
 
@@ -93,6 +94,19 @@ GPUS_PER_NODE = 8
 
 COST = TokenCost(attended=2e-5, scored=0.08)
 """The cost of a model with about 8B parameters and a vocabulary of 150,000."""
+
+
+@dataclass
+class Laps:
+    """Records the CPU seconds of this process by task."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        start = time.process_time()
+        result = function(*args)
+        self.seconds[name] = time.process_time() - start
+        return result
 
 
 class Case(NamedTuple):

@@ -29,7 +29,7 @@ from megarl.cluster.placement import place
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, RolloutInfo
+from megarl.core.types import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments.tools import describe
 from megarl.models.tokenizer import load_tokenizer
@@ -166,36 +166,18 @@ def drive(
     beside = psutil.Process(pid)
     hosts = [child for child in beside.children(recursive=True) if "megarl.environments.host" in child.cmdline()]
     assert len(hosts) == PROCESSES
-    before = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
-    begin = time.perf_counter()
+
+    def cpu_seconds() -> np.ndarray:
+        of_engine = ray.get(engine.call.remote(lambda _: time.process_time())).value
+        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), of_engine])
+
+    before, begin = cpu_seconds(), time.perf_counter()
     rollouts: list[list[RemoteSample]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
-    after = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
+    rollouts_s, hosts_s, engine_s = map(float, cpu_seconds() - before)
     steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
-    samples = [sample for group in rollouts for sample in group]
-    infos = [sample.info.rollout for sample in samples]
-    cpu_s = [end - start for start, end in zip(before, after, strict=True)]
-    return summary(infos, steps, seconds, cpu_s[0], cpu_s[1], cpu_s[2] - steps.cpu_s)
-
-
-def _process_time(_: object) -> float:
-    return time.process_time()
-
-
-def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def summary(
-    infos: Sequence[RolloutInfo], steps: Steps, seconds: float, rollouts_s: float, hosts_s: float, engine_s: float
-) -> dict[str, Any]:
-    """Return the figures.
-
-    Args:
-        rollouts_s: CPU seconds of the process that runs the rollouts.
-        hosts_s: CPU seconds of the environments' processes.
-        engine_s: CPU seconds of the engine outside its steps.
-    """
+    infos = [sample.info.rollout for group in rollouts for sample in group]
+    engine_s -= steps.cpu_s
     num_turns = sum(info.num_turns for info in infos)
     between, idle = steps.gaps()
     later = sum(info.num_context_tokens for info in infos)
@@ -218,6 +200,10 @@ def summary(
         "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
         "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }
+
+
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":

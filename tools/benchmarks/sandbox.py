@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmark import BASE, machine_cpu_seconds, option, run_benchmark
+from benchmark import BASE, option, own_cpu_seconds, run_benchmark
 
 from megarl.config.load import load
 from megarl.rewards.code import code_tests
@@ -56,16 +56,14 @@ async def measure(program: Program, count: int, at_once: int) -> dict[str, Any]:
             assert await program(), "the program passes its tests"
             seconds.append(time.perf_counter() - begin)
 
-    begin, cpu, before = time.perf_counter(), sum(os.times()[:4]), machine_cpu_seconds() - sum(os.times()[:4])
+    begin, cpu = time.perf_counter(), own_cpu_seconds()
     await asyncio.gather(*(run_some(count // at_once) for _ in range(at_once)))
     wall = time.perf_counter() - begin
-    elsewhere = max(0.0, machine_cpu_seconds() - before - sum(os.times()[:4]))
     return {
         "programs": len(seconds),
         "per_second": round(len(seconds) / wall, 1),
         "median_seconds": round(statistics.median(seconds), 4),
-        "cpu_seconds": round((sum(os.times()[:4]) - cpu) / len(seconds), 4),
-        "cpu_percent_elsewhere": round(100 * elsewhere / (wall * os.cpu_count()), 1),
+        "cpu_seconds": round((own_cpu_seconds() - cpu) / len(seconds), 4),
     }
 
 
@@ -78,14 +76,7 @@ async def measure_all(count: int, at_once: int) -> dict[str, Any]:
     stays |= {name: round(PER_SANDBOX * stays[name], 1) for name in ("programs", "per_second")}
     stays |= {name: round(stays[name] / PER_SANDBOX, 4) for name in ("median_seconds", "cpu_seconds")}
     runs["null programs, ten in a sandbox"] = stays
-    percent = max(run["cpu_percent_elsewhere"] for run in runs.values())
-    return {
-        "cpu_percent_elsewhere": percent,
-        "provider": provider.name,
-        "as_root": os.geteuid() == 0,
-        "at_once": at_once,
-        "runs": runs,
-    }
+    return {"provider": provider.name, "as_root": os.geteuid() == 0, "at_once": at_once, "runs": runs}
 
 
 if __name__ == "__main__":

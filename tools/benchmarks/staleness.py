@@ -50,12 +50,9 @@ def measure(max_staleness: int) -> dict[str, float]:
         "cpu_percent_elsewhere": round(conditions["cpu_percent_elsewhere"], 1),
         "tokens_per_second": round(sum(tokens) / seconds, 1),
         "step_s": round(seconds / len(steps), 2),
-        "waiting_for_rollouts_s": round(fmean(step["time/rollout"] for step in steps), 2),
-        "training_s": round(fmean(step["time/train"] for step in steps), 2),
         "engines_idle": round(fmean(step["idle/engines"] for step in steps), 3),
         "actor_idle": round(fmean(step["idle/actor"] for step in steps), 3),
         "staleness_max": max(step["weights/staleness_max"] for step in steps),
-        "mixed_share": round(fmean(step["weights/mixed_frac"] for step in steps), 3),
     }
 
 
