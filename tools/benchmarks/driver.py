@@ -353,16 +353,10 @@ class StubProcess(ProcessActor):
         return TimedResult(value, time.time(), time.time())
 
 
-class StubHandle:
-    """The handle of one rank or engine. It forwards calls to the process that answers for it."""
-
-    def __init__(self, actor: Any, rank: int):
-        self._actor, self._rank = actor, rank
-        self.__ray_ready__ = actor.__ray_ready__
-        self.call = SimpleNamespace(options=self._options)
-
-    def _options(self, **options: Any) -> SimpleNamespace:
-        return SimpleNamespace(remote=partial(self._actor.call.options(**options).remote, self._rank))
+def stub_handle(actor: Any, rank: int) -> SimpleNamespace:
+    """Return the handle of one rank or engine. It forwards calls to the process that answers for it."""
+    call = SimpleNamespace(options=lambda **o: SimpleNamespace(remote=partial(actor.call.options(**o).remote, rank)))
+    return SimpleNamespace(__ray_ready__=actor.__ray_ready__, call=call)
 
 
 def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -386,7 +380,7 @@ def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
             numbers = range(len(placement.trainers))
             ray.get([stub.prepare.remote(numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
             session.on_node = lambda _, process: SimpleNamespace(
-                remote=lambda *_: StubHandle(stubs[process.index % ANSWERING], process.index)
+                remote=lambda *_: stub_handle(stubs[process.index % ANSWERING], process.index)
             )
             trainers = TrainerGroup(session, config, "actor", folder, placement.trainers)
             lap("start of the ranks", lambda: trainers.start().result())

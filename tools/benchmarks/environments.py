@@ -77,11 +77,11 @@ class Steps:
     has_work: list[bool] = field(default_factory=list)
     cpu_s: float = 0.0
 
-    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds between steps, separately for steps after which requests remained and steps after which
-        all rollouts waited for their environments."""
-        gaps, has_work = np.array(self.begins[1:]) - np.array(self.ends[:-1]), np.array(self.has_work[:-1])
-        return gaps[has_work], gaps[~has_work]
+    def idle_seconds(self) -> float:
+        """Return the seconds between steps after which no requests remained, because all rollouts waited for their
+        environments."""
+        gaps = np.array(self.begins[1:]) - np.array(self.ends[:-1])
+        return float(gaps[~np.array(self.has_work[:-1])].sum())
 
 
 def watch(engine: VllmEngine) -> None:
@@ -179,24 +179,18 @@ def drive(
     infos = [sample.info.rollout for group in rollouts for sample in group]
     engine_s -= steps.cpu_s
     num_turns = sum(info.num_turns for info in infos)
-    between, idle = steps.gaps()
     later = sum(info.num_context_tokens for info in infos)
     return {
         "seconds": round(seconds, 2),
         "rollouts": len(infos),
         "failed": sum(info.stop_reason == "failed" for info in infos),
         "turns": num_turns,
-        "engine_steps": len(steps.begins),
-        "engine_idle_share": round(float(idle.sum()) / seconds, 4),
-        "engine_between_steps_share": round(float(between.sum()) / seconds, 4),
-        "median_ms_between_steps": round(1000 * float(np.median(between)), 2),
+        "engine_idle_share": round(steps.idle_seconds() / seconds, 4),
         "cpu_ms_per_turn": {
             "rollouts": round(1000 * rollouts_s / num_turns, 3),
             "environments": round(1000 * hosts_s / num_turns, 3),
             "engine, beside its steps": round(1000 * engine_s / num_turns, 3),
-            "all": round(1000 * (rollouts_s + hosts_s + engine_s) / num_turns, 3),
         },
-        "turns_per_second": round(num_turns / seconds, 1),
         "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
         "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }

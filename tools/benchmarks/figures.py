@@ -125,10 +125,6 @@ def learned_ratios(found: Mapping[str, Any], option: str, rate: float) -> list[f
     return [own / exact for own, exact in pairs]
 
 
-def by_tokens(peaks: Mapping[str, int]) -> list[tuple[int, int]]:
-    return sorted(((int(tokens), size) for tokens, size in peaks.items()), reverse=True)
-
-
 def power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
@@ -152,7 +148,7 @@ ENVIRONMENT.filters |= {"text": text, "f": format}
 ENVIRONMENT.tests["miss"] = is_miss
 ENVIRONMENT.globals |= dict(
     **dict(result=lambda name: result(name), machine_of=machine_of, moved=moved, proven=proven, meanwhile=meanwhile),
-    **dict(by_size=by_size, actor_seconds=actor_seconds, by_tokens=by_tokens, power=power),
+    **dict(by_size=by_size, actor_seconds=actor_seconds, power=power),
     **dict(learned=learned, learned_ratios=learned_ratios, sizes=sizes, mean=mean),
     **dict(median=median, FACTOR=FACTOR, QUIET_PERCENT=QUIET_PERCENT, PLANNED=PLANNED),
 )

@@ -100,7 +100,7 @@ def _serve(build: Any, args: Sequence[Any]) -> None:
 
 
 def _call(method: str, args: Sequence[Any]) -> Any:
-    return time.process_time() if method == "cpu_seconds" else getattr(served, method)(*args)
+    return getattr(served, method)(*args)
 
 
 @dataclass(frozen=True)
@@ -303,9 +303,6 @@ class Sides:
         seconds = self._received("send_plain", "receive_plain", size, LINK_MESSAGES, senders=1)
         return size * LINK_MESSAGES / seconds
 
-    def cpu_seconds(self) -> float:
-        return sum(self._on_all("cpu_seconds")) + self.engine.call("cpu_seconds")
-
     def close(self) -> None:
         for process in multiprocessing.active_children():
             process.kill()
@@ -340,7 +337,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         os.environ["TMPDIR"] = tempfile.tempdir = name
         figures = measure_rounds(case, case.write(Path(name) / "model"), arguments.rounds)
     medians = {way: median(values) for way, values in figures["seconds"].items()}
-    cpu_medians = {way: median(values) for way, values in figures["cpu_seconds"].items()}
     link = median(figures["link_bytes_per_second"])
     predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
     return {
@@ -351,7 +347,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
         "shared memory, of the plain copy": medians["plain copy"] / medians["shared memory"],
         "gloo, against the common way": medians["common way, gloo"] / medians["gloo"],
-        "gloo, against the common way, CPU": cpu_medians["common way, gloo"] / cpu_medians["gloo"],
         "predicted_seconds": predicted.seconds,
     }
 
@@ -361,28 +356,26 @@ def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     wiped; afterwards they must be the same for all methods.
 
     Returns:
-        The seconds of all rounds by method; the CPU seconds of all processes together, by method; and the bytes per
-        second that a rank sends to the engine over Gloo, in messages as large as the plan's buckets.
+        The seconds of all rounds by method; and the bytes per second that a rank sends to the engine over Gloo, in
+        messages as large as the plan's buckets.
     """
     with closing(Sides(case, folder)) as sides:
         sides.connect()
         checksums: set[str] = set()
         for number in range(rounds + 1):
             if number < 2:  # the first round is a warm-up
-                seconds, cpu_seconds, link = defaultdict(list), defaultdict(list), []
+                seconds, link = defaultdict(list), []
             seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
             link.append(sides.link_speed())
             for name, (prepare, run) in sides.ways.items():
                 prepare()
                 run()  # connects the processes, which stay connected in a run
                 sides.engine.call("wipe")
-                before = sides.cpu_seconds()
                 seconds[name].append(run())
-                cpu_seconds[name].append(sides.cpu_seconds() - before)
                 checksums.add(str(sides.engine.call("checksums")))
                 if len(checksums) > 1:
                     raise RuntimeError(f"{name}: the engine's weights differ from those after {next(iter(sides.ways))}")
-        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "link_bytes_per_second": link}
+        return {"seconds": seconds, "link_bytes_per_second": link}
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from typing import Any
 
 from benchmark import QUICKSTART, option, read_metrics, run_benchmark, run_logged, train
 
-from megarl.cluster.placement import place
 from megarl.config.load import load
-from megarl.config.schema import Config
 from megarl.models.folder import resolve
 
 PACKAGES = ("trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "multiprocess==0.70.19", "xxhash==4.1.0")
@@ -45,7 +43,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="step-vs-trl-") as name:
         work = Path(name)
         python = build_environment(work / "environment")
-        megarl = measure_megarl(config, arguments.steps, work)
+        megarl = measure_megarl(arguments.steps, work)
         trl = [measure_trl(python, arguments.steps, size, work) for size in arguments.trl_microbatch]
     fastest = min(trl, key=lambda side: side["median_seconds"]["step"])
     return {
@@ -69,18 +67,12 @@ def build_environment(folder: Path) -> Path:
     return python
 
 
-def measure_megarl(config: Config, steps: int, work: Path) -> dict[str, Any]:
+def measure_megarl(steps: int, work: Path) -> dict[str, Any]:
     lines, conditions = train(
         work, QUICKSTART, f"run.steps={steps}", timeout_s=START_TIMEOUT_S + steps * STEP_TIMEOUT_S
     )
     manifest = json.loads((work / "run" / "manifest.json").read_text(encoding="utf-8"))
-    settings = {
-        "tokens_per_microbatch": config.actor.tokens_per_microbatch,
-        "dtype": config.model.dtype,
-        "processes": place(config).describe(),
-    }
-    facts = {"settings": settings, "versions": manifest["versions"], "git": manifest["git"]}
-    return {**facts, **conditions, **summary(lines)}
+    return {"versions": manifest["versions"], "git": manifest["git"], **conditions, **summary(lines)}
 
 
 def measure_trl(python: Path, steps: int, microbatch: int, work: Path) -> dict[str, Any]:

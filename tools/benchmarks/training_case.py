@@ -17,6 +17,9 @@ from benchmark import ROOT  # noqa: F401  makes tests.* importable
 
 from tests.published_models import CONFIGS
 
+Ids = tuple[list[int], list[int]]
+"""A prompt and a response."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": CONFIGS["SmolLM2-135M"],
     "qwen2.5-1.5b": CONFIGS["Qwen2.5-0.5B"]
@@ -75,7 +78,7 @@ class Case:
         """Number of tokens per update, without padding."""
         return sum(prompt + response for prompt, response in self.lengths)
 
-    def ids(self) -> list[tuple[list[int], list[int]]]:
+    def ids(self) -> list[Ids]:
         """Return the prompt and response ids of each sample, the same for every side."""
         source = random.Random(0)
         vocab = SHAPES[self.shape]["vocab_size"]
@@ -112,7 +115,7 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def padded(samples: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
+def padded(samples: Sequence[Ids]) -> dict[str, torch.Tensor]:
     """Return GRPOTrainer's tensors: prompts [samples, longest prompt] padded on the left, responses [samples, longest
     response] on the right, and the mask of each, 1 for a token."""
     widths = [max(len(sample[part]) for sample in samples) for part in (0, 1)]

@@ -13,14 +13,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from benchmark import option, run_benchmark, run_logged
+import torch
+from benchmark import in_new_process, option, run_benchmark, run_logged
 from step_vs_trl import build_environment
-from training_case import SHAPES, Case, equal_lengths, mixed_lengths
+from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, timed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.flops import training_flops
 from megarl.models.shape import ModelShape
@@ -168,6 +171,8 @@ def run(
     python: Path = Path(sys.executable),
 ) -> list[dict[str, Any]]:
     """Run every rank in a separate process. Return the result of each."""
+    if side == "transformers":
+        return [in_new_process(transformers_side, case)]
     case.write(folder)
     script = [str(python), str(Path(__file__).with_name(f"{side}_side.py"))]
     ranks = range(2 if case.layout else 1)
@@ -192,6 +197,51 @@ def fastest_of(
     sides = [speed(side, own, work / f"{side}-{own.microbatch}", python) for own in cases]
     sides.sort(key=lambda side: side["median_seconds"])
     return sides[0], sides[1:]
+
+
+def transformers_side(case: Case) -> dict[str, Any]:
+    """Make the same updates in plain transformers and torch.
+
+    Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and
+    computes logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.
+    """
+    torch.set_num_threads(case.threads)
+    config = AutoConfig.for_model(**case.hf_config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    samples = case.ids()
+    microbatches = [samples[i : i + case.microbatch] for i in range(0, len(samples), case.microbatch)]
+    num_rows = sum(len(response) for _, response in samples)
+    update(model, optimizer, microbatches[:1], num_rows)  # fills caches and memory pools
+    return {
+        "seconds": timed(lambda: update(model, optimizer, microbatches, num_rows), case.updates),
+        "settings": {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, microbatches: Sequence[list[Ids]], num_rows: int
+) -> None:
+    for number, members in enumerate(microbatches):
+        loss(model, members, sign=(-1.0) ** number, num_rows=num_rows).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss(model: torch.nn.Module, members: Sequence[Ids], sign: float, num_rows: int) -> torch.Tensor:
+    """Return the clipped objective at the first update, where the old policy equals the current one."""
+    sides = padded(members)
+    tokens = torch.cat([sides["prompt_ids"], sides["completion_ids"]], 1)
+    mask = torch.cat([sides["prompt_mask"], sides["completion_mask"]], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    width = sides["completion_ids"].shape[1]
+    logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=width + 1).logits[:, :-1]
+    log_prob = torch.log_softmax(logits.float(), -1).gather(2, sides["completion_ids"][..., None])[..., 0]
+    ratio = (log_prob - log_prob.detach()).exp()
+    surrogate = torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign)
+    return -(surrogate * sides["completion_mask"]).sum() / num_rows
 
 
 if __name__ == "__main__":

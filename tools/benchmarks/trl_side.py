@@ -135,16 +135,8 @@ def train_recipe(folder: Path, steps: int, microbatch: int) -> None:
         processing_class=tokenizer,
     )
     trainer.train()
-    facts = {
-        "settings": {
-            "microbatch": microbatch,
-            "optimizer": trainer.args.optim,
-            "attention": trainer.model.config._attn_implementation,
-            "dtype": str(trainer.model.dtype),
-            "threads": torch.get_num_threads(),
-        },
-    }
-    write_result(folder / "facts.json", facts, *PACKAGES, "datasets")
+    settings = {"microbatch": microbatch, "threads": torch.get_num_threads()}
+    write_result(folder / "facts.json", {"settings": settings}, *PACKAGES)
 
 
 def _dataset(config: Config, model_folder: Path, tokenizer: Any, steps: int) -> Dataset:
