@@ -24,6 +24,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks share
 
+from megarl.config.load import load
+from megarl.config.schema import Config
+
 BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstart.yaml"
 
 QUIET_PERCENT = 5.0
@@ -62,6 +65,12 @@ def run_benchmark(
     print(f"result: {arguments.out}; figures.py shows the tables")
     if (percent := result["cpu_percent_elsewhere"]) > QUIET_PERCENT:
         print(f"warning: other processes used {percent:.0f} % of the CPU time; measure on a quiet machine")
+
+
+def load_config(model: str | Path, settings: Mapping[str, Any]) -> Config:
+    """Return the base recipe with a model, and with settings by dotted key."""
+    settings = {"model.path": model, "data.source": "arithmetic", **settings}
+    return load(BASE, [f"{key}={value}" for key, value in settings.items()])
 
 
 def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:

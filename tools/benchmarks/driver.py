@@ -19,7 +19,7 @@ import random
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray 
 import numpy as np
 import ray
 import torch
-from benchmark import BASE, option, run_benchmark
+from benchmark import load_config, option, run_benchmark
 from ray import cloudpickle
 from samples import sample_of
 
@@ -48,7 +48,6 @@ from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
-from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
@@ -289,20 +288,19 @@ def info_of(case: Case, request: SamplingRequest, source: random.Random) -> Samp
 
 def config_of(case: Case) -> Config:
     longest = case.prompt_tokens + case.longest_response
-    settings = {
+    settings = batch_of(case.prompts, case.samples_per_prompt) | {
         "actor.layout.dp": case.ranks,
         "actor.tokens_per_microbatch": 4 * longest,
         "rollout.max_new_tokens": case.longest_response,
         "rollout.context_length": longest,
         "cluster.object_store_mib": 100,
     }
-    return load_config("model", case.prompts, case.samples_per_prompt, settings)
+    return load_config("model", settings)
 
 
-def load_config(model: str | Path, prompts: int, samples_per_prompt: int, settings: Mapping[str, Any]) -> Config:
+def batch_of(prompts: int, samples_per_prompt: int) -> dict[str, int]:
     batch = {"prompts_per_step": prompts, "prompts_per_update": prompts, "samples_per_prompt": samples_per_prompt}
-    settings = {f"batch.{name}": size for name, size in batch.items()} | settings
-    return load(BASE, [f"model.path={model}", "data.source=arithmetic", *(f"{k}={v}" for k, v in settings.items())])
+    return {f"batch.{name}": size for name, size in batch.items()}
 
 
 CASES = {
@@ -365,16 +363,16 @@ def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(hf_config))
-        settings = {
+        settings = batch_of(1024, 16) | {
             "actor.layout": layout,
             "rollout.verify_refit": "off",
             "cluster.placement": "disaggregated",
             "cluster.object_store_mib": 400,
             **engine_settings,
         }
-        config = lap("read the recipe", load_config, folder, 1024, 16, settings)
+        config = lap("read the recipe", load_config, folder, settings)
         placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=GPUS_PER_NODE))
-        one_node = load_config(folder, 1024, 16, settings | {"cluster.nodes": 1})
+        one_node = load_config(folder, settings | {"cluster.nodes": 1})
         with Session(one_node, scratch, scratch) as session:
             stubs = [StubProcess.remote(Process("stub", i, 1), scratch, config, hf_config) for i in range(ANSWERING)]
             numbers = range(len(placement.trainers))

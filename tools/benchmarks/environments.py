@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,31 +70,27 @@ class Slow(Environment):
 
 @dataclass
 class Steps:
-    """An engine's steps: when each begins and ends in vLLM, and whether requests remain after it."""
+    """The seconds in which an engine had no requests after a step, because all rollouts waited for their environments,
+    and the CPU seconds of its steps."""
 
-    begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    has_work: list[bool] = field(default_factory=list)
+    idle_s: float = 0.0
     cpu_s: float = 0.0
-
-    def idle_seconds(self) -> float:
-        """Return the seconds between steps after which no requests remained, because all rollouts waited for their
-        environments."""
-        gaps = np.array(self.begins[1:]) - np.array(self.ends[:-1])
-        return float(gaps[~np.array(self.has_work[:-1])].sum())
 
 
 def watch(engine: VllmEngine) -> None:
     """Make the engine record its steps."""
     step, steps = engine._step, Steps()
+    idle_since = None
 
     def timed() -> None:
-        steps.begins.append(time.perf_counter())
+        nonlocal idle_since
+        if idle_since is not None:
+            steps.idle_s += time.perf_counter() - idle_since
         before = time.thread_time()
         step()
         steps.cpu_s += time.thread_time() - before
-        steps.ends.append(time.perf_counter())
-        steps.has_work.append(any(not item.completion.done() for item in engine._pending.values()))
+        has_work = any(not item.completion.done() for item in engine._pending.values())
+        idle_since = None if has_work else time.perf_counter()
 
     engine._step, engine.steps = timed, steps
 
@@ -185,7 +181,7 @@ def drive(
         "rollouts": len(infos),
         "failed": sum(info.stop_reason == "failed" for info in infos),
         "turns": num_turns,
-        "engine_idle_share": round(steps.idle_seconds() / seconds, 4),
+        "engine_idle_share": round(steps.idle_s / seconds, 4),
         "cpu_ms_per_turn": {
             "rollouts": round(1000 * rollouts_s / num_turns, 3),
             "environments": round(1000 * hosts_s / num_turns, 3),

@@ -18,7 +18,7 @@ from benchmark import in_new_process, option, run_benchmark
 from megarl.core import device
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 
-SIDES = ("plain", "tiled", "compiled", "Liger")
+SIDES = ("plain", "tiled", "compiled")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -38,8 +38,7 @@ def measure_side(
     side: str, vocabulary: int, hidden_size: int, num_tokens: int, dtype: str, repeats: int
 ) -> dict[str, Any]:
     """Measure one side with all cores or on the GPU. The peak memory is that of the first pass, including the
-    libraries' setup; that pass is not timed. "compiled" is the plain head compiled by torch. "Liger" is its fused loss,
-    which has no entropy."""
+    libraries' setup; that pass is not timed. "compiled" is the plain head compiled by torch."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     generator = torch.Generator(device.device()).manual_seed(0)
     given = dict(dtype=getattr(torch, dtype), device=device.device())
@@ -57,11 +56,6 @@ def measure_side(
 
     def forward_backward() -> None:
         hidden.grad = weight.grad = None
-        if side == "Liger":
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, targets).backward()
-            return
         if side == "tiled":
             scored = log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary)
         else:

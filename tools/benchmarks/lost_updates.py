@@ -74,14 +74,9 @@ class Language:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return for each learning rate and option: the final improvement of each seed over the initial model, in nats per
-    token on the same samples; the improvement by update, averaged over seeds; and the mean share of elements that an
-    update changes."""
+    token on the same samples; and the mean share of elements that an update changes."""
     torch.set_num_threads(1)
-    runs = [
-        {"lr": rate, "option": option, "learned": [], "changed_shares": [], "curves": []}
-        for rate in RATES
-        for option in OPTIONS
-    ]
+    runs = [{"lr": rate, "option": option, "learned": [], "changed_shares": []} for rate in RATES for option in OPTIONS]
     sizes, medians = (arguments.first_updates, arguments.hidden, arguments.layers), []
     for seed in range(arguments.seeds):
         language = Language(seed)
@@ -92,13 +87,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for run in runs:
                 losses, changed = train(run["option"], Path(folder), batches, run["lr"], seed)
                 curve = [old - new for old, new in zip(before, losses, strict=True)]
-                run["curves"].append(curve)
                 run["learned"].append(mean(curve[-TAIL:]))
                 run["changed_shares"].append(changed)
                 print(f"seed {seed}, {run['lr']:g}, {run['option']}: {run['learned'][-1]:.5f}", flush=True)
     for run in runs:
         run["changed_share"] = mean(run.pop("changed_shares"))
-        run["curve"] = [round(mean(gains), 6) for gains in zip(*run.pop("curves"), strict=True)]
     size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(medians)}
     return {"model": size, "updates": arguments.updates, "seeds": arguments.seeds, "tail": TAIL, "runs": runs}
 

@@ -13,12 +13,11 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import BASE
+from benchmark import load_config
 from samples import local_batches, sample_of
 from training_case import Case, peak_rss_bytes, timed, write_result
 
 from megarl.cluster.memory.rank import rank_memory
-from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import Prompt
@@ -99,16 +98,14 @@ def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
 
 def config_of(case: Case, folder: Path) -> Config:
     settings = {
-        "model.path": folder,
         "model.dtype": case.dtype,
-        "data.source": "arithmetic",
         "actor.recompute": case.recompute,
         "actor.tokens_per_microbatch": max(case.microbatch, case.longest),
         "rollout.context_length": case.longest,
         "rollout.max_new_tokens": case.longest - 1,
+        **{f"actor.layout.{key}": value for key, value in case.layout.items()},
     }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    return load(BASE, overrides + [f"actor.layout.{override}" for override in case.layout])
+    return load_config(folder, settings)
 
 
 def batches_of(case: Case, worker: ActorWorker) -> list[LocalBatch]:

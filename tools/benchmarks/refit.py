@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import BASE, option, run_benchmark
+from benchmark import load_config, option, run_benchmark
 
-from megarl.config.load import load
 from megarl.models.folder import read_config, resolve
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder
@@ -62,7 +61,7 @@ class Case:
         self._source = resolve(MODEL)
         changes = EVEN_HEADS if tp % 2 == 0 else {}
         self.hf_config = {**read_config(self._source), **changes, "dtype": "float32"}
-        layout = load(BASE, [f"model.path={self._source}", "data.source=arithmetic"]).actor.layout
+        layout = load_config(self._source, {}).actor.layout
         self.ranks = megatron_holders(self.hf_config, layout.model_copy(update={"tp": tp, "pp": pp}))
         self.stages = tuple(tuple(self.ranks[i * tp : (i + 1) * tp]) for i in range(pp))
         self.engine, self.folder = vllm_holder(self.hf_config, 1, 0, 0), huggingface_holder(self.hf_config)
@@ -272,8 +271,8 @@ class Sides:
 
     def __init__(self, case: Case, folder: Path):
         """folder: the engine's model folder."""
-        settings = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=128"]
-        rollout = load(BASE, [*settings, "rollout.max_new_tokens=8", "rollout.kv_cache_gib=0.1"]).rollout
+        settings = {"context_length": 128, "max_new_tokens": 8, "kv_cache_gib": 0.1}
+        rollout = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()}).rollout
         self._case = case
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._rendezvous_names = map("refit.{}".format, count())

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from fractions import Fraction
 from typing import Any
 
@@ -81,10 +82,9 @@ def cpu_seconds(pool: FunctionPool) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    pool = FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)
     rates, cpu_ms = defaultdict(list), defaultdict(list)
     failed = 0  # on a busy machine, calls may exceed math_match's time limit
-    try:
+    with closing(FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)) as pool:
         for case, (function, are_distinct) in CASES.items():
             through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # warm-up
             for seed in range(RUNS):
@@ -93,8 +93,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 cpu_ms[case].append(1000 * cpu / len(batch))
                 failed += values.count(None)
                 rates[case].append(round(len(batch) / seconds, 1))
-    finally:
-        pool.close()
     return {
         "processes": PROCESSES,
         "samples": len(batch),

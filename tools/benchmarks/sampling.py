@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmark import run_benchmark
+from benchmark import load_config, run_benchmark
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -40,15 +40,13 @@ def record_seconds(processor: Any) -> list[float]:
 def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     """Return the median milliseconds to process a step's outputs in both ways, and the milliseconds to detokenize all
     complete responses."""
-    from megarl.config.load import load
     from megarl.core.types import Prompt
     from megarl.rollout.engine import SamplingRequest
     from megarl.rollout.vllm import engine as module
-    from tests.paths import BASE
 
-    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.kv_cache_gib=0.5", "rollout.context_length=64"]
-    keys += [f"rollout.max_new_tokens={TOKENS}", f"rollout.top_k={'null' if top_k is None else top_k}"]
-    rollout = load(BASE, keys).rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
+    settings = {"kv_cache_gib": 0.5, "context_length": 64, "max_new_tokens": TOKENS, "top_k": top_k or "null"}
+    config = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()})
+    rollout = config.rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
     engine = module.VllmEngine(rollout, module.rollout_arguments(rollout, folder, "float32", seed=0))
     engine.hold(1)
     ours = engine._sampling

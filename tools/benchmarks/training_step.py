@@ -37,7 +37,7 @@ RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOL
 
 MICROBATCH = "microbatch sizes to try; the fastest one counts (default: 8)"
 
-LAYOUTS = {"1 process": [], "PP2": ["pp=2"], "DP2": ["dp=2"]}
+LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -155,12 +155,14 @@ MEASUREMENTS = {
 }
 
 
-def case_of(arguments: argparse.Namespace, mixed: bool = False, layout: Sequence[str] = ()) -> Case:
+def case_of(
+    arguments: argparse.Namespace, mixed: bool = False, layout: Mapping[str, int] = MappingProxyType({})
+) -> Case:
     """Return a case with the options' sizes. A rank has all cores, or one if the layout has several ranks."""
     response = arguments.longest_response if mixed else arguments.response
     lengths = (mixed_lengths if mixed else equal_lengths)(arguments.samples, arguments.prompt, response)
     threads = 1 if layout else len(os.sched_getaffinity(0))
-    return Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, list(layout))
+    return Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, dict(layout))
 
 
 def run(
