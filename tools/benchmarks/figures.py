@@ -23,7 +23,7 @@ ROOT = FOLDER.parents[1]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from tools.benchmarks.benchmark import QUIET_PERCENT
-from tools.benchmarks.published_steps import FACTOR
+from tools.benchmarks.predictions import FACTOR
 
 RESULTS = FOLDER / "results"
 WIDTH = 120

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 
-from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.types import Prompt
@@ -33,7 +32,7 @@ from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.tiny_model import tiny_tokenizer
-from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, option, run_benchmark
 from tools.benchmarks.samples import local_batches, sample_of
 
 RATES = (1e-5, 1e-6)
@@ -163,8 +162,7 @@ def train(
 
 
 def config_of(folder: Path, dtype: str, rate: float) -> Config:
-    keys = {
-        "model.path": folder,
+    settings = {
         "model.dtype": dtype,
         "data.source": folder / "none.jsonl",
         "data.format": "messages",
@@ -174,7 +172,7 @@ def config_of(folder: Path, dtype: str, rate: float) -> Config:
         "rollout.context_length": LENGTH,
         "rollout.max_new_tokens": LENGTH - 1,
     }
-    return load(BASE, [f"{key}={value}" for key, value in keys.items()])
+    return load_config(folder, settings)
 
 
 def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
@@ -218,12 +216,12 @@ class Float16(ActorWorker):
         self._weights = [p.detach() for p in named_parameters(self.chunks).values()]
         self._main = [weight.clone() for weight in self._weights]
         for part in parts_of(self.optimizer):
-            part.optimizer.register_step_pre_hook(lambda *_: copy_all(self._main, self._weights))
-            part.optimizer.register_step_post_hook(lambda *_: copy_all(self._weights, self._main))
+            part.optimizer.register_step_pre_hook(lambda *_: torch._foreach_copy_(self._weights, self._main))
+            part.optimizer.register_step_post_hook(lambda *_: torch._foreach_copy_(self._main, self._weights))
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
-        copy_all([main.half() for main in self._main], self._weights)
+        torch._foreach_copy_(self._weights, [main.half() for main in self._main])
         return metrics
 
 
@@ -236,11 +234,6 @@ OPTIONS: dict[str, tuple[type[ActorWorker], str]] = {
     "float16": (Float16, "float32"),
 }
 """Option -> its worker class, and model.dtype."""
-
-
-def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:

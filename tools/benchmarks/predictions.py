@@ -1,11 +1,13 @@
-"""Compare published step times of other trainers with the predictions of `megarl plan` for the same layouts.
+"""Predict steps with `megarl plan`: those whose times other trainers have published, and those of the H100 recipes.
 
-.venv/bin/python tools/benchmarks/published_steps.py --out tools/benchmarks/results/published_steps.json
+.venv/bin/python tools/benchmarks/predictions.py published --out tools/benchmarks/results/published_steps.json
+.venv/bin/python tools/benchmarks/predictions.py recipes --out tools/benchmarks/results/recipes.json
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,11 +20,13 @@ sys.path.append(str(FOLDER.parents[1]))  # for tests.published_models
 
 from megarl.cluster.memory.parameters import Models
 from megarl.config.load import load
-from megarl.planner.hardware import read_cluster
+from megarl.planner.hardware import GIB, read_cluster
+from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import Workload
-from tests.published_models import CONFIGS
-from tools.benchmarks.benchmark import BASE, run_benchmark
+from tests.h100_recipes import RECIPES, H100Recipe
+from tests.published_models import CONFIGS, PARAMETERS
+from tools.benchmarks.benchmark import BASE, option, run_benchmark
 
 FACTOR = 2.5
 """Predictions should be within this factor of the published times."""
@@ -97,7 +101,7 @@ class Case:
 CASES = [Case(**case) for case in yaml.safe_load((FOLDER / "cases/published_steps.yaml").read_text())]
 
 
-def predict(case: Case) -> dict[str, Any]:
+def predict_published(case: Case) -> dict[str, Any]:
     """Return the case together with its prediction, in seconds."""
     plan = case.plan()
     times = plan.times
@@ -111,5 +115,43 @@ def predict(case: Case) -> dict[str, Any]:
     }
 
 
+def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
+    """Return the prediction for a recipe's step: seconds, memory, tokens of prompts and responses, and the speed-up of
+    simulated steps with rollout.max_staleness=1."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(recipe.file, recipe.overrides(Path(folder)))
+        planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_it_is=True)
+        simulated = None if config.is_offline else simulate_steps(planned, ahead=(0, 1))
+    plan = planned.best
+    times, work = plan.times, plan.workload
+    return {
+        "recipe": recipe.name,
+        "model": recipe.model,
+        "parameters": PARAMETERS[recipe.model],
+        "algorithm": recipe.algorithm,
+        "gpus": recipe.gpus,
+        "nodes": recipe.nodes,
+        "placement": config.cluster.placement,
+        "layout": describe_layout(config.actor.layout.model_dump()),
+        "engines": None if config.is_offline else [config.rollout.replicas, config.rollout.tp],
+        "seconds": round(times.seconds, 1),
+        "rollout": None if times.rollout is None else round(times.rollout.seconds, 1),
+        "training": round(times.training_seconds, 1),
+        "fullest_gib": round(plan.fullest.total / GIB, 1),
+        "faster_ahead": simulated and round(simulated[0].step_seconds / simulated[1].step_seconds, 2),
+        "tokens": round(work.samples * (work.prompt_tokens + work.response_tokens)),
+    }
+
+
+PREDICTIONS = {
+    "published": lambda: [predict_published(case) for case in CASES],
+    "recipes": lambda: [predict_recipe(recipe) for recipe in RECIPES],
+}
+
+
 if __name__ == "__main__":
-    run_benchmark(__doc__, lambda _: {"runs": [predict(case) for case in CASES]})
+    run_benchmark(
+        __doc__,
+        lambda arguments: {"runs": PREDICTIONS[arguments.what]()},
+        option("what", choices=PREDICTIONS),
+    )
