@@ -32,6 +32,7 @@ BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstar
 QUIET_PERCENT = 5.0
 """Percentage of the machine's CPU time used by other processes above which figures are unreliable."""
 
+TIMEOUT_S = 7200
 MEGARL = (sys.executable, "-m", "megarl.cli")
 
 Result = TypeVar("Result")
@@ -113,10 +114,10 @@ def _anonymous_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def train(folder: Path, recipe: Path, *keys: str, timeout_s: float = 3600) -> tuple[list[dict], dict[str, float]]:
+def train(folder: Path, recipe: Path, *keys: str) -> tuple[list[dict], dict[str, float]]:
     """Run `megarl train` with FOLDER/run as its folder. Return the metrics of every step, and run_logged's figures."""
     keys = (*keys, f"run.folder={folder}", "run.name=run", "run.export=false")
-    figures = run_logged([*MEGARL, "train", str(recipe), *keys], log=folder / "megarl.log", timeout_s=timeout_s)
+    figures = run_logged([*MEGARL, "train", str(recipe), *keys], log=folder / "megarl.log")
     return read_metrics(folder / "run"), figures
 
 
@@ -125,7 +126,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def run_logged(
-    *commands: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
+    *commands: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
     """Run commands at the same time, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
@@ -141,8 +142,8 @@ def run_logged(
                 options = dict(cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT, process_group=0)
                 children.append(subprocess.Popen(command, **options))
         while None in (statuses := [child.poll() for child in children]) and not any(statuses):
-            if time.perf_counter() - start > timeout_s:
-                raise TimeoutError(f"{commands} did not finish within {timeout_s} s")
+            if time.perf_counter() - start > TIMEOUT_S:
+                raise TimeoutError(f"{commands} did not finish within {TIMEOUT_S} s")
             for child in children:
                 own |= _cpu_seconds(child.pid)
             time.sleep(0.5)
@@ -150,10 +151,9 @@ def run_logged(
         for child in children:
             child.terminate()
             child.wait()
-    for command, status in zip(commands, statuses, strict=True):
-        if status:
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-            sys.exit(f"{tail}\nbenchmark: error: exit status {status} of {' '.join(command)}")
+    if any(statuses):
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        sys.exit(f"{tail}\nbenchmark: error: exit status {statuses} of {commands}")
     seconds = time.perf_counter() - start
     elsewhere = machine_cpu_seconds() - machine_before - sum(own.values())
     return {

@@ -70,9 +70,6 @@ from megarl.step.rollouts import choose
 from megarl.step.scoring import ScoredSample, select
 from tests.published_models import CONFIGS
 
-FEWER_TOKENS = 8
-"""Divisor of the sample lengths for the second measurement of memory."""
-
 STEPS = 9
 """Number of measured steps of a rank. The result is the median, because memory pools are empty in the first step."""
 
@@ -82,9 +79,6 @@ and the wait for the checkpoint's files."""
 
 ANSWERING = 2
 """Number of processes that answer for all ranks and engines."""
-
-FILES = 2
-"""Number of checkpoint files per rank."""
 
 NUM_METRICS = 40
 """Number of metrics that a rank returns per update."""
@@ -135,21 +129,10 @@ class Step(NamedTuple):
     metrics: list[dict[str, Metric]]
 
 
-@ray.remote(num_cpus=0, max_concurrency=64)
-class StubActor(ProcessActor):
-    """Answers for many ranks."""
-
-    def stub(self) -> None:
-        """Return at once."""
-
-    def update(self) -> dict[str, Metric]:
-        return {f"policy/{k}": Metric(0.5, 1000.0) for k in range(NUM_METRICS)}
-
-
 class StubGroup(WorkerGroup):
     """All ranks."""
 
-    title = "StubActor"
+    title = "StubProcess"
 
     @remote(timeout="update")
     def _stub(self) -> None: ...
@@ -170,7 +153,7 @@ def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]
     step, lap = step_of(case), Laps()
     rank_batches = driver(step, lap)
     lap("complete a checkpoint", complete_checkpoint, scratch / "checkpoints", case.ranks)
-    shorter = case._replace(tokens=case.tokens // FEWER_TOKENS)
+    shorter = case._replace(tokens=case.tokens // 8)
     memory = {str(each.tokens): peak_bytes(step_of(each)) for each in (case, shorter)}
     call_all_ranks(step.config, case.ranks, scratch, lap)  # last, because Ray's threads keep running
     return {
@@ -198,10 +181,10 @@ def driver(step: Step, lap: Laps) -> list[RankBatch]:
 
 
 def complete_checkpoint(folder: Path, ranks: int) -> None:
-    """Complete a checkpoint of empty files, written by all ranks."""
+    """Complete a checkpoint of two empty files per rank."""
     checkpoints = Checkpoints(folder)
     hidden = checkpoints.begin(1)
-    names = [f"__{rank}_{i}.distcp" for rank in range(ranks) for i in range(FILES)]
+    names = [f"__{rank}_{i}.distcp" for rank in range(ranks) for i in range(2)]
     for name in names:
         (hidden / name).touch()
     checkpoints.commit(1, {"run": {}}, [FileRecord(name, 0, "0" * 64) for name in names])
@@ -211,8 +194,8 @@ def call_all_ranks(config: Config, ranks: int, scratch: Path, lap: Laps) -> None
     """Make a step's calls to all ranks twice and measure the second time, because processes and connections start
     during the first."""
     with Session(config, scratch, scratch) as session:
-        actors = [StubActor.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
-        group = StubGroup(session, "stub", {f"rank-{i}": actors[i % ANSWERING] for i in range(ranks)})
+        actors = [StubProcess.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
+        group = StubGroup(session, "stub", {f"rank-{i}": stub_handle(actors[i % ANSWERING], i) for i in range(ranks)})
         group.step()
         lap(f"{CALLS} calls to each rank", group.step)
 
@@ -322,16 +305,12 @@ CASES = {
 class StubProcess(ProcessActor):
     """Answers for many ranks and engines."""
 
-    def __init__(self, process: Process, logs: Path, config: Config, hf_config: dict[str, Any]):
-        super().__init__(process, logs)
+    def prepare(self, config: Config, hf_config: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Prepare the results of a start, for these ranks and all engines."""
         self._shards = [h.shard for h in vllm_holders(hf_config, config.rollout.tp, 1, config.model.dtype)]
-        self._holder = partial(megatron_holder, hf_config, config.actor.layout, dtype=config.model.dtype)
-        self._started: dict[int, Started] = {}
-
-    def prepare(self, ranks: Sequence[int]) -> None:
-        """Prepare the start results of these ranks."""
+        holder = partial(megatron_holder, hf_config, config.actor.layout, dtype=config.model.dtype)
         packing = Packing(4096, 8, True, 1, 8, 1, COST)
-        self._started = {rank: Started(rank, self._holder(rank), packing, "stub") for rank in ranks}
+        self._started = {rank: Started(rank, holder(rank), packing, "stub") for rank in ranks}
 
     def call(self, rank: int, method: str, *_: Any) -> TimedResult:
         """Return a method's result for one rank or engine. Methods that receive a part of the plan do nothing."""
@@ -344,6 +323,8 @@ class StubProcess(ProcessActor):
             case "describe_parameters":
                 shapes = [{n: (shape, s.dtypes[n]) for n, shape in s.shapes.items()} for s in self._shards]
                 value = shapes, []
+            case "update":
+                value = {f"policy/{k}": Metric(0.5, 1000.0) for k in range(NUM_METRICS)}
             case "send":
                 value = 0
             case "refit":
@@ -374,9 +355,9 @@ def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
         placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=GPUS_PER_NODE))
         one_node = load_config(folder, settings | {"cluster.nodes": 1})
         with Session(one_node, scratch, scratch) as session:
-            stubs = [StubProcess.remote(Process("stub", i, 1), scratch, config, hf_config) for i in range(ANSWERING)]
+            stubs = [StubProcess.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
             numbers = range(len(placement.trainers))
-            ray.get([stub.prepare.remote(numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
+            ray.get([stub.prepare.remote(config, hf_config, numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
             session.on_node = lambda _, process: SimpleNamespace(
                 remote=lambda *_: stub_handle(stubs[process.index % ANSWERING], process.index)
             )
@@ -391,7 +372,6 @@ def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
     assert metrics["engines/alive"].value == config.rollout.replicas
     return {
         "model": model,
-        "layout": layout,
         "engines": f"{config.rollout.replicas} × tp={config.rollout.tp}",
         "ranks": len(placement.trainers),
         "driver_cpu_seconds": lap.seconds,

@@ -177,10 +177,8 @@ def drive(
     num_turns = sum(info.num_turns for info in infos)
     later = sum(info.num_context_tokens for info in infos)
     return {
-        "seconds": round(seconds, 2),
         "rollouts": len(infos),
         "failed": sum(info.stop_reason == "failed" for info in infos),
-        "turns": num_turns,
         "engine_idle_share": round(steps.idle_s / seconds, 4),
         "cpu_ms_per_turn": {
             "rollouts": round(1000 * rollouts_s / num_turns, 3),

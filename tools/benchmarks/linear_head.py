@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import time
 from statistics import median
 from typing import Any
 
 import torch
 from benchmark import in_new_process, option, run_benchmark
+from training_case import peak_rss_bytes, timed
 
 from megarl.core import device
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
@@ -61,24 +60,18 @@ def measure_side(
         else:
             scored = torch.stack(plain(hidden, weight, targets, 1.0, vocabulary), -1)
         (scored * gradients).sum().backward()
+        device.synchronize()
 
     forward_backward()
     gradient_bytes = hidden.numel() * hidden.element_size() + weight.numel() * 4
     extra_bytes = _peak_bytes() - before - gradient_bytes
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        forward_backward()
-        device.synchronize()
-        seconds.append(time.perf_counter() - start)
+    seconds = timed(forward_backward, repeats)
     return {"median_seconds": median(seconds), "seconds": seconds, "extra_bytes": extra_bytes}
 
 
 def _peak_bytes() -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident."""
-    if device.on_cuda():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() if device.on_cuda() else peak_rss_bytes()
 
 
 if __name__ == "__main__":

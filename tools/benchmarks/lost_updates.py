@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as a script and imported by tests
 
 
 from megarl.config.schema import Config
@@ -191,21 +190,21 @@ class Copied(ActorWorker):
 class Stochastic(Copied):
     """Rounds main weights to parameters stochastically, which is unbiased."""
 
+    has_main_weights = True
+
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
         for parameter in named_parameters(self.chunks).values():
             parameter.detach().copy_(stochastically_rounded(parameter.main_param.view_as(parameter)))
+            if not self.has_main_weights:
+                parameter.main_param.copy_(parameter.detach().flatten())
         return metrics
 
 
 class StochasticAlone(Stochastic):
     """The same without main weights: the next update starts from the rounded parameters."""
 
-    def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        metrics = super().update(batch)
-        for parameter in named_parameters(self.chunks).values():
-            parameter.main_param.copy_(parameter.detach().flatten())
-        return metrics
+    has_main_weights = False
 
 
 class Float16(ActorWorker):

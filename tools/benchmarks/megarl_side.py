@@ -61,7 +61,6 @@ def main() -> None:
         "saves": [saving(worker, folder / f"checkpoint-{i}", rank) for i in range(case.saves)],
         "seconds": seconds,
         "measured_bytes": peak - baseline,
-        "baseline_bytes": baseline,
         "gpu_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
         "closed_form_bytes": closed_form(case, config, rank, batches),
         "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},

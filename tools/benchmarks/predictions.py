@@ -26,7 +26,7 @@ from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import Workload
 from tests.h100_recipes import RECIPES, H100Recipe
 from tests.published_models import CONFIGS, PARAMETERS
-from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, option, run_benchmark
 
 FACTOR = 2.5
 """Predictions should be within this factor of the published times."""
@@ -51,7 +51,7 @@ class Case:
         seconds: published seconds per step.
         rollout: published seconds of its rollout phase, if known.
         prompt: tokens of a prompt.
-        keys: other overrides of base.yaml.
+        settings: other keys of the recipe.
         overlapped: whether rollouts overlap with training (one step off-policy).
     """
 
@@ -63,36 +63,33 @@ class Case:
     engines: Sequence[int]
     tokens: Sequence[int]
     batch: Sequence[int]
+    settings: dict[str, Any]
     seconds: float
     rollout: float | None = None
     overlapped: bool = False
     prompt: int = PROMPT
-    keys: Sequence[str] = ()
-
-    @property
-    def overrides(self) -> list[str]:
-        prompts, samples, update = self.batch
-        longest = self.tokens[1]
-        parallel = {"sequence_parallel": "true" if self.layout.get("tp", 1) > 1 else "false", **self.layout}
-        return [
-            *(f"actor.layout.{name}={size}" for name, size in parallel.items()),
-            f"rollout.tp={self.engines[0]}",
-            f"rollout.replicas={self.engines[1]}",
-            f"batch.prompts_per_step={prompts}",
-            f"batch.samples_per_prompt={samples}",
-            f"batch.prompts_per_update={update}",
-            f"rollout.context_length={longest}",
-            f"rollout.max_new_tokens={longest - self.prompt}",
-            f"actor.tokens_per_microbatch={longest}",
-            f"cluster.placement={'disaggregated' if self.overlapped else 'colocated'}",
-            f"rollout.sleep={'false' if self.overlapped else 'true'}",
-            "actor.recompute=full",
-            "algorithm.kl.coefficient=0.01",
-            *self.keys,
-        ]
 
     def plan(self) -> StepPlan:
-        config = load(BASE, ["model.path=published", "data.source=arithmetic", *self.overrides])
+        prompts, samples, update = self.batch
+        longest = self.tokens[1]
+        settings = {
+            "actor.layout.sequence_parallel": "true" if self.layout.get("tp", 1) > 1 else "false",
+            **{f"actor.layout.{name}": size for name, size in self.layout.items()},
+            "rollout.tp": self.engines[0],
+            "rollout.replicas": self.engines[1],
+            "batch.prompts_per_step": prompts,
+            "batch.samples_per_prompt": samples,
+            "batch.prompts_per_update": update,
+            "rollout.context_length": longest,
+            "rollout.max_new_tokens": longest - self.prompt,
+            "actor.tokens_per_microbatch": longest,
+            "cluster.placement": "disaggregated" if self.overlapped else "colocated",
+            "rollout.sleep": "false" if self.overlapped else "true",
+            "actor.recompute": "full",
+            "algorithm.kl.coefficient": 0.01,
+            **self.settings,
+        }
+        config = load_config("published", settings)
         workload = Workload.of(config, self.prompt, self.tokens[0] - self.prompt)
         workload = replace(workload, sharing=1)  # these trainers recompute a prompt for each of its samples
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
@@ -107,7 +104,7 @@ def predict_published(case: Case) -> dict[str, Any]:
     times = plan.times
     predicted = times.overlapped(is_colocated=False) if case.overlapped else times.seconds
     return {
-        **{name: value for name, value in asdict(case).items() if name != "keys"},
+        **{name: value for name, value in asdict(case).items() if name != "settings"},
         "predicted": round(predicted, 1),
         "phases": {name: round(seconds, 1) for name, seconds in times.phases.items()},
         "bounds": times.bounds,

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as a script and imported by tests
 
 from megarl.core.types import Prompt, Sample
 from megarl.megatron import parallel
@@ -116,11 +115,10 @@ if __name__ == "__main__":
     run_benchmark(
         __doc__,
         lambda arguments: {
-            "model": arguments.model,
+            "model": MODEL,
             "tokens_per_microbatch": BUDGET,
-            "cases": measure(resolve(arguments.model), arguments.scale, arguments.updates),
+            "cases": measure(resolve(MODEL), arguments.scale, arguments.updates),
         },
-        option("--model", default=MODEL),
         option("--scale", type=float, default=1.0, help="factor of all lengths"),
         option("--updates", type=int, default=3),
     )

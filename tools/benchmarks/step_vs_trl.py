@@ -30,7 +30,6 @@ LINK = "import site; site.addsitedir({packages!r})\nimport sys; sys.modules['vll
 """Python runs these lines at start. Without them TRL would import vLLM, and its memory would count for TRL."""
 
 TIMES = ("step", "rollout", "reward", "train", "refit")
-START_TIMEOUT_S, STEP_TIMEOUT_S = 900, 600
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -68,9 +67,7 @@ def build_environment(folder: Path) -> Path:
 
 
 def measure_megarl(steps: int, work: Path) -> dict[str, Any]:
-    lines, conditions = train(
-        work, QUICKSTART, f"run.steps={steps}", timeout_s=START_TIMEOUT_S + steps * STEP_TIMEOUT_S
-    )
+    lines, conditions = train(work, QUICKSTART, f"run.steps={steps}")
     manifest = json.loads((work / "run" / "manifest.json").read_text(encoding="utf-8"))
     return {"versions": manifest["versions"], "git": manifest["git"], **conditions, **summary(lines)}
 
@@ -79,7 +76,7 @@ def measure_trl(python: Path, steps: int, microbatch: int, work: Path) -> dict[s
     folder = work / f"trl-{microbatch}"
     folder.mkdir()
     command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(folder), str(steps), str(microbatch)]
-    conditions = run_logged(command, log=folder / "log", timeout_s=START_TIMEOUT_S + steps * STEP_TIMEOUT_S)
+    conditions = run_logged(command, log=folder / "log")
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     return {**facts, **conditions, **summary(read_metrics(folder))}
 

@@ -31,11 +31,8 @@ from megarl.models.shape import ModelShape
 PEAK_TFLOPS = 989.5
 """Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
 
-TIMEOUT_S = 900
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Makes glibc return freed memory, so that resident memory is close to the memory in use."""
-
-MICROBATCH = "microbatch sizes to try; the fastest one counts (default: 8)"
 
 LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 
@@ -155,14 +152,12 @@ MEASUREMENTS = {
 }
 
 
-def case_of(
-    arguments: argparse.Namespace, mixed: bool = False, layout: Mapping[str, int] = MappingProxyType({})
-) -> Case:
+def case_of(arguments: argparse.Namespace, mixed: bool = False, layout: Mapping[str, int] | None = None) -> Case:
     """Return a case with the options' sizes. A rank has all cores, or one if the layout has several ranks."""
     response = arguments.longest_response if mixed else arguments.response
     lengths = (mixed_lengths if mixed else equal_lengths)(arguments.samples, arguments.prompt, response)
-    threads = 1 if layout else len(os.sched_getaffinity(0))
-    return Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, dict(layout))
+    threads, layout = 1 if layout else len(os.sched_getaffinity(0)), layout or {}
+    return Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, layout)
 
 
 def run(
@@ -180,7 +175,7 @@ def run(
     ranks = range(2 if case.layout else 1)
     commands = [[*script, str(folder), str(rank)] for rank in ranks]
     environment = {"PYTHONWARNINGS": "ignore", **environment}
-    run_logged(*commands, log=folder / "log", timeout_s=TIMEOUT_S, environment=environment)
+    run_logged(*commands, log=folder / "log", environment=environment)
     return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in ranks]
 
 
@@ -259,8 +254,6 @@ if __name__ == "__main__":
         option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
         option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
         option("--saves", type=int, default=3, help="checkpoints; the result is the median (%(default)s)"),
-        *(
-            option(f"--{other}-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help=MICROBATCH)
-            for other in ("transformers", "trl")
-        ),
+        option("--transformers-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
+        option("--trl-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
     )

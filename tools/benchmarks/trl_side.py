@@ -32,9 +32,6 @@ from megarl.models.folder import resolve
 from megarl.models.tokenizer import load_tokenizer
 from megarl.rewards.numeric import numeric_match
 
-SAMPLES_PER_PROMPT = 2
-"""Smallest group that GRPOTrainer accepts for updates on given samples."""
-
 PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 COMMON = dict(
@@ -181,7 +178,7 @@ def update_given_samples(folder: Path) -> None:
         max_steps=1 + case.updates,
         per_device_train_batch_size=case.microbatch,
         gradient_accumulation_steps=num_samples // case.microbatch,
-        num_generations=SAMPLES_PER_PROMPT,
+        num_generations=2,  # the smallest group that GRPOTrainer accepts
         max_completion_length=case.longest,
         learning_rate=1e-6,
         weight_decay=0.0,
