@@ -34,22 +34,21 @@ def test_script_prints_help(script):
 
 
 def test_flops_are_six_per_weight_and_token_plus_attention():
-    code = "from h100 import case_of, flops_of; case = case_of('qwen2.5-1.5b', 8)"
-    measured = output_of("-c", f"{code}; print(case.microbatch, case.num_tokens, flops_of(case))")
-    layers, head, tokens = 1_310_195_712, 151936 * 1536, 2 * 8192  # matrix weights of Qwen2.5-1.5B
-    pairs = 16 * 1024 * 1025 // 2
+    case = "Case('qwen2.5-1.5b', equal_lengths(32, 256, 768), 1, 1, 8192, {})"
+    flops = output_of("-c", f"from training_step import Case, equal_lengths, flops_of; print(flops_of({case}))")
+    layers, head, tokens = 1_310_195_712, 151936 * 1536, 32 * 1024  # matrix weights of Qwen2.5-1.5B
+    pairs = 32 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
-    flops = 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
-    assert [float(figure) for figure in measured.split()] == [8192, tokens, flops]
+    assert float(flops) == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
 
 
 @pytest.mark.slow
-def test_gpu_training_step_is_measured(tmp_path):
-    output_of("h100.py", "--only", "steps", "--sizes", "small", "--out", str(tmp_path / "h100.json"))
-    [step] = json.loads((tmp_path / "h100.json").read_text())["steps"]
-    assert (step["device"], step["tokens_per_microbatch"]) == ("CPU", 1024)
-    flops = step["flops_per_update"]
-    assert step["mfu"] == pytest.approx(flops / step["median_seconds"] / 989.5e12)
+def test_flops_utilization_is_measured(tmp_path):
+    sizes = ["--shape", "tiny", "--samples", "4", "--prompt", "20", "--response", "12"]
+    output_of("training_step.py", "mfu", *sizes, "--out", str(tmp_path / "mfu.json"))
+    result = json.loads((tmp_path / "mfu.json").read_text())
+    assert result["megarl"]["tokens"] == 4 * 32
+    assert result["mfu"] == pytest.approx(result["flops"] / result["megarl"]["median_seconds"] / 989.5e12)
 
 
 def test_head_is_measured_against_full_logits(tmp_path):
