@@ -225,6 +225,7 @@ def test_refit_time_matches_the_simulated_plan(case):
 PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 
+@pytest.mark.exhaustive
 def test_recorded_published_steps_are_current():
     """`python tools/benchmarks/predictions.py published --out …` updates the record."""
     assert json.loads(json.dumps([predictions.predict_published(case) for case in predictions.CASES])) == PUBLISHED
