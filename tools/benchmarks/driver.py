@@ -292,11 +292,7 @@ CASES = {
         "{tp: 8, pp: 16, dp: 8, ep: 32, etp: 1, last_stage_layers: 1, sequence_parallel: true}",
         {"rollout.replicas": 32, "rollout.tp": 8, "cluster.nodes": 160},
     ),
-    "qwen2.5-0.5b": (
-        "Qwen2.5-0.5B",
-        "{pp: 2, dp: 4}",
-        {"rollout.replicas": 4, "rollout.tp": 2, "cluster.nodes": 2},
-    ),
+    "qwen2.5-0.5b": ("Qwen2.5-0.5B", "{pp: 2, dp: 4}", {"rollout.replicas": 4, "rollout.tp": 2, "cluster.nodes": 2}),
 }
 """Name -> a model, actor.layout, and the engines on the remaining GPUs of the nodes."""
 

@@ -215,12 +215,12 @@ class Float16(ActorWorker):
         self._weights = [p.detach() for p in named_parameters(self.chunks).values()]
         self._main = [weight.clone() for weight in self._weights]
         for part in parts_of(self.optimizer):
-            part.optimizer.register_step_pre_hook(lambda *_: torch._foreach_copy_(self._weights, self._main))
-            part.optimizer.register_step_post_hook(lambda *_: torch._foreach_copy_(self._main, self._weights))
+            part.optimizer.register_step_pre_hook(lambda *_: copy_all(self._main, self._weights))
+            part.optimizer.register_step_post_hook(lambda *_: copy_all(self._weights, self._main))
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
-        torch._foreach_copy_(self._weights, [main.half() for main in self._main])
+        copy_all([main.half() for main in self._main], self._weights)
         return metrics
 
 
@@ -233,6 +233,10 @@ OPTIONS: dict[str, tuple[type[ActorWorker], str]] = {
     "float16": (Float16, "float32"),
 }
 """Option -> its worker class, and model.dtype."""
+
+
+def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:
