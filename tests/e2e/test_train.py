@@ -15,11 +15,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.trace import DRIVER, read_trace
+from megarl.cluster.trace import DRIVER
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from megarl.run.diagnosis.comparison import first_different, verdict
 from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
 from megarl.run.diagnosis.side import SIDES
+from tests.e2e.run import read_trace
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
 from tests.paths import BASE

@@ -21,7 +21,7 @@ from megarl.resharding.selection import ONE_PROCESS
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import layout_keys, plan_of, recipe
-from tools.benchmarks import published_steps
+from tools.benchmarks import predictions
 
 RESULTS = ROOT / "tools" / "benchmarks" / "results"
 DENSE = "Qwen2.5-7B"
@@ -227,14 +227,14 @@ PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 @pytest.mark.exhaustive
 def test_recorded_published_steps_are_current():
-    """`python tools/benchmarks/published_steps.py --out …` updates the record."""
-    assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED
+    """`python tools/benchmarks/predictions.py published --out …` updates the record."""
+    assert json.loads(json.dumps([predictions.predict_published(case) for case in predictions.CASES])) == PUBLISHED
 
 
 def test_published_steps_are_within_the_stated_factor():
-    within = [run for run in PUBLISHED if 1 / published_steps.FACTOR <= run["ratio"] <= published_steps.FACTOR]
+    within = [run for run in PUBLISHED if 1 / predictions.FACTOR <= run["ratio"] <= predictions.FACTOR]
     missed = [(run["who"], run["model"], run["gpus"]) for run in PUBLISHED if run not in within]
-    assert missed == published_steps.MISSES
+    assert missed == predictions.MISSES
 
 
 def test_refit_inside_a_node_uses_nvlink():
