@@ -260,11 +260,6 @@ class ObjectiveSpec(Spec):
         return isinstance(self, PairObjective)
 
     @property
-    def learns_labels(self) -> bool:
-        """Whether the objective learns token labels."""
-        return isinstance(self, LabelObjective)
-
-    @property
     def selects_tokens(self) -> bool:
         """Whether the objective treats selected tokens in an update differently."""
         return isinstance(self, PolicyObjective) and self.selection is not None

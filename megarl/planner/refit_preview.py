@@ -12,8 +12,8 @@ from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
 from megarl.resharding.families import (
     megatron_holders,
-    quantised_destinations,
-    quantised_sources,
+    quantized_destinations,
+    quantized_sources,
     vllm_holders,
 )
 from megarl.resharding.piece import Holder
@@ -57,7 +57,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         trainers = megatron_holders(hf_config, layout, dtype)
         engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
         if rollout.quantization is not None:
-            trainers, engines = quantised_sources(hf_config, trainers), quantised_destinations(hf_config, engines)
+            trainers, engines = quantized_sources(hf_config, trainers), quantized_destinations(hf_config, engines)
         return place(trainers, trainer_gpus), place(engines, engine_gpus)
 
     placed = [list(trainer_gpus), list(engine_gpus), ranks_per_node]

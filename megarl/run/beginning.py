@@ -34,13 +34,13 @@ def check_beginning(config: Config) -> str | None:
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
     check_continues(config, update_moved_paths(config, saved, moved), step, str(folder.path))
-    return f"{folder.path}: already at step {step} of {config.run.steps}"
+    return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
 
 
 def find_model_paths(config: Config) -> Config:
     """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
     (`reuse_earlier_folders`)."""
-    folders = {} if config.resume == "never" else RunFolder.of(config).given_models
+    folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
     return reuse_earlier_folders(config, folders)
 
 

@@ -173,14 +173,14 @@ class RunContext:
             try:
                 for number in self._steps(trained, step, evaluate, write, memory, trackers):
                     done = number
-                    self._end_if_told(trained, write)
+                    self._end_if_signaled(trained, write)
                     saver.commit()  # after the step's metrics are written, since a resumed run needs them
                 saver.finish()
-                self._end_if_told(trained, write)
+                self._end_if_signaled(trained, write)
             except RunFailure as failure:
-                if not interrupts.is_told:
+                if not interrupts.is_signaled:
                     raise
-                print(f"the current step was interrupted: {failure}", flush=True)
+                print(f"the signal interrupted the current step: {failure}", flush=True)
                 saver.finish_after_interrupt(done, left_s=lambda: 0.0)
                 raise KeyboardInterrupt from failure
             except KeyboardInterrupt:
@@ -218,9 +218,9 @@ class RunContext:
             trace.record(f"step {state.step}", begin, time.time())
             yield state.step
 
-    def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
+    def _end_if_signaled(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint and raise KeyboardInterrupt if the run has received a termination signal."""
-        if interrupts.is_told:
+        if interrupts.is_signaled:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt

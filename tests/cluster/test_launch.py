@@ -59,7 +59,7 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
     assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
-    assert "rollout: no answer from engine-0 in 0.01 s" in last
+    assert "rollout: no response from engine-0 within 0.01 s" in last
     run.check_nothing_is_left()
 
 

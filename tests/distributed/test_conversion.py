@@ -116,7 +116,7 @@ def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     config = config_of(folder, "actor.layout={tp: 2}")
     run_ranks(2, save_with_megatron, config, folder, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
+    with pytest.raises(ValueError, match=r"has no model description. Fix: pass --hf"):
         megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back")
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))

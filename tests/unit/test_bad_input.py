@@ -143,7 +143,7 @@ CASES = [
     ),
     (
         "actor.frozen=[no.such.tensor]",
-        ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"],
+        ["actor.frozen: no.such.tensor matches no tensor in the model. Fix: use a name such as"],
     ),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
@@ -177,9 +177,9 @@ CASES = [
     ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: set data.size to at most 8"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),
     # rewards
-    (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),
+    (rewards("exact_mach"), ["rewards.functions: unknown function 'exact_mach'. Fix: use exact_match"]),
     (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
-    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py is a file without a function"]),
+    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
     (
         rewards("FOLDER/good.py:g"),
         ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "],
@@ -194,7 +194,10 @@ CASES = [
         rewards("FOLDER/crashes.py:f"),
         ["rewards.functions: FOLDER/crashes.py:f: the import ended the process (exit st"],
     ),
-    (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
+    (
+        rewards("FOLDER/two.py:f"),
+        ["rewards.functions: FOLDER/two.py:f has the signature (prompt, response): too many positional"],
+    ),
     (
         rewards("FOLDER/four.py:f"),
         ["FOLDER/prompts.jsonl:1: missing column 'level' (expected: a JSON value (text, number, true/false, null,"],
@@ -209,13 +212,19 @@ CASES = [
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
-        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer): too many p"],
+        ["rewards.judge: FOLDER/good.py:f has the signature (prompt, response, answer): too many p"],
     ),
     # folders and checkpoints
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),
     ("run.folder=/proc/runs", ["run.folder=/proc/runs: not writable"]),
-    ("run.name=latest", ["run.name=latest: reserved for the link to the newest run. Fix: choose another run.name."]),
-    ("resume=FOLDER/none", ["resume=FOLDER/none: no such folder. Fix: set it to never, auto or a checkpoint folder"]),
+    (
+        "run.name=latest",
+        ["run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a different run.name"],
+    ),
+    (
+        "resume=FOLDER/none",
+        ["resume=FOLDER/none: no such folder. Fix: set resume to never, auto or a checkpoint folder"],
+    ),
     ("resume=FOLDER/no_model", ["FOLDER/no_model: manifest.json is missing"]),
     ("checkpoint.every_steps=1  checkpoint.keep=100000000", ["checkpoint.keep=100000000: RUNS/tiny/checkpoints has "]),
     # several at once

@@ -208,7 +208,7 @@ def test_reshard_prints_plan_and_costs(
         "floor_seconds",
         "communicators",
         "communicator_bytes",
-        "neighbours",
+        "neighbors",
         "operations",
         "peak_staging_bytes",
         "ranks_source",
@@ -221,7 +221,7 @@ def test_reshard_prints_plan_and_costs(
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
-    reason = "4 num_attention_heads are not divisible by 3 (4 / 3 = 1.333). Fix: set tp to 1, 2 or 4"
+    reason = "4 attention heads are not divisible by 3 (4 / 3 = 1.333). Fix: set tp to 1, 2 or 4"
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
@@ -233,7 +233,7 @@ def test_reshard_previews_the_refit_of_a_recipe(
     assert run(monkeypatch, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("refit    cluster.placement=colocated, ") and lines[1] == "ranks    2 -> 2"
-    assert lines[2].endswith(" on a device")
+    assert lines[2].endswith(" within devices")
     assert run(monkeypatch, *arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["bytes_by_link"]["inter"] > 0
     assert run(monkeypatch, *arguments, "--to", "hf") == 2
@@ -251,12 +251,12 @@ SETS = "evaluation.sets=[{name: a}]"
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ([], "evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe."),
+        ([], "evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets"),
         (
             [SETS, "cluster.nodes=2"],
             "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: already exists. Fix: choose another folder."),
+        ([SETS, "--out", "FOLDER"], "--out FOLDER: the folder already exists. Fix: pass a different folder"),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )

@@ -213,7 +213,7 @@ def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
     assert load(path) == load(QUICKSTART, ["run.steps=3"])
     (tmp_path / "base.yaml").write_text("run: {steps: -1}\n")
     path.write_text("base: base.yaml\n")
-    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighbouring file takes precedence"
+    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighboring file takes precedence"
     path.write_text("base: none.yaml\n")
     assert errors(path) == [
         f"{tmp_path}/none.yaml (the base of {path}): cannot be read (No such file or directory). Fix: correct the path"

@@ -182,7 +182,7 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: the file does not exist"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
         ({"template": Path("/no/such")}, "--template=/no/such: the file does not exist"),
-        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices at 1 per node, leaving 2 of 4 nodes empty"),
+        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices and each node has 1, so 2 of 4 nodes would be empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -271,8 +271,10 @@ def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
 def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickstart, keys = ROOT / "configs/quickstart.yaml", (f"run.folder={tmp_path}", "run.name=s")
     finished = {"s", "s-1"}
-    monkeypatch.setattr(submit, "check_beginning", lambda c: "already at step 3" if c.run.name in finished else None)
-    assert launch(quickstart, ON_CPU, *keys)[-1] == "already at step 3"
+    monkeypatch.setattr(
+        submit, "check_beginning", lambda c: "already finished step 3" if c.run.name in finished else None
+    )
+    assert launch(quickstart, ON_CPU, *keys)[-1] == "already finished step 3"
     assert not (tmp_path / "s").exists()
     launch(quickstart, ON_CPU, *keys, sweeps=["run.seed=0,1,2"])
     assert "#SBATCH --array=0,2\n" in script_of(tmp_path / "s")

@@ -23,7 +23,7 @@ def test_policy_loss_requires_selected_tokens(name):
     algorithm = config.algorithm
     sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
     [batch] = with_advantages(algorithm, [collate([TrainingSample(sample, 1.0, NO_BASELINE, 1.0)], packing())])
-    with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
+    with pytest.raises(AssertionError, match=f"{name}: the batch has no token selection"):
         configured_policy_loss(algorithm, config.tolerance, 0.0).terms(batch, torch.zeros(3, 2))
 
 

@@ -11,7 +11,7 @@ from megarl.models.rules import (
     check_reward_model,
     engine_shards_keep_blocks_whole,
 )
-from megarl.resharding.families import quantised_destinations, vllm_holders
+from megarl.resharding.families import quantized_destinations, vllm_holders
 from tests.published_models import CONFIGS
 from tests.unit.config.rules.recipes import GAE, errors, recipe
 
@@ -511,7 +511,7 @@ def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: b
             continue
         message = engine_shards_keep_blocks_whole(recipe(*keys, experts), model)
         try:
-            quantised_destinations(model, holders)
+            quantized_destinations(model, holders)
         except ValueError:
             assert message is not None and message.startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
         else:

@@ -18,7 +18,7 @@ KEYS = (*layout_keys(tp=2, pp=2, dp=2), "rollout.tp=2", "rollout.replicas=4", "r
 TRAINS, PASSES, REFIT, SAMPLES = (
     "while the actor trains",
     "while the actor computes log-probs",
-    "while the engine takes weights",
+    "while the engine receives weights",
     "while the engine samples",
 )
 

@@ -44,7 +44,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         (["algorithm.correction.weight=token"], "token"),
     ],
 )
-def test_quantised_engines_have_a_correction_by_default(
+def test_quantized_engines_have_a_correction_by_default(
     overrides: list[str], weight: str | None, tmp_path: Path
 ) -> None:
     config = recipe(*overrides)
