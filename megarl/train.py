@@ -137,8 +137,8 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """Adapt the KL coefficient and the objective's penalty and update the reference model, if the config requires it
-    after this step."""
+    """After a step, do whichever of these the config calls for: adapt the KL coefficient, adapt the objective's
+    penalty, update the reference model."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

@@ -255,7 +255,7 @@ class Session:
         users = any(rank(error) == 0 for error in all_errors)
         lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
         if self._others and not lost and not users:
-            self._settle(wanted)  # a process on a different node, such as an engine's part, may also be lost
+            self._settle(wanted)  # processes on other nodes, such as a shard of a multi-node engine, may also be lost
             if not (failed := self._failed()):
                 return
         for pending in failed:

@@ -1,5 +1,5 @@
 """Canary prompts: a few fixed prompts to which every engine responds. The trainer then scores the response tokens with
-the same weights, so differences in log-probs have a cause other than training."""
+the same weights, so any log-prob difference is a mismatch between engine and trainer, not an effect of training."""
 
 from __future__ import annotations
 

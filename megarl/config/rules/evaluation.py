@@ -104,7 +104,7 @@ def sets_have_evaluation_times(config: Config) -> str | None:
 
 def several_samples_require_temperature(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        is_answered = config_of_set(config, item).has_environment  # the environment's replies may differ
+        is_answered = config_of_set(config, item).has_environment  # may reply differently each time
         if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
                 f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so "

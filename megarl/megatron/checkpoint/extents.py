@@ -1,4 +1,5 @@
-"""A parameter's extents: where Megatron's sharding description saves the parameter's elements."""
+"""A parameter's extents: where a checkpoint stores the parameter's elements, according to Megatron's sharding
+metadata."""
 
 from __future__ import annotations
 

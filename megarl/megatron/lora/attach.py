@@ -115,7 +115,7 @@ def _adapter(
             _mark_expert_factor(factor, is_cut, process_group, weight.allreduce)
         else:
             factor.weight.tensor_model_parallel = is_cut
-            # Each rank sees a part of the tokens and computes a part of the gradient.
+            # Each rank sees only some of the tokens, so its gradient is partial.
             factor.weight.sequence_parallel = not is_cut and in_sequence
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])

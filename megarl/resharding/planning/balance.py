@@ -46,7 +46,7 @@ class Balance:
         self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}
 
     def even_parts(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> int:
-        """Return the number of equal parts into which to split a rectangle so that all sources can send equally."""
+        """Return how many equal parts to split a rectangle into so that every source sends the same amount."""
         if len(sources) == 1:
             return 1
         receivers = self.by_node(destinations)

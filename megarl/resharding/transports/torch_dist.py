@@ -122,8 +122,9 @@ class TorchDistFolder:
             stored = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
             if stored != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(
-                    f"{self._folder}: {info.relative_path} is damaged: {key} is {stored}, but {METADATA} lists "
-                    f"{(shape_of(rectangle), self.tensors[key].dtype)}"
+                    f"{self._folder}: {info.relative_path} is corrupt: {key} is {stored}, but {METADATA} lists "
+                    f"{(shape_of(rectangle), self.tensors[key].dtype)}. Fix: copy the checkpoint again, or use another "
+                    "one"
                 )
             self._chunks[index] = chunk
         return self._chunks[index]
@@ -212,7 +213,10 @@ def _metadata(folder: Path) -> Metadata:
         with (folder / METADATA).open("rb") as file:
             return _MetadataUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"{folder}: {METADATA} is damaged ({error})") from error
+        raise UserError(
+            f"{folder}: {METADATA} is corrupt or incomplete ({error}). Fix: copy the checkpoint again, or use another "
+            "one"
+        ) from error
 
 
 _CLASSES = {(torch_metadata.__name__, name) for name, kind in vars(torch_metadata).items() if isinstance(kind, type)}
