@@ -174,8 +174,8 @@ def place(
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Return the nodes. gpus: number of GPUs on each node; None: as many devices as needed for an equal share of the
-    ranks."""
+    """Return the nodes. gpus: number of GPUs on each node. None: each node has a device for each rank in its equal
+    share."""
     count = config.cluster.nodes
     devices = gpus or devices_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))

@@ -211,7 +211,7 @@ class Session:
         """Wait until any pending call ends, or for CHECK_S seconds.
 
         Args:
-            wanted: the awaited Pending. An error names it if no call is at fault.
+            wanted: the Pending that the caller waits for. Errors name it if no specific call has failed.
         """
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
@@ -272,8 +272,8 @@ class Session:
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Record errors that occur shortly afterwards, and losses that no call has noticed. The cause is among them.
-        Does not return if Ray itself is lost."""
+        """Record the errors that occur shortly after the first one, and the lost processes that no call has noticed.
+        One of them is the cause. Does not return if Ray itself is lost."""
         self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost(set(self._watched).difference(failed))

@@ -75,8 +75,8 @@ class SyncVerifier:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """Check that other weights have changed if the sample has not. The sample's tokens or experts may have no
-        gradient."""
+        """If the sampled elements have not changed, check that other weights have. The sample's tokens or experts may
+        have no gradient."""
         self._movement += rate
         # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
         # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.

@@ -49,8 +49,8 @@ def begin_main_weights(
 
     Args:
         parameters: the result of `rounded_parameters`. Their main_grad buffers, still unused, hold the values.
-        holder: this rank's holder. Random positions depend on canonical tensor names and indices, so they are the same
-            under every layout.
+        holder: describes this rank's weights. Random positions depend on canonical tensor names and indices, so they
+            are the same under every layout.
         exact: names of the parameters whose main_grad already holds the unrounded values.
     """
     inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}

@@ -44,8 +44,8 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     """Take part in a run until its driver ends it.
 
-    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The node
-    stays until the driver has ended the run or checkpoint.grace_s has passed.
+    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
+    ends when the driver has ended the run or checkpoint.grace_s has passed.
 
     Args:
         scratch: folder for the run's temporary files.

@@ -21,8 +21,8 @@ LONGEST_LINE = 2**26
 class VerifiersAgent(Agent):
     """A rollout in a verifiers environment.
 
-    The dependencies of verifiers conflict with those of vLLM. So verifiers runs in a separate process, which all agents
-    in this process share.
+    The dependencies of verifiers conflict with those of vLLM. Therefore, verifiers runs in a separate process, which
+    all agents in this process share.
     """
 
     def __init__(

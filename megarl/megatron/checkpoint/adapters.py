@@ -68,7 +68,7 @@ class MergedWeights(Readable):
     run's dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
-        """`weights` is the holder for all base model weights, with the run's dtypes."""
+        """`weights` describes all weights of the base model, with the run's dtypes."""
         self._base, self._weights, self._scale = base, weights, adapters.lora.scale
         self._factors = {
             each: factor

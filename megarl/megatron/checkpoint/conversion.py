@@ -246,8 +246,8 @@ def _common() -> bytes:
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype and contains existing tensors
-    only."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype, and omits keys whose tensors do not
+    exist."""
     return [
         Entry(extent, prefix, dtype_by_key[extent.key])
         for prefix, dtype_by_key in dtypes.items()

@@ -46,7 +46,7 @@ class CanonicalShard:
 
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
-"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory saves its parameter
+"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory stores its parameter
 as several tensors or in several places."""
 
 

@@ -161,8 +161,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's part of the checksums that engines should have. `plan` exports the weights that a refit
-        sends."""
+        """Return this rank's contribution to the expected checksums of the engines' weights. `plan` exports the weights
+        that a refit sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:

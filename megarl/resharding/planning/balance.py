@@ -80,7 +80,8 @@ class Balance:
         return self._holders_by_node[holders]
 
     def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
-        """Return the index, among the destinations on each node, of the one that receives for its node."""
+        """Return which of the destinations on each node receives for the node, as an index into the destinations
+        there."""
         size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0

@@ -47,8 +47,8 @@ class _Key(NamedTuple):
 def communicators(plan: Plan) -> tuple[Communicator, ...]:
     """Return the communicators for a plan, each with the ranks that send or receive over it.
 
-    If both sides share devices, links from sources on the same node are excluded: destinations read these sources
-    directly.
+    If sources and destinations share devices, links from sources on the same node are excluded: destinations read these
+    sources directly.
     """
     links: dict[_Key, set[Link]] = defaultdict(set)
     for bucket in plan.buckets:

@@ -53,7 +53,7 @@ class Bucket:
 
 
 class Padding(NamedTuple):
-    """Places with no counterpart in the checkpoint, which these holders fill with zeros."""
+    """Places in parameters that have no counterpart in the checkpoint. The holders fill them with zeros."""
 
     holders: tuple[int, ...]
     places: tuple[Place, ...]

@@ -1,4 +1,4 @@
-"""Parse the command-line description of one side of `megarl reshard`: trainer, engines or Hugging Face folder."""
+"""Parse the source or destination given to `megarl reshard`: trainer ranks, engines or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place rank i on each side on device i. Error messages contain the option values `source` and `destination`.
+    """Place source rank i and destination rank i on device i. Error messages contain the option values `source` and
+    `destination`.
 
     Raises:
-        UserError: a device does not have exactly one rank from each side.
+        UserError: a device does not have exactly one source rank and one destination rank.
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
