@@ -36,12 +36,14 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise RunFailure(
-            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s"
+            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s. "
+            "Fix: raise cluster.timeouts.start"
         ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]
         raise RunFailure(
-            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}"
+            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}. Fix: run "
+            "megarl doctor to check the installed packages"
         )
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 

@@ -263,7 +263,9 @@ class Session:
         if lost:
             self._rendezvous.note_lost(lost)
             nodes = ", ".join(f"node {name}" for name in lost)
-            raise RunFailure(f"{failed[0].phase}: lost {nodes}. See {self.logs}")
+            raise RunFailure(
+                f"{failed[0].phase}: lost {nodes}. See {self.logs}. Fix: replace these nodes and resume the run"
+            )
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:

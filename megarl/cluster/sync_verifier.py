@@ -86,7 +86,8 @@ class SyncVerifier:
         if values == self._known:
             raise RunFailure(
                 "refit: the optimizer's updates do not reach the actor's weights. No byte has changed over updates "
-                f"whose learning rates sum to {self._movement:g}"
+                f"whose learning rates sum to {self._movement:g}. Fix: remove actor.megatron_overrides, and check the "
+                "installed versions with megarl doctor"
             )
         self._known, self._movement = values, 0.0
 

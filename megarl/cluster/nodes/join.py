@@ -96,8 +96,10 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
     if not _is_on(rendezvous, invitation):
         return
     if not first_node.answers():
-        raise RunFailure(f"lost the connection to the first node, {invitation.host}")
-    problem = f"node {report.name}: Ray exited with status {ray.poll()}. See {log}"
+        raise RunFailure(
+            f"lost the connection to the first node, {invitation.host}. Fix: see the driver's output on that node"
+        )
+    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: see {log}"
     rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 

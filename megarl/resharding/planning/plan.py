@@ -190,7 +190,8 @@ class Plan:
         """Return the writes into one destination. Raise a ValueError if `name` is not a destination."""
         if name not in self.holders[self.num_sources :]:
             raise ValueError(
-                f"{name} is not a destination in the plan. Its destinations are {', '.join(self.destinations)}"
+                f"{name} is not a destination in the plan. Its destinations are {', '.join(self.destinations)}. Fix: "
+                "use one of these names"
             )
         holder = self.holders.index(name, self.num_sources)
         copies = tuple(
