@@ -155,7 +155,7 @@ CASES = [
     ),
     (
         "reward_model.path=FOLDER/model",
-        ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, without"],
+        ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, which has no score head"],
     ),
     # data
     ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file (working directory"]),
@@ -164,15 +164,18 @@ CASES = [
         ["data.source=FOLDER/good.py: unknown data source. Fix: use arithmetic, reasoning_gym:TASK,"],
     ),
     ("data.source=FOLDER/no.parquet", ["data.source=FOLDER/no.parquet: not a Parquet file"]),
-    ("data.source=FOLDER/malformed.jsonl", ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected"]),
+    (
+        "data.source=FOLDER/malformed.jsonl",
+        ["FOLDER/malformed.jsonl:2: column 'prompt': expected text or a list of {role, content} messages"],
+    ),
     ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: missing column 'answer'"]),
-    ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens, and 63 + "]),
+    ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens (63 + "]),
     ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: invalid JSON"]),
     ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: invalid JSON"]),
     ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: expected one JSON object per line, found a list"]),
     (
         "data.source=FOLDER/blank.jsonl",
-        ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"],
+        ["data.source=FOLDER/blank.jsonl: the source has no rows. Fix: use a file with at least one"],
     ),
     ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: set data.size to at most 8"]),
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),

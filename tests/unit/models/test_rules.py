@@ -488,7 +488,7 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
         check_reward_model(long, SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
     (line,) = errors(*read, "reward_model.context_length=20000")
     assert line.startswith(
-        "reward_model.tokens_per_microbatch=16384: a sample may have reward_model.context_length=20000"
+        "reward_model.tokens_per_microbatch=16384: a sample can have up to reward_model.context_length=20000"
     )
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (

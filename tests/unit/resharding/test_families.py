@@ -59,7 +59,7 @@ def test_checkpoint_size_matches_transformers(model_type):
             {"model_type": "qwen3", "attention_bias": True},
             "attention_bias true: megarl does not support this for qwen3",
         ),
-        ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
+        ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "hidden_act gelu: megarl does not support"),
     ],
 )
 def test_unsupported_configs_are_rejected(changes, message):
