@@ -16,7 +16,7 @@ NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 
 
 class SyncVerifier:
-    """Compares checksums at each refit: of all weights if rollout.verify_refit requires it, otherwise of a fixed sample
+    """Compares checksums at each refit. They cover all weights if rollout.verify_refit is set, otherwise a fixed sample
     of the trained elements.
 
     Comparing engines with the trainer proves that the engines hold the trainer's current bytes for these elements. An

@@ -18,7 +18,7 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Return metrics for the step's samples, phases and weights.
+    """Return metrics on the step's samples, phase durations and weight versions.
 
     Args:
         groups: all samples, by prompt. Length metrics exclude greedy rollouts, which are not trained on.

@@ -1,4 +1,4 @@
-"""GPU memory besides model tensors and KV cache: one item per cause, with its source.
+"""GPU memory besides model tensors and KV cache. Each item has one cause and cites the source of its size.
 
 This memory cannot be measured before a run, and vLLM does not measure it if the KV cache size is given (gpu_worker.py:
 kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed from the NCCL

@@ -52,8 +52,8 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
 ) -> Load:
-    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, when it
-    sleeps.
+    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
+    which the engine sleeps.
 
     Args:
         hf_config: the actor's config.json in the form that the engines load.

@@ -91,7 +91,8 @@ def set_names_are_unique(config: Config) -> str | None:
 
 
 def sets_have_evaluation_times(config: Config) -> str | None:
-    """A set needs its own every_steps, evaluation.every_steps, at_start or at_end."""
+    """Each set must be evaluated at least once: it needs its own every_steps, or evaluation.every_steps, at_start or
+    at_end."""
     settings = config.evaluation
     never = [item.name for item in settings.sets if settings.interval(item) is None]
     if not never or settings.at_start or settings.at_end:

@@ -92,7 +92,7 @@ class Demand(NamedTuple):
 
     stored    bytes that the destinations store, without padding
     entering  bytes that must enter nodes without a source for them, counted once per node
-    fair      bytes that each source sends if all replicas send equally
+    fair      bytes that each source sends if all replicas send the same amount
     """
 
     stored: int

@@ -64,14 +64,14 @@ def colocate(
     if len(sources) != len(destinations):
         raise UserError(
             f"--colocated: {source} has {len(sources):,} ranks, but {destination} has {len(destinations):,}. Each "
-            f"device must have one rank from each side. Fix: {_remedy(len(sources), destinations)}"
+            f"device must have one source rank and one destination rank. Fix: {_remedy(len(sources), destinations)}"
         )
     on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
     return on_devices[0], on_devices[1]
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
-    """Describe how to make the number of destinations equal to the number of sources."""
+    """Describe how to make the numbers of source and destination ranks equal."""
     workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers

@@ -73,7 +73,7 @@ class TorchDistFolder:
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
             raise UserError(
-                f"{self._folder}: the checkpoint contains only a part of {key} at {place}. Fix: copy it again"
+                f"{self._folder}: the checkpoint does not contain all of {key} at {place}. Fix: copy the checkpoint again"
             )
         if len(parts) == 1:
             return self._part(key, *parts[0])
@@ -96,11 +96,11 @@ class TorchDistFolder:
             file = self._folder / name
             if not file.is_file():
                 raise UserError(
-                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy it again"
+                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy the file again"
                 )
             if (size := file.stat().st_size) < end:
                 raise UserError(
-                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy it again"
+                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy the file again"
                 )
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:

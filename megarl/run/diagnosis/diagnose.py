@@ -26,8 +26,8 @@ from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. The number is limited because each side keeps the outputs of all layers
-in memory."""
+"""Maximum number of leading tokens to compare. The number is limited because each implementation keeps the outputs of
+all layers in memory."""
 
 DEADLINE_S = 3600.0
 
