@@ -79,7 +79,7 @@ class _Program:
         hello = json.loads(line) if line else {}
         if "num_tasks" not in hello:
             status = await process.wait()
-            reason = hello.get("refused", f"exit status {status}, see its output in the environments-*.log files of the run")
+            reason = hello.get("refused", f"exit status {status}, see its output in the run's environments-*.log")
             raise RuntimeError(f"verifiers cannot load this environment: {reason}")
         program._reading = asyncio.create_task(program._read())
         return program

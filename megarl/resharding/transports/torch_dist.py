@@ -73,7 +73,7 @@ class TorchDistFolder:
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
             raise UserError(
-                f"{self._folder}: the checkpoint does not contain all of {key} at {place}. Fix: copy the checkpoint again"
+                f"{self._folder}: the checkpoint does not contain all of {key} at {place}. Fix: copy the folder again"
             )
         if len(parts) == 1:
             return self._part(key, *parts[0])
