@@ -107,8 +107,8 @@ def evaluate_due(config: Config, workers: Workers, context: RunContext) -> dict[
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:
     """Run one optimizer step per prompts_per_update groups on every trained model, in each epoch. Return the metrics.
 
-    With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one, and training stops
-    after the first epoch in which the actor's divergence from the old policy exceeds the limit.
+    With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one. Training stops after
+    the first epoch in which the actor's divergence from the old policy exceeds the limit.
 
     Args:
         average: moving average of earlier steps' rewards, updated with the rewards in this step.

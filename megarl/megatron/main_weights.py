@@ -76,7 +76,7 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
         bits = part.to(dtype).view(torch.int16)
         outward = (bits + 1).view(dtype).float() - part  # distance to the next value away from 0
         inward = part - (bits - 1).view(dtype).float()
-        # Keep zeros: near 0 the dtype represents every step, and a 0 may be padding that has no gradient.
+        # Keep zeros: near 0 the dtype represents even tiny updates, and a 0 may be padding that has no gradient.
         part.add_((share * outward.where(share > 0, inward)).where(part != 0, 0))
 
 

@@ -69,7 +69,7 @@ def take_step(
     """Move the parameters from θ to θ − β·x, where conjugate gradients solve F·x = ∇loss for x. Collective over all
     ranks. Requires prepared gradients.
 
-    β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit, and is halved until
+    β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit. It is halved until
     the loss is below the loss at θ and the divergence is within the limit.
 
     Args:

@@ -69,8 +69,8 @@ class _Program:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
-            # It must survive when this process's group is killed: once its stdin closes, it stops the processes that
-            # verifiers started in other process sessions.
+            # The verifiers process must survive if this process's group is killed: once its stdin closes, it stops the
+            # processes that verifiers started in other process sessions.
             start_new_session=True,
             limit=LONGEST_LINE,
         )

@@ -185,8 +185,8 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether this is a tensor that a Hugging Face folder may contain but the model does not use: a copy of the
-    tied head, a constant, or part of an omitted layer."""
+    """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
+    head, constants, and parts of omitted layers."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
