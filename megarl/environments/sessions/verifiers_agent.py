@@ -21,8 +21,8 @@ LONGEST_LINE = 2**26
 class VerifiersAgent(Agent):
     """A rollout in a verifiers environment.
 
-    The dependencies of verifiers conflict with those of vLLM. So verifiers runs in a separate process, which all agents
-    in this process share.
+    The dependencies of verifiers conflict with those of vLLM. Therefore, verifiers runs in a separate process, which
+    all agents in this process share.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class _Program:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
-            # It must survive when this process's group is killed: once its stdin closes, it stops the processes that
-            # verifiers started in other process sessions.
+            # The verifiers process must survive if this process's group is killed: once its stdin closes, it stops the
+            # processes that verifiers started in other process sessions.
             start_new_session=True,
             limit=LONGEST_LINE,
         )
@@ -79,7 +79,7 @@ class _Program:
         hello = json.loads(line) if line else {}
         if "num_tasks" not in hello:
             status = await process.wait()
-            reason = hello.get("refused", f"exit status {status}, see the output in this process's log")
+            reason = hello.get("refused", f"exit status {status}, see its output in the run's environments-*.log")
             raise RuntimeError(f"verifiers cannot load this environment: {reason}")
         program._reading = asyncio.create_task(program._read())
         return program
