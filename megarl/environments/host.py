@@ -20,7 +20,7 @@ from megarl.config import schema
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.agent import Agent
-from megarl.environments.child import take_pipes
+from megarl.rewards.worker import take_pipes
 from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of

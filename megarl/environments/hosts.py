@@ -17,7 +17,7 @@ from megarl.config.schema import Config
 from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.host import LONGEST_LINE
-from megarl.environments.pool import IMPORT_S, STACKS_S
+from megarl.rewards.pool import IMPORT_S, STACKS_S
 
 TOOLS_S = 5.0
 """Extra seconds per tool call in a step, in addition to the call's own timeout."""

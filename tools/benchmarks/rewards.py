@@ -18,7 +18,7 @@ import psutil
 from benchmark import option, run_benchmark
 
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 
 PROMPTS, SAMPLES, RUNS = 256, 8, 3
 PROCESSES = 2

@@ -26,7 +26,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.types import Sample, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
-from megarl.environments.pool import function_pool
+from megarl.rewards.pool import function_pool
 from megarl.models.classifier import Kind, score_head_of
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders

@@ -227,7 +227,7 @@ class _Child:
 
     def __init__(self, arguments: str):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.environments.child", arguments],
+            [sys.executable, "-m", "megarl.rewards.worker", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

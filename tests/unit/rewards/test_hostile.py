@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments import pool as pools
-from megarl.environments.pool import FunctionPool
+from megarl.rewards import pool as pools
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 from tests.timing import LIMIT_S, WAIT_S
