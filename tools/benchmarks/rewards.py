@@ -67,7 +67,7 @@ def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tupl
 
 
 def cpu_seconds(pool: FunctionPool) -> float:
-    times = [psutil.Process(child.process_group).cpu_times() for child in pool._children]
+    times = [psutil.Process(child.pid).cpu_times() for child in pool._children]
     return sum(time.user + time.system for time in times)
 
 
