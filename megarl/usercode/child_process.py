@@ -184,15 +184,19 @@ class ChildProcess:
             time.sleep(STACKS_S)
 
     def kill(self, reason: str | None = None) -> None:
-        """Kill the process with its descendants. A call that another thread waits for fails with this reason."""
+        """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
+        another thread waits for fails with this reason."""
         self.kill_reason = self.kill_reason or reason
         if self._process.returncode is None:
             os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
-            descendants = psutil.Process(self.pid).children(recursive=True)
+            descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
             os.killpg(self.pid, signal.SIGKILL)
+            spared = set[int]()
             for process in descendants:
                 with suppress(psutil.Error):  # it has ended, or belongs to another user
-                    if SELF_CLEANING not in process.environ():
+                    if process.ppid() in spared or SELF_CLEANING in process.environ():
+                        spared.add(process.pid)
+                    else:
                         process.kill()
             self._process.wait()
         with suppress(OSError):  # it is closed

@@ -1,8 +1,8 @@
 """The program that runs verifiers environments for `VerifiersAgent`, with the session endpoint as their model.
 
 It runs in verifiers' Python environment and does not import megarl. Its last command-line argument is the file
-descriptor of its connection. From there it reads its arguments and then requests, one JSON line each. It sends the number
-of tasks and one JSON line per request. Once the connection closes, it stops all processes that it has started.
+descriptor of its connection. From there it reads its arguments and then requests, one JSON line each. It sends the
+number of tasks, and one JSON line per request. Once the connection closes, it stops all processes that it has started.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 from megarl.usercode import child_process
 from megarl.usercode.child_process import ChildFailure, ChildProcess
 from megarl.usercode.parent import SELF_CLEANING
-from tests.timing import GRACE_S, HANG_S, SHORT_S, WAIT_S, wait_until
+from tests.timing import GRACE_S, HANG_S, QUIET_S, SHORT_S, WAIT_S, wait_until
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -99,7 +99,7 @@ def test_ended_process_keeps_its_id_until_it_is_killed(start):
     child = start("os._exit(0)")
     wait_until(lambda: child.has_ended)
     assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
-    with pytest.raises(ChildFailure, match="^exit status 0$"):
+    with pytest.raises(ChildFailure, match=r"^exit status 0$"):
         child.call(b"\n", WAIT_S)
     assert not psutil.pid_exists(child.pid) and child.has_ended
 
@@ -185,22 +185,31 @@ def test_kill_reaches_descendants_of_an_ended_process(start):
     wait_until(lambda: not is_running(pid))
 
 
-SELF_CLEANER = "for line in parent: pass\nopen({file!r}, 'w').write('cleaned')"
+SELF_CLEANER = f"""
+own = subprocess.Popen({SLEEP}, env={{"PATH": os.environ["PATH"]}})
+send(parent, {{}})
+parent.read()
+try: status = own.wait({QUIET_S})
+except subprocess.TimeoutExpired: status = "running"
+own.kill()
+open(sys.argv[1], "w").write(str(status))
+"""
 
 
 def test_self_cleaning_program_survives_the_death_of_its_parent(start, tmp_path):
-    file = tmp_path / "file"
-    code = PRELUDE + SELF_CLEANER.format(file=str(file))
+    file = tmp_path / "status"
+    command = f"[sys.executable, '-c', {PRELUDE + SELF_CLEANER!r}, {str(file)!r}]"
     child = start(
         "from megarl.usercode.child_process import ChildProcess\n"
-        f"program = ChildProcess([sys.executable, '-c', {code!r}], is_self_cleaning=True)\n"
+        f"program = ChildProcess({command}, is_self_cleaning=True)\n"
+        f"program.receive({WAIT_S})\n"
         f"send(parent, {{'pid': program.pid, 'session': os.getsid(program.pid)}})\n{HANG}"
     )
     program = child.receive(WAIT_S)
     assert program["session"] == program["pid"]
     child.kill()
-    wait_until(lambda: file.exists() and file.read_text() == "cleaned")
     wait_until(lambda: not is_running(program["pid"]))
+    assert file.read_text() == "running", "its own process was killed before it could stop it"
 
 
 def test_mark_of_a_self_cleaning_program_is_not_inherited(start, monkeypatch):
@@ -243,7 +252,7 @@ def test_memory_of_process_and_descendants_is_limited(start):
 def test_memory_of_an_ended_process_cannot_be_limited(start):
     child = start("os._exit(7)")
     wait_until(lambda: child.has_ended)
-    with pytest.raises(ChildFailure, match="^exit status 7$"):
+    with pytest.raises(ChildFailure, match=r"^exit status 7$"):
         child.limit_memory(400)
 
 

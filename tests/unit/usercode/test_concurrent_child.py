@@ -13,13 +13,13 @@ import pytest
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
 from tests.timing import HANG_S, SHORT_S, WAIT_S
 
-CODE = f"""
+CODE = """
 import json, os, sys, threading, time
 from megarl.usercode.parent import connect, send
 parent = connect()
 arguments = json.loads(parent.readline())
 eval(arguments.get("first", "None"))
-send(parent, {{"hello": arguments}})
+send(parent, {"hello": arguments})
 waiting = []
 for line in parent:
     request = json.loads(line)
@@ -29,7 +29,7 @@ for line in parent:
         waiting.append(request)
     else:
         for other in [request, *reversed(waiting)]:
-            send(parent, {{"id": other["id"], "number": other.get("number")}})
+            send(parent, {"id": other["id"], "number": other.get("number")})
         waiting.clear()
 """
 
@@ -114,7 +114,7 @@ def test_endless_message_fails_all_requests(monkeypatch):
     monkeypatch.setattr("megarl.usercode.child_process.MOST_BYTES", 2**20)
 
     async def test(child: ConcurrentChild) -> None:
-        with pytest.raises(ChildFailure, match="^sent a message of more than "):
+        with pytest.raises(ChildFailure, match=r"^sent a message of more than "):
             await child.request(WAIT_S, act="while True: parent.write(b' ' * 65536)")
 
     run(test)
@@ -125,7 +125,7 @@ def test_end_fails_pending_requests():
         pending = asyncio.create_task(child.request(WAIT_S, wait=True))
         await asyncio.sleep(0)
         await child.end()
-        with pytest.raises(ChildFailure, match="^SIGKILL$"):
+        with pytest.raises(ChildFailure, match=r"^SIGKILL$"):
             await pending
 
     run(test)
