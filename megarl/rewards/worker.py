@@ -23,7 +23,6 @@ from megarl.rewards import judge as judges
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
-from megarl.sandbox.provider import Provider
 from megarl.usercode.parent import connect, send
 
 NUM_ARGUMENTS = 3
@@ -63,7 +62,8 @@ def main(
         sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
         if sandboxed:
             send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
-            provider = _provider(sandbox, sandbox_s)
+            assert sandbox is not None, "functions that use sandboxes need a pool with a sandbox section"
+            provider = asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:
         send(parent, {"refused": str(error)})
@@ -79,11 +79,6 @@ def main(
             send(parent, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
         else:
             send(parent, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
-
-
-def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
-    assert sandbox is not None, "functions that use sandboxes need a pool with a sandbox section"
-    return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
