@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, BinaryIO
 
 from megarl.config import schema
@@ -113,16 +114,21 @@ def _rewards(reward: Any) -> dict[str, float] | None:
 
 
 async def serve(host: Host, parent: BinaryIO) -> None:
-    """Serve requests until the parent closes the connection."""
-    reading = ThreadPoolExecutor(1)
+    """Serve requests until the parent closes the connection, which ends this process."""
+    loop, pending = asyncio.get_running_loop(), set[Future[None]]()
 
     async def respond(request: Mapping[str, Any]) -> None:
         send(parent, {"id": request["id"], **await host.handle(request)})
 
-    async with asyncio.TaskGroup() as tasks:
-        while line := await asyncio.get_running_loop().run_in_executor(reading, parent.readline):
-            tasks.create_task(respond(json.loads(line)))
+    def read() -> None:
+        for line in parent:
+            response = asyncio.run_coroutine_threadsafe(respond(json.loads(line)), loop)
+            pending.add(response)
+            response.add_done_callback(pending.discard)
         os._exit(0)  # a normal exit would wait for threads of hanging tools
+
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.Event().wait()
 
 
 def main(
