@@ -266,7 +266,7 @@ def test_kill_fails_a_pending_call_with_its_reason(start):
     assert (str(failure), failure.timed_out) == ("used too much", False)
 
 
-def test_pending_call_fails_although_a_detached_process_holds_the_connection(start):
+def test_kill_fails_a_call_if_a_detached_process_is_connected(start):
     """The detached process is no descendant of the child, because the process between them has exited."""
     fork = f"if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {HANG}\n    os._exit(0)\nos.wait()\n"
     child = start(f"{fork}send(parent, {{}})\n{HANG}")
