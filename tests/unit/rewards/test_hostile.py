@@ -19,7 +19,7 @@ from megarl.rewards.scorer import Scorer
 from tests.timing import LIMIT_S, WAIT_S
 
 FUNCTIONS = """
-import os, time
+import os, stat, time
 
 def loop(prompt, response, answer):
     while True:
@@ -35,7 +35,16 @@ def bomb(prompt, response, answer):
 
 def number(prompt, response, answer):
     return float(response)
+
+def intrude(prompt, response, answer):
+    for file in range(3, 100):
+        try:
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                os.write(file, response.encode() + b"\\n")
+        except OSError:
+            pass
 """
+OWN = ("loop", "hog", "bomb", "number", "intrude")
 MEMORY_MIB = 512
 CATASTROPHIC = RewardFunction(function="regex_match", name="regex", options={"pattern": "^(a|aa)+$", "timeout_s": 0.5})
 MATH = RewardFunction(function="math_match", options={"timeout_s": 1})
@@ -50,7 +59,7 @@ def file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file) -> Iterator[FunctionPool]:
-    own = [RewardFunction(function=f"{file}:{name}", name=name) for name in ("loop", "hog", "bomb", "number")]
+    own = [RewardFunction(function=f"{file}:{name}", name=name) for name in OWN]
     shipped = ["exact_match", "numeric_match", "choice_match", "think_answer_format", "knights_knaves"]
     pool = FunctionPool([*own, *shipped, CATASTROPHIC, MATH], None, 1, LIMIT_S, memory_mib=MEMORY_MIB)
     yield pool
@@ -111,6 +120,11 @@ def test_pathological_math_expression_scores_zero_or_fails(pool, expression):
 
 def test_infinite_loop_fails_only_its_own_call(pool):
     assert call(pool, "loop", "").failure == f"did not return within rewards.timeout_s={LIMIT_S}"
+    assert_works(pool)
+
+
+def test_text_on_the_connection_fails_only_its_own_call(pool):
+    assert call(pool, "intrude", "1.0").failure == "sent a message that is not a JSON object"
     assert_works(pool)
 
 
