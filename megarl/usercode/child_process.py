@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ class ChildProcess:
                 survives the end of this process and runs in its own session.
         """
         self.kill_reason: str | None = None
-        self._unread = b""
+        self._killing, self._unread = threading.Lock(), b""
         self._socket, remote = socket.socketpair()
         environment = {name: value for name, value in environment.items() if name != SELF_CLEANING}
         with remote:
@@ -170,12 +171,10 @@ class ChildProcess:
 
     def limit_memory(self, mib: int) -> None:
         """Limit the address space of this process and of each new descendant to its current size plus `mib` MiB."""
-        try:
+        with suppress(psutil.NoSuchProcess):  # `kill` has reaped it
             process = psutil.Process(self.pid)
             limit, (_, hard) = process.memory_info().vms + mib * 2**20, process.rlimit(psutil.RLIMIT_AS)
             process.rlimit(psutil.RLIMIT_AS, (limit if hard == psutil.RLIM_INFINITY else min(limit, hard), hard))
-        except psutil.Error as error:  # it has exited
-            raise self._failure(error) from None
 
     def show_stacks(self) -> None:
         """Make the process write its stack traces to stderr."""
@@ -186,19 +185,20 @@ class ChildProcess:
     def kill(self, reason: str | None = None) -> None:
         """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
         another thread waits for fails with this reason."""
-        self.kill_reason = self.kill_reason or reason
-        if self._process.returncode is None:
-            os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
-            descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
-            os.killpg(self.pid, signal.SIGKILL)
-            spared = set[int]()
-            for process in descendants:
-                with suppress(psutil.Error):  # it has ended, or belongs to another user
-                    if process.ppid() in spared or SELF_CLEANING in process.environ():
-                        spared.add(process.pid)
-                    else:
-                        process.kill()
-            self._process.wait()
+        with self._killing:
+            self.kill_reason = self.kill_reason or reason
+            if self._process.returncode is None:
+                os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
+                descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
+                os.killpg(self.pid, signal.SIGKILL)
+                spared = set[int]()
+                for process in descendants:
+                    with suppress(psutil.Error):  # it has ended, or belongs to another user
+                        if process.ppid() in spared or SELF_CLEANING in process.environ():
+                            spared.add(process.pid)
+                        else:
+                            process.kill()
+                self._process.wait()
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)  # a detached process may still hold the other end
         self._socket.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,20 @@ def test_memory_of_process_and_descendants_is_limited(start):
     assert child.call(b"%d\n" % large, WAIT_S) == {"result": "MemoryError", "program": ["MemoryError"]}
 
 
-def test_memory_of_an_ended_process_cannot_be_limited(start):
+def test_memory_limit_of_an_ended_process_has_no_effect(start):
     child = start("os._exit(7)")
     wait_until(lambda: child.has_ended)
-    with pytest.raises(ChildFailure, match=r"^exit status 7$"):
-        child.limit_memory(400)
+    child.limit_memory(400)
+    assert str(failure_of(child)) == "exit status 7"
+    child.limit_memory(400)
+
+
+def test_threads_may_kill_a_process_at_the_same_time(start):
+    child = start(DESCENDANTS)
+    pids = child.receive(WAIT_S)["pids"]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: child.kill(), range(4)))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_kill_fails_a_pending_call_with_its_reason(start):
