@@ -178,9 +178,11 @@ class ChildProcess:
 
     def show_stacks(self) -> None:
         """Make the process write its stack traces to stderr."""
-        if not self.has_ended:
+        with self._killing:
+            if self.has_ended:
+                return
             os.kill(self.pid, stacks.SIGNAL)
-            time.sleep(STACKS_S)
+        time.sleep(STACKS_S)
 
     def kill(self, reason: str | None = None) -> None:
         """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
