@@ -48,7 +48,7 @@ class HostArguments:
 def host_arguments(config: Config) -> HostArguments:
     """Return the process arguments for a config that names an environment."""
     settings = config.environment
-    assert settings.name is not None, "the run has an environment"
+    assert settings.name is not None, "the run has no environment"
     return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
@@ -81,7 +81,7 @@ class HostProcess(ConcurrentChild):
     async def call(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
         """Call a method of the rollout's environment and return its result. Raise HostFailure if the method raises or
         times out."""
-        ended = "the environment's process has ended" if self.is_over else "the environment ended its process"
+        ended = "the environment's process " + ("has exited" if self.is_over else "exited")
         try:
             response = await self.request(timeout_s, method=method, rollout=rollout, **arguments)
         except ChildFailure as failure:

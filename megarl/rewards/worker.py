@@ -62,7 +62,7 @@ def main(
         sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
         if sandboxed:
             send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
-            assert sandbox is not None, "functions that use sandboxes need a pool with a sandbox section"
+            assert sandbox is not None, "functions that use sandboxes require the sandbox section"
             provider = asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:

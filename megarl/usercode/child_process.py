@@ -54,7 +54,7 @@ class ChildFailure(Exception):
         if self.timed_out:
             cause, fix = f"did not finish within {limit_s:g} s", f"move slow work out of the file's top level{remedy}"
         else:
-            cause, fix = f"ended the process ({self})", "correct the file, whose output is in this process's log"
+            cause, fix = f"ended the process ({self})", "correct the file (its output is in this process's log)"
         return f"{name}: the import {cause}. Fix: {fix}"
 
 

@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import Sample, SampleInfo
 from megarl.models.folder import read_config
-from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
+from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -204,9 +204,9 @@ class EngineGroup(VllmGroup):
             for line in holder.shard.mismatched_params(parameters)
         ]
         if mismatched:
-            self._switch_to_loader(f"{len(mismatched)} parameters differ from the model's family", mismatched)
+            self._switch_to_loader(f"{len(mismatched)} of vLLM's parameters differ from the expected ones", mismatched)
         elif repacking:
-            self._switch_to_loader("kernels repack weights", repacking)
+            self._switch_to_loader("these kernels repack weights", repacking)
 
     def pause(self) -> Pending[None]:
         """Pause the engines if other processes need their devices while requests are in flight. See Engine.pause."""
@@ -262,10 +262,10 @@ class EngineGroup(VllmGroup):
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
         """Return a trainer's holders with the weights in the format that these engines receive."""
-        return quantised_sources(self._hf_config, holders) if self._quantizes else holders
+        return quantized_sources(self._hf_config, holders) if self._quantizes else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
-        return quantised_destinations(self._hf_config, holders) if self._quantizes else holders
+        return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
     def assign(self, sizes: Mapping[int, int], excluded: Collection[str] = ()) -> dict[str, list[int]]:
         """Assign each group to the engine that is expected to finish it first. Return group numbers by engine name.
@@ -332,7 +332,7 @@ class EngineGroup(VllmGroup):
                 moving[name].add(first)
         for name, firsts in moving.items():
             print(
-                f"rollout: {name} takes {slowness[name]:.1f} times as long per token as the fastest engine; idle "
+                f"rollout: {name} needs {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
                 f"engines restart {len(firsts)} of its prompts",
                 flush=True,
             )
@@ -460,14 +460,14 @@ class EngineGroup(VllmGroup):
             self.losses[name] += 1
             restarts = self._restarts and self.losses[name] <= RESTARTS
             print(
-                f"{phase}: {name} died{', restarting it' if restarts else ''}; {self._describe_remaining()}; see "
-                f"{self._session.logs / name}.log",
+                f"{phase}: {name} died{' and is being restarted' if restarts else ''}. {self._describe_remaining()}. "
+                f"See {self._session.logs / name}.log",
                 flush=True,
             )
             if restarts:
                 self._restart(name)
         if not self._actors:
-            raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
+            raise RunFailure(f"{phase}: no engine is left. See {self._session.logs}")
         if lost:
             self._watch()
 
@@ -489,15 +489,15 @@ class EngineGroup(VllmGroup):
             if errors:
                 first, logs = {name: errors[0]}, self._session.logs
                 write_stacks(first, logs)
-                print(f"{cause(first, 'restart of a lost engine', logs)}; {self._describe_remaining()}", flush=True)
+                print(f"{cause(first, 'restart of a lost engine', logs)}. {self._describe_remaining()}", flush=True)
                 continue
             actors = self._actors | {name: actor}
             self._actors = {process: actors[process] for process in self._processes if process in actors}
-            print(f"refit: {name} rejoined; {self._describe_remaining()}", flush=True)
+            print(f"refit: {name} rejoined. {self._describe_remaining()}", flush=True)
             self._watch()
 
     def _describe_remaining(self) -> str:
-        return f"continuing with {len(self._actors)} of {len(self._processes)} engines"
+        return f"Continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
         """If only one engine is left, watch it so that its loss ends every wait. With several engines, a loss is

@@ -77,7 +77,7 @@ class _Program(ConcurrentChild):
         try:
             response = await self.request(method="run", rollout=rollout, **arguments)
         except ChildFailure as failure:
-            raise RuntimeError(f"the verifiers process ended with {failure}") from None
+            raise RuntimeError(f"the verifiers process exited ({failure})") from None
         except asyncio.CancelledError:
             await self.post({"method": "cancel", "rollout": rollout})
             raise

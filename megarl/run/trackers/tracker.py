@@ -88,7 +88,7 @@ class Tracker:
         self._end_process()
         if num_lost := self._num_rows - self._num_written:
             print(
-                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps; metrics.jsonl has all",
+                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (metrics.jsonl has all)",
                 flush=True,
             )
 
@@ -110,7 +110,7 @@ class Tracker:
                     request = {"open": asdict(self._settings), **request}
             reason = self._process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
         except ChildFailure as failure:
-            no_reply = f"no reply within {self._timeout_s:g} s (trackers.timeout_s)"
+            no_reply = f"no response within trackers.timeout_s={self._timeout_s:g}"
             reason = no_reply if failure.timed_out else f"its process exited ({failure})"
             self._end_process()
         if reason:
@@ -154,8 +154,8 @@ def check_trackers(config: Config) -> None:
         listed = ", ".join(config.run.trackers)
         raise UserError(
             "\n".join(
-                f"run.trackers=[{listed}]: {name} is not installed. Fix: pip install {PACKAGES[name]}, or remove it "
-                "from the list."
+                f"run.trackers=[{listed}]: {name} is not installed. Fix: run pip install {PACKAGES[name]}, or "
+                f"remove {name} from run.trackers"
                 for name in missing
             )
         )
