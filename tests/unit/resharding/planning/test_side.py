@@ -132,7 +132,7 @@ def test_unreadable_models_are_rejected(tmp_path: Path):
     with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a Hub"):
         reshard(str(tmp_path / "none"), *layouts)
     with pytest.raises(
-        ValueError, match=r"^--model nobody/nothing: .*not been downloaded. Fix: pass a config.json, or"
+        ValueError, match=r"^--model nobody/nothing: .*nor a downloaded Hub id. Fix: pass a config.json, or"
     ):
         reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
