@@ -15,7 +15,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
 from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
