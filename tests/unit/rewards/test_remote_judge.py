@@ -120,7 +120,7 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         "plain": "returned no message: 'no JSON'",
         "shape": "returned no message: ",
         "drop": "could not be reached (RemoteProtocolError: ",
-        "slow [[10]]": f"did not answer within {LIMIT_S} s",
+        "slow [[10]]": f"did not respond within {LIMIT_S} s",
     }
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
         if isinstance(expected, float):
