@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engine_actor import Aborted
 from megarl.cluster.groups.engines import RemoteSample, Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
@@ -16,6 +15,7 @@ from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
 from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.router import Aborted
 from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState

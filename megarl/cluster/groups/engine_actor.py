@@ -21,6 +21,7 @@ from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, SampleInfo
 from megarl.rollout.engine import Engine, SamplingRequest
+from megarl.rollout.router import Aborted
 from megarl.rollout.turns import EngineTurns, Turns
 
 if TYPE_CHECKING:
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
 
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each parameter in a worker, by parameter name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The aborted rollouts in a group. num_tokens: number of tokens sampled before the abort."""
-
-    num_tokens: int
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups.engine_actor import Aborted
 from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
 from megarl.core.checkpoint import FORMAT, FileRecord
@@ -19,6 +18,7 @@ from megarl.core.types import Prompt, SampleInfo
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
+from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
 from megarl.step.queue import RolloutQueue, describe
 from megarl.step.state import RunState

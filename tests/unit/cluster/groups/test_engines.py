@@ -10,14 +10,15 @@ import pytest
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, remote, vllm
-from megarl.cluster.groups.engine_actor import Aborted, EngineActor
-from megarl.cluster.groups.engines import RESTARTS, EngineGroup, RemoteSample, Sampled
+from megarl.cluster.groups.engine_actor import EngineActor
+from megarl.cluster.groups.engines import EngineGroup, RemoteSample, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
+from megarl.rollout.router import RESTARTS, Aborted
 from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
 
@@ -217,19 +218,19 @@ def test_slow_replica_gets_fewer_groups(start) -> None:
     all samples, each engine receives the same number of prompts in every run."""
     engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
     sizes = dict.fromkeys(range(18), 8)
-    assert [len(part) for part in engines.assign(sizes).values()] == [6, 6, 6]
+    assert [len(part) for part in engines.router.assign(sizes).values()] == [6, 6, 6]
     for latencies, shares in (((0.01, 0.04, 0.01), [8, 2, 8]), ((0.01, 0.012, 0.01), [6, 6, 6])):
         answers = [(10.0, round(10 / latency)) for latency in latencies]
         FakeActor.sampled = dict(zip(engines.names, answers, strict=True))
         for _ in range(8):
             engines.take_idle_share().result()
             waiting.take_idle_share().result()
-        assert [len(part) for part in engines.assign(sizes).values()] == shares
-        assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
-    assert list(engines.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
+        assert [len(part) for part in engines.router.assign(sizes).values()] == shares
+        assert [len(part) for part in waiting.router.assign(sizes).values()] == [6, 6, 6]
+    assert list(engines.router.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
-    assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
+    assert list(engines.router.assign(sizes)) == ["engine-0", "engine-2"]
+    assert list(engines.router.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
         "only these engines exist"
     )
 
@@ -261,7 +262,7 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
     for name, pending in under_way.items():
         engine = "engine-0" if is_moved else "engine-1"
         assert [sample.info for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
-    assert not engines._places and not engines._moving and not +engines.load
+    assert not engines.router._submissions and not +engines.router.load
 
 
 def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
