@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -21,6 +23,8 @@ from megarl.environments.transcript import Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class RolloutRunner:
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
         self._num_consecutive_failures = 0
+        self._numbers = count()
 
     async def start(self, address: str) -> None:
         """Start the endpoint for agents on this address. Does nothing if the class is an environment."""
@@ -96,22 +101,24 @@ class RolloutRunner:
             if self._server is None
             else AgentRollout(self.config, self._server, request, sample)
         )
+        # An aborted rollout with the same id may still be closing in the same process.
+        key = f"{request.id}/{next(self._numbers)}"
         host = await self.pool.take()
         try:
-            await rollout.play(host)
+            await rollout.play(host, key)
         except HostFailure as failure:
             rollout.outcome.fail(str(failure), failure.stack)
         except UserError as error:  # the chat template rejected the messages
             rollout.outcome.fail(str(error))
-        finally:  # the environment must also be closed if the engine was lost
-            await self._close(host, request.id, rollout.outcome)
+        finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
+            await asyncio.shield(self._close(host, key, rollout.outcome))
         self._count(rollout.outcome)
         return rollout.samples()
 
-    async def _close(self, host: HostProcess, rollout: str, outcome: Outcome) -> None:
+    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> None:
         """Close the rollout's environment and release its process."""
         try:
-            outcome.tool_calls.update(await host.call("close", rollout, self.config.environment.timeout_s))
+            outcome.tool_calls.update(await host.call("close", key, self.config.environment.timeout_s))
         except HostFailure as failure:
             outcome.fail(str(failure), failure.stack)
         finally:
@@ -143,12 +150,17 @@ class _Rollout:
         """Messages in the policy's current context."""
         self.outcome = Outcome()
 
-    async def play(self, host: HostProcess) -> None:
-        """Run all turns. Raise HostFailure if the environment fails."""
-        await self._reset(host)
+    async def play(self, host: HostProcess, key: str) -> None:
+        """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call of the
+        environment finishes first, because environments need not be thread-safe.
+
+        Args:
+            key: name of the environment in its process.
+        """
+        await self._reset(host, key)
         while self._num_tokens_left > 0:
             turn = await self._sample_turn()
-            step = await self._step(host, turn)
+            step = await self._step(host, key, turn)
             self.outcome.turn_rewards.append(step["rewards"])
             if step["done"]:
                 return
@@ -160,10 +172,11 @@ class _Rollout:
             self._append_observation(step)
         self.outcome.stop_reason = StopReason.MAX_TOKENS
 
-    async def _reset(self, host: HostProcess) -> None:
+    async def _reset(self, host: HostProcess, key: str) -> None:
         prompt, request = self._request.prompt, self._request
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        opening = await host.call("reset", request.id, self._config.environment.timeout_s, task=asdict(task))
+        reset = host.call("reset", key, self._config.environment.timeout_s, task=asdict(task))
+        opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
         elif opening["messages"] is not None:
@@ -209,11 +222,11 @@ class _Rollout:
             "is_last": number + 1 == self._config.environment.max_turns or self._num_tokens_left <= 0,
         }
 
-    async def _step(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
+    async def _step(self, host: HostProcess, key: str, turn: Mapping[str, Any]) -> dict[str, Any]:
         """Return the environment's Step in its serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
-        step = await host.call("step", self._request.id, limit_s, turn=turn)
+        step = await _uninterrupted(host.call("step", key, limit_s, turn=turn))
         host.is_retiring |= step["is_stuck"]
         return step
 
@@ -248,6 +261,16 @@ class _Rollout:
         sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
         parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in sequences]
         return self.outcome.samples(self._request.id, self._request.prompt, parts)
+
+
+async def _uninterrupted(call: Coroutine[Any, Any, T]) -> T:
+    """Return the call's result. If this task is canceled, wait for the call before ending the task."""
+    task = asyncio.create_task(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _turn_seed(*key: int) -> int:

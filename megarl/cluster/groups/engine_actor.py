@@ -19,10 +19,10 @@ from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
-from megarl.core.types import Completion, Sample, SampleInfo
+from megarl.core.types import Sample, SampleInfo
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.router import Aborted
-from megarl.rollout.turns import EngineTurns, Turns
+from megarl.rollout.turns import EngineTurns, Exchanged, Turns
 
 if TYPE_CHECKING:
     from megarl.resharding.piece import Holder
@@ -107,7 +107,7 @@ class EngineProcess(VllmActor):
             call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
             call.samples.cancel()
 
-    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
+    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
         """Start turns for a process that runs rollouts, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
             return await self._turns[maker].exchange(turns, abandoned)

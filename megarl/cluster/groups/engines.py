@@ -214,6 +214,11 @@ class EngineGroup(VllmGroup):
         return list(self._actors)
 
     @property
+    def all_names(self) -> list[str]:
+        """Names of the engines, including lost ones."""
+        return list(self._processes)
+
+    @property
     def generations(self) -> list[Generation]:
         """The generation of each live process. A restarted process has a different generation from its predecessor."""
         return [(name, self.router.losses[name]) for name in self._actors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import EngineGroup, Group, RemoteSample, Requests, Sampled
 from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
@@ -24,7 +24,8 @@ from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.models.tokenizer import load_tokenizer
 from megarl.rollout.engine import SamplingRequest, TurnRequest
-from megarl.rollout.turns import RemoteTurns
+from megarl.rollout.router import Aborted
+from megarl.rollout.turns import TICK_S, RemoteTurns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +115,9 @@ async def _run_all(
     tasks = [asyncio.create_task(run(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)
+    except asyncio.CancelledError:  # aborted, as are the tasks, which must not be cancelled again while they close
+        await asyncio.wait(tasks)
+        raise
     finally:
         for task in tasks:  # no effect unless a task has raised
             task.cancel()
@@ -131,6 +135,10 @@ class EnvironmentActor(AsyncProcessActor):
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
+        self._waiting: dict[str, asyncio.Future[list[list[RemoteSample]]]] = {}
+        """Running calls, by the name of the first rollout."""
+        self._closing: set[asyncio.Task[list[list[RemoteSample]]]] = set()
+        """Aborted calls whose environments are closing."""
 
     async def start(self, config: Config, model_folder: Path) -> None:
         address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
@@ -139,23 +147,53 @@ class EnvironmentActor(AsyncProcessActor):
 
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> list[list[RemoteSample]] | None:
-        """Run rollouts on this engine. Return the samples for each rollout, or None if the engine was lost. The
-        listener receives each rollout's samples as soon as the rollout finishes."""
+    ) -> list[list[RemoteSample]] | Aborted | None:
+        """Run rollouts on this engine. Return the samples for each rollout, Aborted, or None if the engine was lost.
+        The listener receives each rollout's samples as soon as the rollout finishes."""
 
         def on_finished(samples: list[Sample]) -> list[RemoteSample]:
             listener.begin.remote(samples)
             return _put(samples)
 
         turns = self._turns_in(engine)
-        return await _finish(self._worker.train(requests, turns.sample, on_finished), turns)
+        return await self._run(requests, self._worker.train(requests, turns.sample, on_finished), turns)
 
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
-    ) -> list[list[RemoteSample]] | None:
+    ) -> list[list[RemoteSample]] | Aborted | None:
         """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`."""
         turns = self._turns_in(engine)
-        return await _finish(self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
+        return await self._run(requests, self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
+
+    async def abort(self, names: Collection[str]) -> None:
+        """Abort the running calls of `train` whose first rollouts have these names."""
+        for name in self._waiting.keys() & set(names):
+            self._waiting[name].cancel()
+
+    async def _run(
+        self,
+        requests: Sequence[SamplingRequest],
+        rollouts: Coroutine[Any, Any, list[list[RemoteSample]]],
+        turns: RemoteTurns,
+    ) -> list[list[RemoteSample]] | Aborted | None:
+        names = [request.sample_id for request in requests]
+        task = asyncio.create_task(rollouts)
+        waiting = self._waiting[names[0]] = asyncio.shield(task)
+        try:
+            samples = await waiting
+            await turns.finish(names)
+            return samples
+        except asyncio.CancelledError:
+            task.cancel()
+            # The environments close in the background. The prompt need not wait for them before it restarts.
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            await asyncio.sleep(TICK_S)  # agents may still send requests until their sessions close
+            return Aborted(await turns.finish(names))
+        except RayActorError:
+            return None
+        finally:
+            del self._waiting[names[0]]
 
     def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
         """Return the RemoteTurns for this engine. It is reused across calls, because an agent that exits may leave
@@ -165,23 +203,13 @@ class EnvironmentActor(AsyncProcessActor):
         return self._turns[engine]
 
 
-async def _finish(rollouts: Awaitable[list[list[RemoteSample]]], turns: RemoteTurns) -> list[list[RemoteSample]] | None:
-    """Return the samples, or None if the engine was lost."""
-    try:
-        samples = await rollouts
-        await turns.end_abandoned()
-        return samples
-    except RayActorError:
-        return None
-
-
 def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
     return [RemoteSample.put(sample) for sample in samples]
 
 
 class EnvironmentGroup(WorkerGroup):
-    """The processes that run rollouts in environments, each on the engine with the same index. All rollouts for a
-    prompt run on one engine, where they share a prefix cache."""
+    """The processes that run rollouts in environments, one beside each engine. The engines' router places the
+    rollouts."""
 
     title = "EnvironmentActor"
 
@@ -197,6 +225,8 @@ class EnvironmentGroup(WorkerGroup):
         super().__init__(session, "environments", actors)
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
+        self._process_of = dict(zip(engines.all_names, actors, strict=True))
+        """Name of the process beside each engine."""
 
     @remote(timeout="start")
     def _start(self, config: Config, model_folder: Path) -> None: ...
@@ -204,69 +234,60 @@ class EnvironmentGroup(WorkerGroup):
     @remote(timeout="rollout", phase="rollout")
     def _train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> list[list[RemoteSample]] | None: ...
+    ) -> list[list[RemoteSample]] | Aborted | None: ...
 
     @remote(timeout="rollout", phase="rollout")
     def _evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
-    ) -> list[list[RemoteSample]] | None: ...
+    ) -> list[list[RemoteSample]] | Aborted | None: ...
 
     def start(self) -> Pending[list[None]]:
         return self._start(self._config, self._model_folder)
 
-    def generate(
-        self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle
-    ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts for each prompt. The result has their samples by prompt, grouped by rollout. If an engine is
-        lost in the meantime, its rollouts restart on the remaining engines.
+    def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
+        """Run the rollouts for each prompt. The result has their samples by prompt. If an engine is lost in the
+        meantime, its rollouts restart on the remaining engines.
 
         Args:
             listener: an actor whose method `begin` receives each rollout's samples as soon as the rollout finishes.
         """
-        return self._generate(groups, self._train, listener, {})
+        return self._generate(groups, self._train, listener)
 
-    def evaluate(
-        self, groups: Sequence[Sequence[SamplingRequest]], set_config: Config
-    ) -> Pending[list[list[RemoteSample]]]:
+    def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:
         """Run the rollouts for an evaluation set with this config, like `generate`."""
-        return self._generate(groups, self._evaluate, set_config, {})
+        return self._generate(groups, self._evaluate, set_config)
 
     def _generate(
         self,
-        groups: Sequence[Sequence[SamplingRequest]],
-        call: RemoteCall[list[list[RemoteSample]] | None, Any, Sequence[SamplingRequest], ActorHandle, A],
+        groups: Requests,
+        call: RemoteCall[list[list[RemoteSample]] | Aborted | None, Any, Sequence[SamplingRequest], ActorHandle, A],
         argument: A,
-        done: dict[int, list[RemoteSample]],
-    ) -> Pending[list[list[RemoteSample]]]:
-        """Run the rollouts for prompts that have no result in `done`. argument: the last argument of the remote
-        call."""
-        remaining = [i for i in range(len(groups)) if i not in done]
-        pairs = list(zip(self._engines.actors.items(), self._actors.items(), strict=False))
-        by_engine = self._engines.assign({i: len(groups[i]) for i in remaining})
-        assigned = {name: by_engine[engine] for (engine, _), (name, _) in pairs if engine in by_engine}
-        calls = {}
-        for (_, engine), (name, actor) in pairs:
-            if name in assigned:
-                requests = [request for i in assigned[name] for request in groups[i]]
-                calls[name] = call.on(actor, requests, engine, argument)
-        engine_of = {name: engine for (engine, _), (name, _) in pairs}
-        load = self._engines.add_load(
-            {engine_of[name]: sum(len(groups[i]) for i in part) for name, part in assigned.items()}
-        )
+    ) -> Pending[list[Sampled]]:
+        """Run rollouts. argument: the last argument of the remote call."""
 
-        def collect(answers: Answers) -> list[list[RemoteSample]] | Pending[list[list[RemoteSample]]]:
-            load.end()
-            values = self._session.trace.add("generate", answers)
-            for name, rollouts in values.items():
-                if rollouts is None:
-                    continue
-                finished = iter(rollouts)
-                for i in assigned[name]:
-                    done[i] = [sample for _ in groups[i] for sample in next(finished)]
-            lost = [engine_of[name] for name, rollouts in values.items() if rollouts is None]
-            if not lost:
-                return [done[i] for i in range(len(groups))]
-            self._engines.drop(load.newly_lost(lost), "rollout")
-            return self._generate(groups, call, argument, done)
+        def run(assigned: Mapping[str, Requests]) -> Pending[dict[str, list[Group] | Aborted]]:
+            calls = {}
+            for engine, part in assigned.items():
+                process, requests = self._process_of[engine], [request for group in part for request in group]
+                handle = self._engines.actors[engine]
+                calls[process] = call.on(self._actors[process], requests, handle, argument)
 
-        return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(collect)
+            def split(answers: Answers) -> dict[str, list[Group] | Aborted]:
+                values = self._session.trace.add("generate", answers)
+                return {
+                    engine: value if isinstance(value, Aborted) else _split(part, value)
+                    for engine, part in assigned.items()
+                    if (value := values[self._process_of[engine]]) is not None
+                }
+
+            return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(split)
+
+        return self._engines.route(groups, run, self._abort)
+
+    def _abort(self, engine: str, groups: Collection[str]) -> None:
+        self._actors[self._process_of[engine]].abort.remote(groups)
+
+
+def _split(groups: Requests, rollouts: Sequence[list[RemoteSample]]) -> list[Group]:
+    remaining = iter(rollouts)
+    return [[sample for _ in group for sample in next(remaining)] for group in groups]

@@ -86,15 +86,6 @@ def greedy_baselines_are_not_stale(config: Config) -> str | None:
     )
 
 
-def dropped_rollouts_can_be_ended(config: Config) -> str | None:
-    if not config.drops_rollouts or not config.has_environment:
-        return None
-    return (
-        f"rollout.on_stale=drop: it aborts running rollouts, and those of environment.class={config.environment.name} "
-        "cannot be aborted. Fix: set rollout.on_stale=wait"
-    )
-
-
 def _begins_ahead(config: Config) -> bool:
     return config.rollout.max_staleness > 0 and not config.is_offline
 
@@ -112,5 +103,4 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     engines_stay_awake_for_rollouts_ahead,
     running_requests_survive_sleep,
     greedy_baselines_are_not_stale,
-    dropped_rollouts_can_be_ended,
 )

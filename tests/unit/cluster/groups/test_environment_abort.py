@@ -1,0 +1,253 @@
+"""Aborted rollouts in environments: the engine stops their turns, and their environments close in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.cluster.groups import environments, group
+from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentWorker
+from megarl.config.load import load
+from megarl.core.types import Completion, Sample, VersionRun
+from megarl.rollout.engine import SamplingRequest, TurnRequest
+from megarl.rollout.router import Aborted
+from megarl.rollout.turns import EngineTurns
+from tests.paths import QUICKSTART
+from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
+
+AGENTS = Path(__file__).parents[2] / "environments" / "agents.py"
+UNFINISHED = 2
+"""Number of tokens that the engine has sampled in each turn that never finishes."""
+
+WORLD = '''
+import asyncio, pathlib, subprocess, time
+from megarl.environments import Environment, Step
+
+class World(Environment):
+    """Has a child process. The first message of the task selects what its step does in the second turn."""
+
+    def __init__(self, log):
+        self._log = pathlib.Path(log)
+
+    def _write(self, line):
+        with self._log.open("a") as file:
+            file.write(f"{self._mode} {line}\\n")
+
+    async def reset(self, task):
+        self._mode = task.messages[0]["content"]
+        self._child = subprocess.Popen(["sleep", "600"])
+
+    def step(self, turn):
+        if turn.number == 1 and self._mode in ("slow", "stuck"):
+            self._write("step begins")
+            time.sleep(1 if self._mode == "slow" else 600)
+            self._write("step ends")
+        return Step("go", 1.0, done=turn.number == 2)
+
+    async def close(self):
+        self._child.kill()
+        self._child.wait()
+        self._write("closed")
+'''
+
+
+class Engine:
+    """An engine that finishes a turn at once, unless its context contains the marker of a rollout that it holds."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.pending: list[tuple[TurnRequest, asyncio.Future[Completion]]] = []
+        turns = EngineTurns(self)
+        exchange = SimpleNamespace(remote=lambda maker, *arguments: turns.exchange(*arguments))
+        self.handle = type("Handle", (), {"exchange": exchange})()
+
+    def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
+        completion = asyncio.get_running_loop().create_future()
+        if request.sample_id in self.held:
+            self.pending.append((request, completion))
+        else:
+            ids = [*TOKENIZER("1")["input_ids"], EOS_ID]
+            completion.set_result(Completion(ids, [-1.0] * len(ids), (VersionRun(0, len(ids)),), "stop"))
+        return completion
+
+    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+        return sum(UNFINISHED for request, _ in self.pending if request.sample_id in sample_ids)
+
+
+class Run:
+    """An EnvironmentActor outside Ray, beside one engine."""
+
+    def __init__(self, actor: Any, log: Path):
+        self.actor, self.engine, self.log = actor, Engine(), log
+        self.heard: list[str] = []
+        begin = SimpleNamespace(remote=lambda samples: self.heard.extend(sample.id for sample in samples))
+        self._listener = SimpleNamespace(begin=begin)
+
+    def train(self, *modes: str, name: str = "1.0") -> asyncio.Task[list[list[Sample]] | Aborted | None]:
+        requests = [SamplingRequest(f"{name}.{k}", prompt(mode), seed=k) for k, mode in enumerate(modes)]
+        return asyncio.create_task(self.actor.train(requests, self.engine.handle, self._listener))
+
+    @property
+    def pool(self):
+        return self.actor._worker._training.pool
+
+    @property
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`drive(test, settings, timeout_s)` runs an async test on a Run with these settings of the environment."""
+    monkeypatch.setattr(group.ProcessActor, "__init__", lambda self, process, logs: setattr(self, "_process", process))
+    monkeypatch.setattr(environments, "_put", lambda samples: samples)
+    (tmp_path / "world.py").write_text(WORLD)
+    log = tmp_path / "log"
+
+    world = f"class: '{tmp_path / 'world.py'}:World', options: {{log: '{log}'}}"
+
+    def run(test: Callable[[Run], Awaitable[None]], settings: str = world, timeout_s: float = 4) -> None:
+        config = load(
+            QUICKSTART,
+            [
+                f"environment={{{settings}, timeout_s: {timeout_s}}}",
+                "rollout={max_new_tokens: 400, context_length: 500}",
+                "rewards.functions=[]",
+                "actor.tokens_per_microbatch=4096",
+            ],
+        )
+
+        async def body() -> None:
+            actor_class = EnvironmentActor.__ray_metadata__.modified_class
+            actor = actor_class(SimpleNamespace(name="environments-0"), tmp_path)
+            actor._worker = EnvironmentWorker(config, TOKENIZER, 1, "127.0.0.1")
+            await actor._worker.start()
+            try:
+                await test(Run(actor, log))
+            finally:
+                await actor._worker.close()
+
+        asyncio.run(body())
+
+    return run
+
+
+def grandchildren() -> list[psutil.Process]:
+    """Return the child processes of environments."""
+    return [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]
+
+
+def test_abort_stops_turns_and_closes_environments(drive) -> None:
+    """One rollout has finished, one is sampling its first turn, and one is in a step that cannot be interrupted."""
+
+    async def test(run: Run) -> None:
+        run.engine.held = {"1.0.1"}
+        rollouts, other = run.train("fine", "held", "slow"), run.train("fine", name="2.0")
+        await run.until(lambda: bool(run.engine.pending) and "slow step begins" in run.lines and "1.0.0" in run.heard)
+        begin = time.monotonic()
+        await run.actor.abort(["1.0.0", "unknown"])
+        # Three turns of the first rollout and two of the last one have two tokens each.
+        assert await rollouts == Aborted(5 * 2 + UNFINISHED)
+        assert time.monotonic() - begin < 0.9, "the abort must not wait for the step"
+        assert [completion.cancelled() for _, completion in run.engine.pending] == [True]
+        await run.until(lambda: "slow closed" in run.lines and "held closed" in run.lines)
+        lines = [line for line in run.lines if line.startswith("slow")]
+        assert lines == ["slow step begins", "slow step ends", "slow closed"]
+        assert [sample.id for [sample] in await other] == ["2.0.0"] and set(run.heard) == {"1.0.0", "2.0.0"}
+        assert not grandchildren() and [host.num_rollouts for host in run.pool._hosts] == [0]
+        await run.until(lambda: not run.actor._closing)
+        assert not run.actor._waiting
+
+    drive(test)
+
+
+def test_aborted_rollout_may_restart_while_it_closes(drive) -> None:
+    async def test(run: Run) -> None:
+        rollouts = run.train("slow")
+        await run.until(lambda: "slow step begins" in run.lines)
+        await run.actor.abort(["1.0.0"])
+        assert isinstance(await rollouts, Aborted)
+        [[sample]] = await run.train("fine")
+        assert sample.episode.failure is None and sample.episode.info.num_turns == 3
+        assert "slow closed" not in run.lines
+        await run.until(lambda: "slow closed" in run.lines)
+        assert run.lines.count("fine closed") == 1 and not grandchildren()
+
+    drive(test)
+
+
+def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
+    async def test(run: Run) -> None:
+        rollouts, [stuck] = run.train("stuck"), run.pool._hosts
+        await run.until(lambda: "stuck step begins" in run.lines)
+        await run.actor.abort(["1.0.0"])
+        assert isinstance(await rollouts, Aborted)
+        await run.until(lambda: not run.actor._closing)
+        [[sample]] = await run.train("fine")
+        assert sample.episode.failure is None and stuck.has_ended and stuck not in run.pool._hosts
+        assert not grandchildren()
+
+    drive(test, timeout_s=1)
+
+
+def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
+    async def test(run: Run) -> None:
+        [ended] = run.pool._hosts
+        await ended.kill()
+        rollouts = run.train("fine")
+        await run.until(lambda: bool(psutil.Process().children()))
+        await run.actor.abort(["1.0.0"])
+        assert await rollouts == Aborted(0)
+        [[_]] = await run.train("fine")
+        assert len(psutil.Process().children()) == 1, "only the pool's process may be left"
+
+    drive(test)
+
+
+def test_abort_closes_the_sessions_of_agents(drive) -> None:
+    async def test(run: Run) -> None:
+        run.engine.held = {"1.0.0"}
+        rollouts, server = run.train("fine", "hang"), run.actor._worker._training._server
+        await run.until(lambda: bool(run.engine.pending) and len(server._sessions) == 2)
+        await run.actor.abort(["1.0.0"])
+        aborted = await rollouts
+        assert isinstance(aborted, Aborted) and aborted.num_tokens >= UNFINISHED
+        assert [completion.cancelled() for _, completion in run.engine.pending] == [True]
+        await run.until(lambda: not run.actor._closing)
+        assert not server._sessions and [host.num_rollouts for host in run.pool._hosts] == [0]
+        run.engine.held = set()
+        [samples] = await run.train("fine")
+        assert samples[-1].episode.failure is None
+
+    drive(test, f"class: '{AGENTS}:Delegator'")
+
+
+@pytest.mark.parametrize("modes", [("held", "fine"), ("fine", "held")])
+def test_lost_engine_of_an_aborted_rollout_ends_the_wait(drive, modes: Sequence[str]) -> None:
+    """The loss is seen by the next call to the engine."""
+
+    async def test(run: Run) -> None:
+        run.engine.held = {f"1.0.{modes.index('held')}"}
+        rollouts = run.train(*modes)
+        await run.until(lambda: bool(run.engine.pending))
+        await run.actor.abort(["1.0.0"])
+
+        def lose(*_: object) -> None:
+            raise environments.RayActorError
+
+        run.engine.handle.exchange.remote = lose
+        assert isinstance(await asyncio.wait_for(rollouts, 5), Aborted)
+
+    drive(test)
