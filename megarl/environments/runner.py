@@ -16,10 +16,10 @@ from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
-from megarl.environments.outcome import Outcome, Part
+from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Part, Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -257,9 +257,12 @@ class _Rollout:
         self._messages += messages
 
     def samples(self) -> list[Sample]:
-        """Return one sample per sequence that has a turn. Reward functions score the last one."""
+        """Return one sample per sequence that has a turn."""
         sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
-        parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in sequences]
+        parts = [
+            Part(transcript, text, self._messages, first, first + transcript.num_turns - 1)
+            for transcript, text, first in sequences
+        ]
         return self.outcome.samples(self._request.id, self._request.prompt, parts)
 
 
