@@ -38,7 +38,12 @@ Abort = Callable[[str, Collection[str]], object]
 
 
 class Router:
-    """Assigns groups to engines. The rollouts for one prompt all run on one engine, where they share a prefix cache."""
+    """Assigns groups to engines. The rollouts for one prompt all run on one engine, where they share a prefix cache.
+
+    Consumes: submissions of groups.
+    Waits for: nothing; its callers wait for the engines, and return each submission's results with `collect`.
+    Unblocked by: results, losses and aborts, after which a submission is done or is placed again.
+    """
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
         """

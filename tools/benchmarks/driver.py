@@ -26,7 +26,6 @@ from benchmark import BASE, Laps, option, run_benchmark
 from ray import cloudpickle
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.group import ProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.placement import Process
@@ -38,7 +37,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, Sample, SampleInfo, Score, VersionRun
+from megarl.core.types import Prompt, Sample, SampleRef, Score, VersionRun
 from megarl.data.collate import with_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
@@ -50,7 +49,7 @@ from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.metrics import step_metrics
 from megarl.step.requests import requests
 from megarl.step.rollouts import choose
-from megarl.step.scoring import ScoredSample, select
+from megarl.step.scoring import select
 
 FEWER_TOKENS = 8
 """Divisor of the sample lengths for the second measurement of memory."""
@@ -92,7 +91,7 @@ class Step(NamedTuple):
     """A step's inputs from engines, rewards and ranks, made before the measurement."""
 
     prompts: list[Prompt]
-    samples: list[list[RemoteSample]]
+    samples: list[list[SampleRef]]
     scores: list[Score]
     metrics: list[dict[str, Metric]]
 
@@ -152,7 +151,7 @@ def driver(config: Config, packing: Packing, step: Step, lap: Laps) -> list[Rank
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)
     chosen = lap("choose groups", choose, groups, config.batch.prompts_per_step)
     [update] = lap("updates", updates_of, config, chosen)
-    samples: list[ScoredSample] = lap("baselines", attach_baselines, config, update, {}, {}, MovingAverage())
+    samples: list[SampleRef] = lap("baselines", attach_baselines, config, update, {}, {}, MovingAverage())
     rank_batches = lap("microbatches", dispatch, config, samples, packing)
     lap("pickle microbatches", lambda: [cloudpickle.dumps(rank_batch) for rank_batch in rank_batches])
     merged = lap("merge metrics", lambda: merge_updates([merge(step.metrics)]))
@@ -193,13 +192,9 @@ def peak_bytes(config: Config, packing: Packing, step: Step) -> int:
 def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dict[str, Any]:
     """Measure one rank's part of a step, with samples as they are stored in Ray, of the given lengths."""
     torch.set_num_threads(1)
-    infos = {sample.ref: sample.info for group in step.samples for sample in group}
     prompts = {prompt.id: prompt for prompt in step.prompts}
     source = np.random.default_rng(0)
-    sent = [
-        pickle.dumps(sample_of(infos[item.sample], prompts[infos[item.sample].prompt_id], source), 5)
-        for item in rank_batch.samples
-    ]
+    sent = [pickle.dumps(sample_of(item, prompts[item.prompt_id], source), 5) for item in rank_batch.samples]
 
     def received() -> LocalBatch:
         samples = [pickle.loads(data) for data in sent]
@@ -225,7 +220,7 @@ def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dic
         lap("add log-probs of two passes", with_log_probs, batch)
         steps.append(lap.seconds)
     seconds = {name: median(step[name] for step in steps) for name in steps[0]}
-    tokens = sum(infos[item.sample].num_tokens for item in rank_batch.samples)
+    tokens = sum(item.num_tokens for item in rank_batch.samples)
     return {"samples": len(sent), "tokens": tokens, "bytes": sum(map(len, sent)), "cpu_seconds": seconds}
 
 
@@ -236,25 +231,25 @@ def step_of(case: Case) -> Step:
         Prompt(f"data.jsonl:{i}", "", ids.integers(150_000, size=case.prompt_tokens)) for i in range(case.prompts)
     ]
     asked = requests(config_of(case), 1, prompts)
-    samples = [[RemoteSample(info_of(case, request, source), ref()) for request in group] for group in asked]
+    samples = [[ref_of(case, request, source) for request in group] for group in asked]
     scores = [Score(float(source.random() < 0.5), {"correct": 1.0}) for group in samples for _ in group]
     metrics = [{f"policy/{k}": Metric(source.random(), 1000.0) for k in range(NUM_METRICS)} for _ in range(case.ranks)]
     return Step(prompts, samples, scores, metrics)
 
 
-def info_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleInfo:
+def ref_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleRef:
     n = source.randint(case.longest_response // 3, case.longest_response)
-    return SampleInfo(request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0)
+    return SampleRef(request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0, ref=ref())
 
 
 def ref() -> ray.ObjectRef:
     return ray.ObjectRef(os.urandom(28))
 
 
-def sample_of(info: SampleInfo, prompt: Prompt, source: np.random.Generator) -> Sample:
-    n = info.num_response_tokens
+def sample_of(ref: SampleRef, prompt: Prompt, source: np.random.Generator) -> Sample:
+    n = ref.num_response_tokens
     ids, logprobs = source.integers(150_000, size=n), -source.random(n)
-    return Sample(info.id, prompt, ids, logprobs, np.ones(n, np.bool_), (VersionRun(0, n),), info.finish_reason, "")
+    return Sample(ref.id, prompt, ids, logprobs, np.ones(n, np.bool_), (VersionRun(0, n),), ref.finish_reason, "")
 
 
 def packing_of(case: Case) -> Packing:

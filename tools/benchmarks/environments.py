@@ -23,13 +23,13 @@ import psutil
 import ray
 from benchmark import machine_cpu_seconds, run_benchmark
 
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.placement import place
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, RolloutInfo
+from megarl.core.types import Prompt, RolloutInfo, SampleRef
 from megarl.data.turns import ChatTokens
 from megarl.environments.tools import describe
 from megarl.models.tokenizer import load_tokenizer
@@ -168,12 +168,12 @@ def drive(
     assert len(hosts) == PROCESSES
     before = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
     begin = time.perf_counter()
-    rollouts: list[list[RemoteSample]] = environments.generate(groups[1:], listener).result()
+    rollouts: list[list[SampleRef]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
     after = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
     steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
     samples = [sample for group in rollouts for sample in group]
-    infos = [sample.info.rollout for sample in samples]
+    infos = [sample.rollout for sample in samples]
     cpu_s = [end - start for start, end in zip(before, after, strict=True)]
     return summary(infos, steps, seconds, cpu_s[0], cpu_s[1], cpu_s[2] - steps.cpu_s)
 

@@ -23,7 +23,7 @@ sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, SampleRef, TrainingSample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.megatron import parallel
@@ -87,7 +87,7 @@ def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
     training = [
         TrainingSample(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
     ]
-    [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], packing)
+    [microbatches] = schedule([Lengths.of(SampleRef.of(sample)) for sample in samples], packing)
     return LocalBatch(training, microbatches)
 
 

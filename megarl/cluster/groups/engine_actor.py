@@ -19,7 +19,7 @@ from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import Sample, SampleRef
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.router import Aborted
 from megarl.rollout.turns import EngineTurns, Exchanged, Turns
@@ -98,7 +98,7 @@ class EngineProcess(VllmActor):
         finally:
             del self._generating[requests[0].sample_id]
         segments.note(own_scratch())  # vLLM creates some segments only when it generates
-        return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+        return [TimedResult([SampleRef.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
         """Abort the running calls to `generate` whose first requests have these names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -19,7 +19,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
@@ -46,20 +46,7 @@ Generation = tuple[str, int]
 """An engine's process name, and the number of lost processes that had this name before."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSample:
-    """The driver's handle to a sample: its metadata, and a reference to its tokens."""
-
-    info: SampleInfo
-    ref: ray.ObjectRef
-
-    @classmethod
-    def put(cls, sample: Sample) -> RemoteSample:
-        """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
-        return cls(SampleInfo.of(sample), ray.put(sample))
-
-
-Group = list[RemoteSample]
+Group = list[SampleRef]
 """The samples for one prompt."""
 
 Sampled = Group | Aborted
@@ -256,8 +243,8 @@ class EngineGroup(VllmGroup):
 
             def split(answers: Answers) -> dict[str, list[Group] | Aborted]:
                 return {
-                    name: infos if isinstance(infos, Aborted) else _split(assigned[name], infos, sampling[name][1:])
-                    for name, infos in answers.values.items()
+                    name: value if isinstance(value, Aborted) else _split(assigned[name], value, sampling[name])
+                    for name, value in answers.values.items()
                 }
 
             return self._submit(GENERATE, calls).then(split)
@@ -305,7 +292,7 @@ class EngineGroup(VllmGroup):
 
     def generate_on_each(
         self, requests_of: Callable[[str], Sequence[SamplingRequest]]
-    ) -> Pending[dict[str, list[RemoteSample]]]:
+    ) -> Pending[dict[str, list[SampleRef]]]:
         """Sample requests on every engine. The result has the samples by engine name, without lost engines.
 
         Args:
@@ -314,9 +301,9 @@ class EngineGroup(VllmGroup):
         sampling = {name: self._sample(name, [requests_of(name)], None) for name in self.names}
         calls = {name: refs[0] for name, refs in sampling.items()}
 
-        def collect(answers: Answers) -> dict[str, list[RemoteSample]]:
+        def collect(answers: Answers) -> dict[str, list[SampleRef]]:
             self.drop(answers.lost, "rollout")
-            return {name: list(map(RemoteSample, infos, sampling[name][1:])) for name, infos in answers.values.items()}
+            return {name: _attach(samples, sampling[name]) for name, samples in answers.values.items()}
 
         return self._submit(GENERATE, calls).then(collect)
 
@@ -415,6 +402,11 @@ class EngineGroup(VllmGroup):
             self._session.watch(self._actors)
 
 
-def _split(groups: Requests, infos: Sequence[SampleInfo], refs: Sequence[ray.ObjectRef]) -> list[Group]:
-    samples = map(RemoteSample, infos, refs)
-    return [[next(samples) for _ in group] for group in groups]
+def _attach(samples: Sequence[SampleRef], refs: Sequence[ray.ObjectRef]) -> list[SampleRef]:
+    """Attach the references from `EngineGroup._sample` to the samples. The first one is of the call itself."""
+    return [replace(sample, ref=ref) for sample, ref in zip(samples, refs[1:], strict=True)]
+
+
+def _split(groups: Requests, samples: Sequence[SampleRef], refs: Sequence[ray.ObjectRef]) -> list[Group]:
+    remaining = iter(_attach(samples, refs))
+    return [[next(remaining) for _ in group] for group in groups]

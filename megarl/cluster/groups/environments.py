@@ -12,14 +12,15 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from megarl.cluster.groups.engines import EngineGroup, Group, RemoteSample, Requests, Sampled
+from megarl.cluster.groups.engines import EngineGroup, Group, Requests, Sampled
 from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
+from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
-from megarl.core.types import Completion, Sample
+from megarl.core.types import Completion, Sample, SampleRef
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.models.tokenizer import load_tokenizer
@@ -135,9 +136,9 @@ class EnvironmentActor(AsyncProcessActor):
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
-        self._waiting: dict[str, asyncio.Future[list[list[RemoteSample]]]] = {}
+        self._waiting: dict[str, asyncio.Future[list[list[SampleRef]]]] = {}
         """Running calls, by the name of the first rollout."""
-        self._closing: set[asyncio.Task[list[list[RemoteSample]]]] = set()
+        self._closing: set[asyncio.Task[list[list[SampleRef]]]] = set()
         """Aborted calls whose environments are closing."""
 
     async def start(self, config: Config, model_folder: Path) -> None:
@@ -147,11 +148,11 @@ class EnvironmentActor(AsyncProcessActor):
 
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> list[list[RemoteSample]] | Aborted | None:
+    ) -> list[list[SampleRef]] | Aborted | None:
         """Run rollouts on this engine. Return the samples for each rollout, Aborted, or None if the engine was lost.
         The listener receives each rollout's samples as soon as the rollout finishes."""
 
-        def on_finished(samples: list[Sample]) -> list[RemoteSample]:
+        def on_finished(samples: list[Sample]) -> list[SampleRef]:
             listener.begin.remote(samples)
             return _put(samples)
 
@@ -160,7 +161,7 @@ class EnvironmentActor(AsyncProcessActor):
 
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
-    ) -> list[list[RemoteSample]] | Aborted | None:
+    ) -> list[list[SampleRef]] | Aborted | None:
         """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`."""
         turns = self._turns_in(engine)
         return await self._run(requests, self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
@@ -173,9 +174,9 @@ class EnvironmentActor(AsyncProcessActor):
     async def _run(
         self,
         requests: Sequence[SamplingRequest],
-        rollouts: Coroutine[Any, Any, list[list[RemoteSample]]],
+        rollouts: Coroutine[Any, Any, list[list[SampleRef]]],
         turns: RemoteTurns,
-    ) -> list[list[RemoteSample]] | Aborted | None:
+    ) -> list[list[SampleRef]] | Aborted | None:
         names = [request.sample_id for request in requests]
         task = asyncio.create_task(rollouts)
         waiting = self._waiting[names[0]] = asyncio.shield(task)
@@ -203,8 +204,8 @@ class EnvironmentActor(AsyncProcessActor):
         return self._turns[engine]
 
 
-def _put(samples: Sequence[Sample]) -> list[RemoteSample]:
-    return [RemoteSample.put(sample) for sample in samples]
+def _put(samples: Sequence[Sample]) -> list[SampleRef]:
+    return [put_sample(sample) for sample in samples]
 
 
 class EnvironmentGroup(WorkerGroup):
@@ -234,12 +235,12 @@ class EnvironmentGroup(WorkerGroup):
     @remote(timeout="rollout", phase="rollout")
     def _train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
-    ) -> list[list[RemoteSample]] | Aborted | None: ...
+    ) -> list[list[SampleRef]] | Aborted | None: ...
 
     @remote(timeout="rollout", phase="rollout")
     def _evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
-    ) -> list[list[RemoteSample]] | Aborted | None: ...
+    ) -> list[list[SampleRef]] | Aborted | None: ...
 
     def start(self) -> Pending[list[None]]:
         return self._start(self._config, self._model_folder)
@@ -260,7 +261,7 @@ class EnvironmentGroup(WorkerGroup):
     def _generate(
         self,
         groups: Requests,
-        call: RemoteCall[list[list[RemoteSample]] | Aborted | None, Any, Sequence[SamplingRequest], ActorHandle, A],
+        call: RemoteCall[list[list[SampleRef]] | Aborted | None, Any, Sequence[SamplingRequest], ActorHandle, A],
         argument: A,
     ) -> Pending[list[Sampled]]:
         """Run rollouts. argument: the last argument of the remote call."""
@@ -288,6 +289,6 @@ class EnvironmentGroup(WorkerGroup):
         self._actors[self._process_of[engine]].abort.remote(groups)
 
 
-def _split(groups: Requests, rollouts: Sequence[list[RemoteSample]]) -> list[Group]:
+def _split(groups: Requests, rollouts: Sequence[list[SampleRef]]) -> list[Group]:
     remaining = iter(rollouts)
     return [[sample for _ in group for sample in next(remaining)] for group in groups]

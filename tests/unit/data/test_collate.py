@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleRef, TrainingSample, VersionRun
 from megarl.data.collate import collate
 from megarl.data.packing import Lengths, bundle
 from tests.packing import packing
@@ -121,5 +121,5 @@ def test_prompt_is_shared_only_if_its_routes_agree(alike):
     samples = [routed(item, routes) for item, routes in zip(samples_of_one_prompt(), (one, other), strict=True)]
     batch = collate(samples, packing(1, True))
     assert len(batch.tokens) == (8 if alike else 11)
-    [first, *_] = bundle([Lengths.of(SampleInfo.of(item.sample)) for item in samples], packing(1, True))
+    [first, *_] = bundle([Lengths.of(SampleRef.of(item.sample)) for item in samples], packing(1, True))
     assert first.num_tokens == (8 if alike else 5)

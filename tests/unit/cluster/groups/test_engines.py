@@ -11,10 +11,11 @@ import pytest
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, remote, vllm
 from megarl.cluster.groups.engine_actor import EngineActor
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample, Sampled
+from megarl.cluster.groups.engines import EngineGroup, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
+from megarl.core.types import SampleRef
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
@@ -77,7 +78,7 @@ class FakeActor:
             if requests[0] in FakeActor.aborted:
                 FakeActor.aborted.remove(requests[0])
                 return Aborted(7)
-            return [f"{item} by {self._name}" for item in requests]
+            return [SampleRef(f"{item} by {self._name}", "", 1, 1, 1, "stop", 0, 0) for item in requests]
 
         return [infos, *(f"ref to {request}" for request in requests)]
 
@@ -178,8 +179,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
 
 
-def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) -> None:
-    assert [[sample.info.split()[0] for sample in group] for group in answers] == groups
+def check_answers(answers: list[list[SampleRef]], groups: list[list[str]]) -> None:
+    assert [[sample.id.split()[0] for sample in group] for group in answers] == groups
     assert [[sample.ref for sample in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
 
 
@@ -197,7 +198,7 @@ def test_a_group_stays_on_one_replica(start) -> None:
 
 def test_fewer_groups_than_replicas_are_spread(start) -> None:
     answers = ask(start(3), [["a"], ["b"]]).result()
-    assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
+    assert [[sample.id for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
 def test_single_groups_go_to_the_least_loaded_engine(start) -> None:
@@ -261,7 +262,7 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
         assert under_way.pop(slow).result() == [Aborted(7)]
     for name, pending in under_way.items():
         engine = "engine-0" if is_moved else "engine-1"
-        assert [sample.info for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
+        assert [sample.id for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
     assert not engines.router._submissions and not +engines.router.load
 
 

@@ -134,7 +134,7 @@ def test_pending_samples_are_restored_from_a_checkpoint(worker, tmp_path, monkey
     groups = [(17, 2, [whole, sample("3.0.0", "one")]), (4, 3, [sample("3.1.0", "x")])]
     record = worker.save_groups(groups, tmp_path / "rollouts" / "waiting")
     assert (tmp_path / record.path).stat().st_size == record.num_bytes
-    monkeypatch.setattr(rewards.RemoteSample, "put", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
     found = worker.load_groups(tmp_path / "rollouts" / "waiting")
     assert [(row, version) for row, version, _ in found] == [(17, 2), (4, 3)]
     assert found[1][2] == groups[1][2] and found[0][2] == groups[0][2]
