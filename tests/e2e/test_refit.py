@@ -781,7 +781,7 @@ def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
     engine.call("connect", plan, rendezvous, [target], True)
     trainers.begin("send")
     [worker] = engine.call("refit", 4, right)
-    assert sum(sent.num_bytes for sent in trainers.end()) == worker.num_bytes
+    assert sum(trainers.end()) == worker.num_bytes
     assert engine.call("checksums") == expected, "the failed refit affected the next one"
     assert engine.call("greedy", prompts()) == answers
 

@@ -155,7 +155,7 @@ def test_missing_functions_are_rejected_before_any_call(file, tmp_path):
         FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, LIMIT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
         FunctionPool([], f"{tmp_path}/none.py:judge", 1, LIMIT_S)
-    with pytest.raises(ValueError, match=r"no function 'f'; define it as f\(prompt, first, second, answer"):
+    with pytest.raises(ValueError, match=r"no function 'f'. Fix: define it as f\(prompt, first, second, answer"):
         FunctionPool([], f"{file}:f", 1, LIMIT_S)
 
 

@@ -2,14 +2,14 @@
 are bit-identical, and their own gradient is exactly 0.
 
 Every estimator, KL placement and policy objective runs from the driver's baselines to the loss, and every other loss
-separately.
+separately. `make test-exhaustive` combines all estimators with all KL placements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -62,6 +62,9 @@ TOLERANCE = Tolerance(1.0, "sample")
 
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
 OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
+REPRESENTATIVES = ("grpo", "gae")
+"""Estimators that run with every correction and KL placement."""
+
 DISTURBANCES = ("other values", "non-finite values")
 
 Tokens = Mapping[str, torch.Tensor]
@@ -73,10 +76,10 @@ Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str | float]
 """Loss, gradient of the head's output rows, the rows' mask, and metrics as text."""
 
 
-@pytest.fixture(scope="module")
-def leaks() -> dict[tuple[str, str], list[str]]:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["pairs", "all"])
+def leaks(request) -> dict[tuple[str, str], list[str]]:
     """Differences by (loss, disturbance)."""
-    [by_case] = run_ranks(1, all_leaks)
+    [by_case] = run_ranks(1, all_leaks, request.param)
     return by_case
 
 
@@ -86,9 +89,10 @@ def test_masked_tokens_do_not_affect(leaks, name, disturbance):
     assert leaks[name, disturbance] == []
 
 
-def all_leaks(store, rank: int) -> dict[tuple[str, str], list[str]]:
+def all_leaks(store, rank: int, combine_all: bool) -> dict[tuple[str, str], list[str]]:
     parallel.initialize(load(BASE, COMMON).actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
-    plain, worlds = World(None), {disturbance: World(disturbance) for disturbance in DISTURBANCES}
+    plain, *disturbed = [World(disturbance, combine_all) for disturbance in (None, *DISTURBANCES)]
+    worlds = dict(zip(DISTURBANCES, disturbed, strict=True))
     by_case = {}
     for name in [*POLICY_OBJECTIVES, *OTHER_LOSSES]:
         expected = dict(outcomes(plain, name))
@@ -109,9 +113,11 @@ class World:
 
     Args:
         disturbance: replacement of the outputs for untrained tokens; None keeps them.
+        combine_all: whether to combine all estimators with all KL placements. Otherwise each estimator has one
+            placement, and GRPO and GAE have all of them.
     """
 
-    def __init__(self, disturbance: str | None):
+    def __init__(self, disturbance: str | None, combine_all: bool):
         self._generator = torch.Generator().manual_seed(5)
         self._disturbance = disturbance
         names = ("rollout_logprobs", "old", "reference", "values", "implicit_reward", "labels")
@@ -128,7 +134,7 @@ class World:
         ]
         head = [self._outputs(name) for name in ("old", "entropy", "values")]
         self.head = {i: torch.stack([column[i] for column in head], dim=1) for i in self.masks}
-        self.estimated = dict(estimated_batches(self))
+        self.estimated = dict(estimated_batches(self, combine_all))
 
     def _outputs(self, name: str) -> Tokens:
         generator = torch.Generator().manual_seed(len(name))
@@ -155,7 +161,7 @@ def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
         loaded = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
         objective = loaded.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
         for setting, (estimated, members, batch) in world.estimated.items():
-            if correction != "no correction" and estimated.advantage.estimator not in ("grpo", "gae"):
+            if correction != "no correction" and estimated.advantage.estimator not in REPRESENTATIVES:
                 continue
             algorithm = estimated.model_copy(update={"objective": objective, "correction": loaded.correction})
             if objective.spec.selects_tokens:
@@ -167,10 +173,13 @@ def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
             yield f"{setting}, {correction}", outcome(loss, batch, world, members, columns)
 
 
-def estimated_batches(world: World) -> Iterator[tuple[str, Estimated]]:
-    """Yield the batches with advantages by setting: each estimator and KL placement, with and without a pass for old
+def estimated_batches(world: World, combine_all: bool) -> Iterator[tuple[str, Estimated]]:
+    """Yield the batches with advantages by setting: estimator and KL placement, with and without a pass for old
     log-probs."""
+    placement_of = dict(zip(ESTIMATORS, cycle(PLACEMENTS)))
     for estimator, (placement, keys) in product(ESTIMATORS, PLACEMENTS.items()):
+        if not (combine_all or estimator in REPRESENTATIVES or placement == placement_of[estimator]):
+            continue
         config = load(BASE, [*COMMON, f"algorithm.advantage.estimator={estimator}", f"algorithm.kl={keys}"])
         [members] = dispatched(world, config).members
         scores: TokenScores = {name: {m.sample.id: m.scores[name] for m in members} for name in members[0].scores}
