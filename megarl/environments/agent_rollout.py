@@ -26,19 +26,15 @@ class AgentRollout:
         self._parts: list[Part] = []
         self.outcome = Outcome()
 
-    async def play(self, host: HostProcess, key: str) -> None:
-        """Run the agent. Raise HostFailure if the agent fails, and re-raise engine errors.
-
-        Args:
-            key: name of the agent in its process.
-        """
+    async def play(self, host: HostProcess) -> None:
+        """Run the agent. Raise HostFailure if the agent fails, and re-raise engine errors."""
         request, prompt = self._request, self._request.prompt
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
         session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed)
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s
-            self.outcome.rewards = await host.call("run", key, limit_s, task=asdict(task), **access) or {}
+            self.outcome.rewards = await host.call("run", request.key, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
             if session.error is None:  # otherwise an engine error made the agent fail

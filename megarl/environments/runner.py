@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.config.schema import Config
@@ -43,6 +42,11 @@ class RolloutRequest:
     seed: int
     task_seed: int
 
+    @property
+    def key(self) -> str:
+        """Name in the environment's process, where an aborted rollout with the same id may still be closing."""
+        return f"{self.id}/{id(self)}"
+
 
 class Sampler(Protocol):
     """One rollout's interface to an engine, with the sampling parameters already bound."""
@@ -74,7 +78,6 @@ class RolloutRunner:
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
         self._num_consecutive_failures = 0
-        self._numbers = count()
 
     async def start(self, address: str) -> None:
         """Start the endpoint for agents on this address. Does nothing if the class is an environment."""
@@ -101,17 +104,15 @@ class RolloutRunner:
             if self._server is None
             else AgentRollout(self.config, self._server, request, sample)
         )
-        # An aborted rollout with the same id may still be closing in the same process.
-        key = f"{request.id}/{next(self._numbers)}"
         host = await self.pool.take()
         try:
-            await rollout.play(host, key)
+            await rollout.play(host)
         except HostFailure as failure:
             rollout.outcome.fail(str(failure), failure.stack)
         except UserError as error:  # the chat template rejected the messages
             rollout.outcome.fail(str(error))
         finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
-            await asyncio.shield(self._close(host, key, rollout.outcome))
+            await asyncio.shield(self._close(host, request.key, rollout.outcome))
         self._count(rollout.outcome)
         return rollout.samples()
 
@@ -150,17 +151,13 @@ class _Rollout:
         """Messages in the policy's current context."""
         self.outcome = Outcome()
 
-    async def play(self, host: HostProcess, key: str) -> None:
+    async def play(self, host: HostProcess) -> None:
         """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call of the
-        environment finishes first, because environments need not be thread-safe.
-
-        Args:
-            key: name of the environment in its process.
-        """
-        await self._reset(host, key)
+        environment finishes first, because environments need not be thread-safe."""
+        await self._reset(host)
         while self._num_tokens_left > 0:
             turn = await self._sample_turn()
-            step = await self._step(host, key, turn)
+            step = await self._step(host, turn)
             self.outcome.turn_rewards.append(step["rewards"])
             if step["done"]:
                 return
@@ -172,10 +169,10 @@ class _Rollout:
             self._append_observation(step)
         self.outcome.stop_reason = StopReason.MAX_TOKENS
 
-    async def _reset(self, host: HostProcess, key: str) -> None:
+    async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        reset = host.call("reset", key, self._config.environment.timeout_s, task=asdict(task))
+        reset = host.call("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
@@ -222,11 +219,11 @@ class _Rollout:
             "is_last": number + 1 == self._config.environment.max_turns or self._num_tokens_left <= 0,
         }
 
-    async def _step(self, host: HostProcess, key: str, turn: Mapping[str, Any]) -> dict[str, Any]:
+    async def _step(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
         """Return the environment's Step in its serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
-        step = await _uninterrupted(host.call("step", key, limit_s, turn=turn))
+        step = await _uninterrupted(host.call("step", self._request.key, limit_s, turn=turn))
         host.is_retiring |= step["is_stuck"]
         return step
 

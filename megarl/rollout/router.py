@@ -1,7 +1,7 @@
 """Routes rollouts to engines: placement, load, measured speed, stragglers, losses and aborts.
 
 The router serves single responses and rollouts in environments. It knows engines and rollouts by name only; its callers
-start the rollouts and return their results to it.
+start the rollouts and return their samples to it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
-R = TypeVar("R")
 K = TypeVar("K", bound=Hashable)
 
 SLOW = 1.5
@@ -41,8 +40,8 @@ class Router:
     """Assigns groups to engines. The rollouts for one prompt all run on one engine, where they share a prefix cache.
 
     Consumes: submissions of groups.
-    Waits for: nothing; its callers wait for the engines, and return each submission's results with `collect`.
-    Unblocked by: results, losses and aborts, after which a submission is done or is placed again.
+    Waits for: nothing; its callers wait for the engines, and pass the samples to Submission.collect.
+    Unblocked by: samples, losses and aborts, after which a submission is done or is placed again.
     """
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
@@ -50,7 +49,7 @@ class Router:
         weighs_speed   whether slower engines receive fewer requests. False if a step waits for all of its rollouts:
                        otherwise the assignment, and so the run, would not be reproducible
         """
-        self._all, self.live = tuple(engines), list(engines)
+        self.engines, self.live = tuple(engines), list(engines)
         self._weighs_speed = weighs_speed
         self.losses: Counter[str] = Counter()
         """Number of processes that each engine has lost."""
@@ -58,23 +57,8 @@ class Router:
         """Number of unfinished requests of each engine."""
         self._latencies: dict[str, float] = {}
         """Seconds per token for each engine, averaged over the last steps."""
-        self._submissions: dict[str, Submission] = {}
-        """Unfinished submissions of a single group, by the group's name."""
-
-    def submit(self, groups: Sequence[Sequence[str]], send_abort: Abort) -> Submission:
-        """Return the submission of these groups, which must then be placed.
-
-        groups       names of the rollouts in each group
-        send_abort   function that aborts these groups. Only a group that was submitted alone can be aborted or moved
-        """
-        submission = Submission(self, groups, send_abort)
-        if len(groups) == 1:
-            self._submissions[groups[0][0]] = submission
-        return submission
-
-    def finish(self, name: str) -> None:
-        """Remove the submission of this group."""
-        self._submissions.pop(name, None)
+        self.submissions: dict[str, Submission] = {}
+        """Unfinished submissions of a single group, by the group's first rollout. They can be aborted and moved."""
 
     def assign(self, sizes: Mapping[K, int], excluded: Collection[str] = ()) -> dict[str, list[K]]:
         """Assign each group to the engine that is expected to finish it first. Return groups by engine name.
@@ -83,8 +67,7 @@ class Router:
         excluded   engines that receive groups only if no other engine is left
         """
         load, slowness = Counter(self.load), self._slowness()
-        assigned: dict[str, list[K]] = {name: [] for name in self.live if name not in excluded}
-        assigned = assigned or {name: [] for name in self.live}
+        assigned = {name: [] for name in [name for name in self.live if name not in excluded] or self.live}
         for group, size in sizes.items():
             name = min(assigned, key=lambda name: (load[name] + size) * slowness[name])
             load[name] += size
@@ -107,8 +90,8 @@ class Router:
 
     def abort(self, groups: Collection[Sequence[str]]) -> None:
         """Abort groups that were submitted alone, given by the names of their rollouts. Their submissions finish soon:
-        with Aborted, or with results if the group had already finished."""
-        pending = [self._submissions[group[0]] for group in groups if group[0] in self._submissions]
+        with Aborted, or with samples if the group had already finished."""
+        pending = [self.submissions[group[0]] for group in groups if group[0] in self.submissions]
         for submission in pending:
             submission.is_aborted = True
         self._send_aborts(pending)
@@ -120,28 +103,25 @@ class Router:
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self.live):
             return
         moving: dict[str, list[Submission]] = defaultdict(list)
-        for submission in [self._submissions[group[0]] for group in groups if group[0] in self._submissions]:
-            [name] = submission.engines
-            if not submission.is_moving and slowness.get(name, 0.0) >= MUCH_SLOWER:
-                moving[name].append(submission)
+        for submission in [self.submissions[group[0]] for group in groups if group[0] in self.submissions]:
+            if not submission.is_moving and slowness.get(submission.engine, 0.0) >= MUCH_SLOWER:
+                submission.is_moving = True
+                moving[submission.engine].append(submission)
         for name, submissions in moving.items():
             print(
                 f"rollout: {name} takes {slowness[name]:.1f} times as long per token as the fastest engine; idle "
                 f"engines restart {len(submissions)} of its prompts",
                 flush=True,
             )
-            for submission in submissions:
-                submission.is_moving = True
             self._send_aborts(submissions)
 
     def _send_aborts(self, submissions: Collection[Submission]) -> None:
         names: dict[tuple[Abort, str], set[str]] = defaultdict(set)
         for submission in submissions:
-            [engine] = submission.engines
-            names[submission.send_abort, engine].add(submission.groups[0][0])
-        for (send_abort, engine), groups in names.items():
+            names[submission.abort, submission.engine].add(submission.name)
+        for (abort, engine), groups in names.items():
             if engine in self.live:
-                send_abort(engine, groups)
+                abort(engine, groups)
 
     def lose(self, name: str) -> bool:
         """Remove a lost engine. Return whether it may restart."""
@@ -152,42 +132,49 @@ class Router:
 
     def rejoin(self, name: str) -> None:
         """Add a restarted engine at its old index."""
-        self.live = [engine for engine in self._all if engine in self.live or engine == name]
+        self.live = [engine for engine in self.engines if engine in self.live or engine == name]
 
 
-class Submission(Generic[R]):
-    """Groups that were submitted together, until each has a result. A result is of type R, or Aborted.
+class Submission:
+    """Groups that were submitted together, until each has its samples or is aborted.
 
     Alternate `place` and `collect` until `is_done`. Groups of a lost or slow engine are placed again.
     """
 
-    def __init__(self, router: Router, groups: Sequence[Sequence[str]], send_abort: Abort):
-        """See Router.submit."""
-        self._router, self.groups, self.send_abort = router, groups, send_abort
+    def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
+        """
+        groups   names of the rollouts in each group
+        abort    function that aborts these groups
+        """
+        self._router, self.groups, self.abort = router, groups, abort
+        self.name = groups[0][0]
         self.is_aborted = self.is_moving = False
         """Whether the abort of the groups was requested: for good, or to move them to a different engine."""
-        self._results: dict[int, R | Aborted] = {}
+        self._results: dict[int, list[Any] | Aborted] = {}
         self._assigned: dict[str, list[int]] = {}
         """Indices of the running groups, by engine name."""
         self._requests: dict[str, int] = {}
         """Number of running requests, by engine name."""
         self._losses: dict[str, int] = {}
         """Number of processes that each of these engines had lost before."""
-        self._slow: set[str] = set()
+        self._slow: list[str] = []
         """Engines whose groups move to different engines."""
+        if len(groups) == 1:
+            router.submissions[self.name] = self
 
     @property
-    def engines(self) -> list[str]:
-        """The engines on which the groups are running."""
-        return list(self._assigned)
+    def engine(self) -> str:
+        """The engine of a single group."""
+        [name] = self._assigned
+        return name
 
     @property
     def is_done(self) -> bool:
         return len(self._results) == len(self.groups)
 
     @property
-    def results(self) -> list[R | Aborted]:
-        """The result of each group, in order."""
+    def results(self) -> list[list[Any] | Aborted]:
+        """The samples of each group, or Aborted, in order."""
         return [self._results[i] for i in range(len(self.groups))]
 
     def place(self) -> dict[str, list[int]]:
@@ -199,23 +186,24 @@ class Submission(Generic[R]):
         self._router.load.update(self._requests)
         return self._assigned
 
-    def collect(self, answers: Mapping[str, Sequence[R] | Aborted]) -> list[str]:
+    def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
         """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
 
-        answers   results of each engine's groups, or Aborted; nothing for a lost engine
+        answers   the samples of each rollout on an engine, or Aborted, by engine name; nothing for a lost engine
         """
         self._router.load.subtract(self._requests)
-        self._slow.clear()
-        for name, numbers in self._assigned.items():
-            answer = answers.get(name)
-            if isinstance(answer, Aborted) and self.is_moving and not self.is_aborted:
-                self._slow.add(name)
-            elif isinstance(answer, Aborted) or (answer is None and self.is_aborted):
-                self._results |= dict.fromkeys(numbers, answer or Aborted(0))
-            elif answer is not None:
-                self._results |= zip(numbers, answer, strict=True)
         lost = [name for name in self._assigned if name not in answers]
+        self._slow = []
+        for name, numbers in self._assigned.items():
+            answer = answers.get(name, Aborted(0) if self.is_aborted else ())
+            if isinstance(answer, Aborted) and self.is_moving and not self.is_aborted:
+                self._slow.append(name)
+            elif isinstance(answer, Aborted):
+                self._results |= dict.fromkeys(numbers, answer)
+            elif name in answers:
+                rollouts = iter(answer)
+                self._results |= {i: [s for _ in self.groups[i] for s in next(rollouts)] for i in numbers}
         self.is_moving = False
         if self.is_done:
-            self._router.finish(self.groups[0][0])
+            self._router.submissions.pop(self.name, None)
         return [name for name in lost if self._router.losses[name] == self._losses[name]]

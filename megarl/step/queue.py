@@ -131,7 +131,7 @@ class RolloutQueue:
             group = self._schedule.take(number - 1, wanted - len(taken))
             if group is None:
                 awaited = self._schedule.awaited(number - 1, wanted - len(taken))
-                self.workers.engines.reassign_stragglers([group.names for group in awaited])
+                self.workers.engines.router.reassign_stragglers([group.names for group in awaited])
                 first([group.pending for group in self._schedule.unfinished], meanwhile)
             else:
                 taken.append(group)
@@ -150,7 +150,7 @@ class RolloutQueue:
         expired = self._schedule.expire(number)
         if not expired:
             return
-        self.workers.engines.abort([group.names for group in expired if not group.pending.advance()])
+        self.workers.engines.router.abort([group.names for group in expired if not group.pending.advance()])
         for group in expired:
             self._dropped.add(group.result(), len(group.names))
         self.workers.rewards.forget([name for group in expired for name in group.names])

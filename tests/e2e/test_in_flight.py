@@ -72,7 +72,7 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
 
     long, concurrent = engines.generate([requests]), engines.generate([short])
     beside = tokens(concurrent.result()[0])
-    engines.abort([[request.sample_id for request in requests]])
+    engines.router.abort([[request.sample_id for request in requests]])
     num_tokens = long.result()[0].num_tokens
     actors = engines.actors.values()
     left = ray.get([engine.__ray_call__.remote(lambda actor: len(actor._worker._pending)) for engine in actors])

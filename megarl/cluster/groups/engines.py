@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -26,7 +27,7 @@ from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.rollout.engine import EngineInfo, SamplingRequest
-from megarl.rollout.router import Abort, Aborted, Router
+from megarl.rollout.router import Abort, Aborted, Router, Submission
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -52,11 +53,13 @@ Group = list[SampleRef]
 Sampled = Group | Aborted
 """The result of a group: its samples, or Aborted."""
 
-
 Requests = Sequence[Sequence[SamplingRequest]]
 """The requests of each group."""
 
-Run = Callable[[Mapping[str, Requests]], Pending[dict[str, list[Group] | Aborted]]]
+Answered = dict[str, list[list[SampleRef]] | Aborted]
+"""The samples of each rollout, or Aborted, by engine name."""
+
+Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
 
 
 class EngineGroup(VllmGroup):
@@ -201,11 +204,6 @@ class EngineGroup(VllmGroup):
         return list(self._actors)
 
     @property
-    def all_names(self) -> list[str]:
-        """Names of the engines, including lost ones."""
-        return list(self._processes)
-
-    @property
     def generations(self) -> list[Generation]:
         """The generation of each live process. A restarted process has a different generation from its predecessor."""
         return [(name, self.router.losses[name]) for name in self._actors]
@@ -236,45 +234,25 @@ class EngineGroup(VllmGroup):
         Args:
             listener: an actor whose method `begin` receives each sample as soon as it is complete.
         """
-
-        def run(assigned: Mapping[str, Requests]) -> Pending[dict[str, list[Group] | Aborted]]:
-            sampling = {name: self._sample(name, part, listener) for name, part in assigned.items()}
-            calls = {name: refs[0] for name, refs in sampling.items()}
-
-            def split(answers: Answers) -> dict[str, list[Group] | Aborted]:
-                return {
-                    name: value if isinstance(value, Aborted) else _split(assigned[name], value, sampling[name])
-                    for name, value in answers.values.items()
-                }
-
-            return self._submit(GENERATE, calls).then(split)
-
-        return self.route(groups, run, self._abort)
-
-    def abort(self, groups: Collection[Sequence[str]]) -> None:
-        """See Router.abort."""
-        self.router.abort(groups)
-
-    def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """See Router.reassign_stragglers."""
-        self.router.reassign_stragglers(groups)
+        return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
         """Run the rollouts of each group on one of the engines. The result has their samples by group. The groups of a
         lost engine run on the remaining ones.
 
         Args:
-            run: function that starts each engine's groups, by engine name. Its result has their samples, or Aborted,
-                without lost engines.
+            run: function that starts the rollouts for each engine's requests, by engine name. Its result has the
+                samples of each rollout, or Aborted, without lost engines.
             abort: function that aborts groups on an engine.
         """
-        submission = self.router.submit([[request.sample_id for request in group] for group in groups], abort)
+        submission = Submission(self.router, [[request.sample_id for request in group] for group in groups], abort)
 
         def attempt() -> Pending[list[Sampled]]:
             assigned = submission.place()
-            return run({name: [groups[i] for i in part] for name, part in assigned.items()}).then(collect)
+            requests = {name: [request for i in part for request in groups[i]] for name, part in assigned.items()}
+            return run(requests).then(collect)
 
-        def collect(answers: Mapping[str, list[Group] | Aborted]) -> list[Sampled] | Pending[list[Sampled]]:
+        def collect(answers: Answered) -> list[Sampled] | Pending[list[Sampled]]:
             self.drop(submission.collect(answers), "rollout")
             return submission.results if submission.is_done else attempt()
 
@@ -284,28 +262,36 @@ class EngineGroup(VllmGroup):
         self._actors[name].abort.remote(groups)
 
     def _sample(
-        self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
-    ) -> list[ray.ObjectRef]:
-        """Start EngineActor.generate on this engine. Return Ray references to its return values."""
-        requests = [request for group in groups for request in group]
-        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
+        self, listener: ActorHandle | None, requests: Mapping[str, Sequence[SamplingRequest]]
+    ) -> Pending[Answered]:
+        """Sample each engine's requests. The result has one rollout with one sample per request."""
+        refs = {
+            name: self._actors[name].generate.options(num_returns=1 + len(part)).remote(part, listener)
+            for name, part in requests.items()
+        }
 
-    def generate_on_each(
-        self, requests_of: Callable[[str], Sequence[SamplingRequest]]
-    ) -> Pending[dict[str, list[SampleRef]]]:
+        def attach(name: str, samples: Sequence[SampleRef]) -> list[Group]:
+            return [[replace(sample, ref=ref)] for sample, ref in zip(samples, refs[name][1:], strict=True)]
+
+        def by_engine(answers: Answers) -> Answered:
+            values = answers.values.items()
+            return {name: value if isinstance(value, Aborted) else attach(name, value) for name, value in values}
+
+        return self._submit(GENERATE, {name: own[0] for name, own in refs.items()}).then(by_engine)
+
+    def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
         """Sample requests on every engine. The result has the samples by engine name, without lost engines.
 
         Args:
             requests_of: function that maps an engine's name to its requests.
         """
-        sampling = {name: self._sample(name, [requests_of(name)], None) for name in self.names}
-        calls = {name: refs[0] for name, refs in sampling.items()}
+        requests = {name: requests_of(name) for name in self.names}
 
-        def collect(answers: Answers) -> dict[str, list[SampleRef]]:
-            self.drop(answers.lost, "rollout")
-            return {name: _attach(samples, sampling[name]) for name, samples in answers.values.items()}
+        def collect(answers: Answered) -> dict[str, Group]:
+            self.drop(requests.keys() - answers.keys(), "rollout")
+            return {name: [sample for [sample] in rollouts] for name, rollouts in answers.items()}
 
-        return self._submit(GENERATE, calls).then(collect)
+        return self._sample(None, requests).then(collect)
 
     def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
         """Return the EngineInfo for every engine, by engine name. See Engine.facts."""
@@ -400,13 +386,3 @@ class EngineGroup(VllmGroup):
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)
-
-
-def _attach(samples: Sequence[SampleRef], refs: Sequence[ray.ObjectRef]) -> list[SampleRef]:
-    """Attach the references from `EngineGroup._sample` to the samples. The first one is of the call itself."""
-    return [replace(sample, ref=ref) for sample, ref in zip(samples, refs[1:], strict=True)]
-
-
-def _split(groups: Requests, samples: Sequence[SampleRef], refs: Sequence[ray.ObjectRef]) -> list[Group]:
-    remaining = iter(_attach(samples, refs))
-    return [[next(remaining) for _ in group] for group in groups]

@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from megarl.cluster.groups.engines import EngineGroup, Group, Requests, Sampled
+from megarl.cluster.groups.engines import Answered, EngineGroup, Requests, Sampled
 from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
@@ -205,7 +205,7 @@ class EnvironmentActor(AsyncProcessActor):
 
 
 def _put(samples: Sequence[Sample]) -> list[SampleRef]:
-    return [put_sample(sample) for sample in samples]
+    return list(map(put_sample, samples))
 
 
 class EnvironmentGroup(WorkerGroup):
@@ -226,7 +226,7 @@ class EnvironmentGroup(WorkerGroup):
         super().__init__(session, "environments", actors)
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
-        self._process_of = dict(zip(engines.all_names, actors, strict=True))
+        self._process_of = dict(zip(engines.router.engines, actors, strict=True))
         """Name of the process beside each engine."""
 
     @remote(timeout="start")
@@ -266,29 +266,20 @@ class EnvironmentGroup(WorkerGroup):
     ) -> Pending[list[Sampled]]:
         """Run rollouts. argument: the last argument of the remote call."""
 
-        def run(assigned: Mapping[str, Requests]) -> Pending[dict[str, list[Group] | Aborted]]:
+        def run(requests: Mapping[str, Sequence[SamplingRequest]]) -> Pending[Answered]:
             calls = {}
-            for engine, part in assigned.items():
-                process, requests = self._process_of[engine], [request for group in part for request in group]
-                handle = self._engines.actors[engine]
-                calls[process] = call.on(self._actors[process], requests, handle, argument)
+            for engine, part in requests.items():
+                process = self._process_of[engine]
+                calls[process] = call.on(self._actors[process], part, self._engines.actors[engine], argument)
 
-            def split(answers: Answers) -> dict[str, list[Group] | Aborted]:
+            def by_engine(answers: Answers) -> Answered:
                 values = self._session.trace.add("generate", answers)
-                return {
-                    engine: value if isinstance(value, Aborted) else _split(part, value)
-                    for engine, part in assigned.items()
-                    if (value := values[self._process_of[engine]]) is not None
-                }
+                found = {engine: values[self._process_of[engine]] for engine in requests}
+                return {engine: value for engine, value in found.items() if value is not None}
 
-            return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(split)
+            return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(by_engine)
 
         return self._engines.route(groups, run, self._abort)
 
     def _abort(self, engine: str, groups: Collection[str]) -> None:
         self._actors[self._process_of[engine]].abort.remote(groups)
-
-
-def _split(groups: Requests, rollouts: Sequence[list[SampleRef]]) -> list[Group]:
-    remaining = iter(rollouts)
-    return [[sample for _ in group for sample in next(remaining)] for group in groups]

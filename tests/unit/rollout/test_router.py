@@ -27,17 +27,18 @@ class Cluster:
         """Lost engines. The router sees a loss only when a submission with groups on the engine is collected."""
 
     def submit(self, *groups: Sequence[str]) -> Submission:
-        submission = self.router.submit(groups, self.abort)
+        submission = Submission(self.router, groups, self.abort)
         self._start(submission)
         return submission
 
     def _start(self, submission: Submission) -> None:
         self.answers[submission] = {}
-        for name, part in submission.place().items():
+        assigned = submission.place()
+        for name, part in assigned.items():
             begin = max([end for (_, engine), end in self.running.items() if engine == name], default=self.now)
             self.running[submission, name] = begin + self.seconds[name] * len(part)
             self.started += [(name, submission.groups[i][0]) for i in part]
-        for name in self.dead & {*submission.engines}:
+        for name in self.dead & assigned.keys():
             self._lose(name)
 
     def abort(self, engine: str, groups: Collection[str]) -> None:
@@ -46,20 +47,20 @@ class Cluster:
 
     def step(self) -> None:
         """Advance the clock to the end of the next part of a submission."""
-        by_abort = {key: self.now if key[0].groups[0][0] in self.aborting else end for key, end in self.running.items()}
+        by_abort = {key: self.now if key[0].name in self.aborting else end for key, end in self.running.items()}
         self.end(min(by_abort, key=by_abort.get))
 
     def end(self, key: tuple[Submission, str]) -> None:
         submission, name = key
         end = self.running.pop(key)
-        first = submission.groups[0][0]
+        first = submission.name
         if first in self.aborting:
             self.aborting.remove(first)
             self._answer(submission, name, Aborted(5))
         else:
             self.now = max(self.now, end)
             part = [submission.groups[i] for i in submission._assigned[name]]
-            self._answer(submission, name, [[f"{rollout} by {name}" for rollout in group] for group in part])
+            self._answer(submission, name, [[f"{rollout} by {name}"] for group in part for rollout in group])
 
     def lose(self, name: str) -> None:
         self.dead.add(name)
@@ -73,7 +74,7 @@ class Cluster:
     def _lose(self, name: str) -> None:
         for key in [key for key in self.running if key[1] == name]:
             del self.running[key]
-            self.aborting.discard(key[0].groups[0][0])
+            self.aborting.discard(key[0].name)
             self._answer(key[0], name, None)
 
     def _answer(self, submission: Submission, name: str, answer: object) -> None:
@@ -128,7 +129,7 @@ def test_each_group_has_one_result_despite_losses_and_aborts(seed: int) -> None:
             else:
                 assert [line.split()[0] for line in result] == group
                 assert len({line.split()[-1] for line in result}) == 1, "a group must stay on one engine"
-    assert not +cluster.router.load and not cluster.router._submissions
+    assert not +cluster.router.load and not cluster.router.submissions
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -136,7 +137,7 @@ def test_idle_engine_finishes_the_group_of_a_slow_engine_sooner(moves: bool) -> 
     cluster = measured({"fast": 1.0, "slow": 8.0})
     cluster.seconds["slow"] = 100.0
     submissions = [cluster.submit([f"{i}"]) for i in range(9)]
-    [straggler] = [submission for submission in submissions if submission.engines == ["slow"]]
+    [straggler] = [submission for submission in submissions if submission.engine == "slow"]
     while len(cluster.finished) < 8:
         cluster.router.reassign_stragglers([straggler.groups[0]])
         assert not cluster.aborting, "no engine is idle yet"
@@ -147,7 +148,7 @@ def test_idle_engine_finishes_the_group_of_a_slow_engine_sooner(moves: bool) -> 
     while cluster.running:
         cluster.step()
     assert cluster.finished[straggler] == (9.0 if moves else 100.0)
-    assert cluster.started.count(("slow", straggler.groups[0][0])) == 1
+    assert cluster.started.count(("slow", straggler.name)) == 1
     assert straggler.results == [[f"8 by {'fast' if moves else 'slow'}"]]
 
 
@@ -155,12 +156,12 @@ def test_moved_group_stays_on_the_only_engine_left() -> None:
     cluster = measured({"fast": 1.0, "slow": 8.0})
     cluster.router.load["fast"] = 9
     straggler = cluster.submit(["a"])
-    assert straggler.engines == ["slow"]
+    assert straggler.engine == "slow"
     cluster.router.load["fast"] = 0
     cluster.router.reassign_stragglers([["a"]])
     cluster.router.lose("fast")
     cluster.step()
-    assert straggler.engines == ["slow"] and not straggler.is_done
+    assert straggler.engine == "slow" and not straggler.is_done
     cluster.step()
     assert straggler.results == [["a by slow"]]
 

@@ -32,7 +32,7 @@ class Rollouts:
     end."""
 
     def __init__(self, rng: random.Random):
-        self.rng, self.version, self.under_way = rng, 0, []
+        self.rng, self.version, self.under_way, self.router = rng, 0, [], self
         self.begun: list[int] = []
         self.forgotten: list[str] = []
 

@@ -248,22 +248,22 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
     under_way = {name: ask(engines, [[name, f"{name}2"]]) for name in "abcde"}
     slow = FakeActor.seen["engine-1"][0]
     others = [under_way.pop(name) for name in FakeActor.seen["engine-0"][::2]]
-    engines.reassign_stragglers([[slow]])
+    engines.router.reassign_stragglers([[slow]])
     assert FakeActor.aborted == [], "no engine is idle"
     for pending in others:
         pending.result()
     for _ in range(2):
-        engines.reassign_stragglers([[slow]])
+        engines.router.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
     assert ("restart 1 of its prompts" in capsys.readouterr().out) == is_moved
     if unwanted:
-        engines.abort([[slow]])
+        engines.router.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]
     for name, pending in under_way.items():
         engine = "engine-0" if is_moved else "engine-1"
         assert [sample.id for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
-    assert not engines.router._submissions and not +engines.router.load
+    assert not engines.router.submissions and not +engines.router.load
 
 
 def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
@@ -312,7 +312,7 @@ def test_abandoned_group_is_aborted_and_not_reassigned(monkeypatch, start, dying
     FakeActor.dying = dying
     monkeypatch.setattr(engines._session, "submit", lately(engines, calls))
     first, second = ask(engines, [["a", "a2"]]), ask(engines, [["b"]])
-    engines.abort([["a", "a2"]])
+    engines.router.abort([["a", "a2"]])
     [tokens] = [sampled.num_tokens for sampled in first.result()]
     assert tokens == (0 if dying == {"engine-0"} else 7)
     check_answers(second.result(), [["b"]])

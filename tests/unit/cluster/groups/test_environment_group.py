@@ -22,11 +22,10 @@ from megarl.rollout.router import Aborted, Router
 class Engines:
     """An EngineGroup with two engines and without processes."""
 
-    all_names = ("engine-0", "engine-1")
     route = EngineGroup.route
 
     def __init__(self) -> None:
-        self.router = Router(self.all_names, weighs_speed=True)
+        self.router = Router(["engine-0", "engine-1"], weighs_speed=True)
         self.dropped: list[str] = []
 
     @property
